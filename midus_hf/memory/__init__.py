@@ -1,0 +1,11 @@
+"""Memory layers, one a file. Importing this package registers all of them."""
+
+import importlib
+import pkgutil
+
+from midus_hf.memory.registry import MEMORY_TYPES, MemoryModule, MemoryOptions, register_memory
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["MEMORY_TYPES", "MemoryModule", "MemoryOptions", "register_memory"]

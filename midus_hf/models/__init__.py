@@ -1,0 +1,19 @@
+"""Backbone families that host memory, one a file. Importing this package registers them with the Auto classes."""
+
+import importlib
+import pkgutil
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from midus_hf.models.families import FAMILIES
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+for _causal_lm in FAMILIES.values():
+    _config = _causal_lm.config_class
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _causal_lm.model_class, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+
+__all__ = ["FAMILIES"]

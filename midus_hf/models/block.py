@@ -1,0 +1,46 @@
+"""The inserted decoder layer: attention, then a memory in place of the feed-forward network."""
+
+import torch
+from torch import nn
+
+from midus_hf.memory.registry import parse_memory_entry
+
+
+class MemoryBlock:
+    """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
+
+    The family's layer is built first and then loses what a block does not have: the feed-forward network, every norm
+    but the one before attention, and, unless the memory wants it, the output projection. What is left keeps its names,
+    its place in the cache and its class, so masks, caches, checkpointing and output capture treat it as any other
+    layer. The memory's output goes straight into the residual stream: an output norm (Gemma) at its start value of
+    zero would have a gradient of 1 / sqrt(eps).
+    """
+
+    kept_children = ("self_attn", "input_layernorm")
+
+    def __init__(self, config, layer_idx: int, memory_entry: dict):
+        super().__init__(config, layer_idx)
+        for name in [name for name, _ in self.named_children() if name not in self.kept_children]:
+            delattr(self, name)
+        memory_class, options = parse_memory_entry(memory_entry)
+        if not memory_class.keeps_output_projection:
+            self.self_attn.o_proj = nn.Identity()
+        self.memory = memory_class.from_config(config, options)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Map the residual stream `[B, T, D]` to itself plus what the memory retrieves."""
+        attention_output, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )  # [B, T, H * d]
+        return hidden_states + self.memory(attention_output)

@@ -1,0 +1,84 @@
+"""Write the code that a checkpoint needs to load where this package is not installed.
+
+Transformers copies remote code only as flat sibling files. The modules of this package import each other by absolute
+names in one form, `from midus_hf.a.b import c`; written flat, such a module is called `midus_hf_a_b.py` and the import
+reads `from .midus_hf_a_b import c`. One more file, the entry, imports the family and the memory types that the
+checkpoint uses.
+"""
+
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path
+
+from midus_hf.memory.registry import MEMORY_TYPES
+
+ENTRY_MODULE = "modeling_midus"
+_PACKAGE = "midus_hf"
+_PACKAGE_IMPORT = re.compile(r"^from midus_hf\.([\w.]+) import", flags=re.MULTILINE)
+_FLAT_IMPORT = re.compile(r"^from \.(\w+) import", flags=re.MULTILINE)
+
+
+def auto_map(name: str) -> dict[str, str]:
+    """The `auto_map` of a config that belongs to the classes `{name}Config`, `{name}Model` and `{name}ForCausalLM`."""
+    return {
+        "AutoConfig": f"{ENTRY_MODULE}.{name}Config",
+        "AutoModel": f"{ENTRY_MODULE}.{name}Model",
+        "AutoModelForCausalLM": f"{ENTRY_MODULE}.{name}ForCausalLM",
+    }
+
+
+def write_code(folder: str | os.PathLike, config) -> list[Path]:
+    """Write the entry module and everything that it imports into `folder`.
+
+    Works from the installed package and from code that was itself loaded from a checkpoint.
+
+    Args:
+        folder: Created if need be.
+        config: A config of a family that hosts memory.
+
+    Returns:
+        The paths written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    family = type(config).__module__
+    name = type(config).__name__.removesuffix("Config")
+    wanted = {family: [f"{name}Config", f"{name}ForCausalLM", f"{name}Model"]}
+    for entry in config.memory:
+        memory_class = MEMORY_TYPES[entry["type"]]
+        wanted.setdefault(memory_class.__module__, []).append(memory_class.__name__)
+
+    entry_lines = [
+        '"""Entry for transformers: the classes that this checkpoint needs. Written when it was saved."""',
+        "",
+    ]
+    entry_lines += [
+        f"from .{_flat_name(module)} import {', '.join(dict.fromkeys(names))}"
+        for module, names in sorted(wanted.items())
+    ]
+    sources = {ENTRY_MODULE: "\n".join(entry_lines) + "\n"}
+    pending = list(wanted)
+    while pending:
+        module = pending.pop()
+        flat_name = _flat_name(module)
+        if flat_name not in sources:
+            source = inspect.getsource(importlib.import_module(module))
+            sources[flat_name] = _PACKAGE_IMPORT.sub(
+                lambda match: f"from .{_flat_name(f'{_PACKAGE}.{match[1]}')} import", source
+            )
+            parent = module.rpartition(".")[0]
+            pending += [f"{_PACKAGE}.{match[1]}" for match in _PACKAGE_IMPORT.finditer(source)]
+            pending += [f"{parent}.{match[1]}" for match in _FLAT_IMPORT.finditer(source)]
+
+    paths = [folder / f"{name}.py" for name in sources]
+    for path, source in zip(paths, sources.values(), strict=True):
+        path.write_text(source, encoding="utf-8")
+    return paths
+
+
+def _flat_name(module: str) -> str:
+    if module.startswith(f"{_PACKAGE}."):
+        return module.replace(".", "_")
+    return module.rpartition(".")[2]

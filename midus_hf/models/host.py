@@ -1,0 +1,104 @@
+"""What a backbone family needs to host memory: mixins for its config, its model and its language model."""
+
+import os
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from midus_hf.memory.registry import MemoryModule, parse_memory_entry
+from midus_hf.models.export import auto_map, write_code
+
+
+class MemoryConfig:
+    """Mixin for the config of a family that hosts memory.
+
+    A family declares the field `memory: list | None`: entries `{"type", "layers", ...}`, validated here and kept as
+    plain dictionaries, so that they travel through `config.json` unchanged.
+
+    Raises:
+        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken.
+    """
+
+    memory: list | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.memory = [dict(entry) for entry in self.memory or []]
+        self.inserted_layers()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `PreTrainedConfig.to_dict`; `auto_map` names the code saved beside the config, wherever it came from."""
+        return {**super().to_dict(), "auto_map": auto_map(type(self).__name__.removesuffix("Config"))}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: `save_pretrained` of the model writes the code, and `auto_map` is always set."""
+
+    def inserted_layers(self) -> dict[int, dict[str, Any]]:
+        """The memory entry of each layer that was inserted for one, by layer index."""
+        entry_of_layer: dict[int, dict[str, Any]] = {}
+        for entry in self.memory:
+            memory_class, options = parse_memory_entry(entry)
+            for layer in options.layers:
+                if not 0 <= layer < self.num_hidden_layers:
+                    raise ValueError(
+                        f"memory of type {entry['type']!r} names layer {layer}; expected 0 <= layer < {self.num_hidden_layers}."
+                    )
+                if memory_class.site == "inserted":
+                    if layer in entry_of_layer:
+                        raise ValueError(f"layer {layer} holds two inserted memories; expected at most one.")
+                    entry_of_layer[layer] = entry
+        return entry_of_layer
+
+
+class SavesItsCode:
+    """Mixin that writes the modules a checkpoint needs beside its weights, for environments without this package."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: transformers would copy the code a second time and point `auto_map` past the entry module."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> Any:
+        """Save as `PreTrainedModel.save_pretrained` does, and the code that `trust_remote_code=True` then loads."""
+        if is_main_process:
+            write_code(save_directory, self.config)
+        return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+
+class MemoryModel(SavesItsCode):
+    """Mixin for a family's decoder stack: its layers at the inserted places become memory blocks."""
+
+    memory_block_class: ClassVar[type[nn.Module]]
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer, entry in config.inserted_layers().items():
+            self.layers[layer] = self.memory_block_class(config, layer, entry)
+        self._no_split_modules = {*self._no_split_modules, self.memory_block_class.__name__}
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MemoryModule):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class MemoryForCausalLM(SavesItsCode):
+    """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
+
+    model_class: ClassVar[type[PreTrainedModel]]
+
+    def __init__(self, config):
+        PreTrainedModel.__init__(self, config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MemoryModule):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)

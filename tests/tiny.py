@@ -1,0 +1,87 @@
+"""The table of families that every test runs on: tiny random checkpoints, one a family, built from their configs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+NUM_LAYERS = 4
+WINDOW = 8
+"""Sliding window of the families that have one: shorter than the prompts of the tests."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """One row of the table: a config that exercises what is peculiar to the family."""
+
+    name: str
+    config_class: type
+    peculiar: dict[str, Any]
+
+    def config(self, **changes: Any) -> Any:
+        return self.config_class(**{**_COMMON, **self.peculiar, **changes})
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        TinyFamily("llama", LlamaConfig, {"tie_word_embeddings": False}),
+        TinyFamily(
+            "qwen2",
+            Qwen2Config,
+            {
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+                "max_window_layers": 2,
+                "tie_word_embeddings": True,
+            },
+        ),
+        TinyFamily("qwen3", Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
+        TinyFamily("gemma2", Gemma2Config, {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+        TinyFamily(
+            "gemma3", Gemma3TextConfig, {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+        ),
+    )
+}
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of the family, with every bias and norm moved off its start value, in eval mode."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family].config(**changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def save_tiny_model(family: str, folder: Path, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Path:
+    """Save `tiny_model(family)` to `folder` as any checkpoint is saved; `kwargs` go to `save_pretrained`."""
+    tiny_model(family, dtype).save_pretrained(folder, **kwargs)
+    return folder
+
+
+def prompt(length: int = 3 * WINDOW, batch: int = 2, seed: int = 1) -> torch.Tensor:
+    """Token ids `[batch, length]` without special tokens; longer than the sliding window by default."""
+    return torch.randint(3, _COMMON["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,235 @@
+"""The `upscale` command."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from upscalers.engine.errors import RequestError, near_matches
+
+app = typer.Typer(
+    name="upscale",
+    help="Upscale a pretrained checkpoint: add memory or depth without changing what it computes.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_FAILED, _WRONG_REQUEST = 1, 2
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+@dataclasses.dataclass
+class RunRequest:
+    """What a YAML file may say, by the names of `upscalers.upscale`."""
+
+    base: str | None = None
+    method: str | None = None
+    output: str | None = None
+    num_new_layers: int | None = None
+    placement: Any = None
+    options: Any = None
+    seed: int | None = None
+    dtype: str | None = None
+    max_shard_size: Any = None
+    dry_run: bool | None = None
+    verify: bool | None = None
+    allow_nan: bool | None = None
+    overwrite: bool | None = None
+    push_to_hub: str | None = None
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    base: Annotated[str | None, typer.Option(help="Folder, .gguf file or hub id.", metavar="DIR_OR_HUB_ID")] = None,
+    method: Annotated[str | None, typer.Option(help="See 'upscale methods'.", metavar="NAME")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to make.", metavar="DIR")] = None,
+    num_new_layers: Annotated[
+        int | None, typer.Option(help="K.  [default: half the base's layers]", metavar="K")
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help="distributed, top-heavy, bottom-heavy, llama-pro or I,J,K,...  [default: the method's]"),
+    ] = None,
+    config: ConfigFile = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="An option of the method; repeat for more.", metavar="KEY=VALUE")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.  [default: 0]", metavar="N")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Of an output file.  [default: 5GB]", metavar="SIZE")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; config.json suffices.")] = False,
+    json_: Json = False,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare both models' logits and scan the base for NaN, or only check each new block.  [default: verify]",
+        ),
+    ] = None,
+    allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
+) -> None:
+    """Upscale a pretrained checkpoint: add memory or depth without changing what it computes."""
+    if context.invoked_subcommand is not None:
+        return
+    given = {
+        "base": base,
+        "method": method,
+        "output": output,
+        "num_new_layers": num_new_layers,
+        "placement": placement,
+        "seed": seed,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+        "dry_run": dry_run or None,
+        "verify": verify,
+        "allow_nan": allow_nan or None,
+        "overwrite": overwrite or None,
+        "push_to_hub": push_to_hub,
+    }
+    request = {**_read_config_file(config), **{key: value for key, value in given.items() if value is not None}}
+    request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
+    if isinstance(request.get("placement"), list):
+        request["placement"] = ",".join(map(str, request["placement"]))
+    for needed in ("base", "method"):
+        if not request.get(needed):
+            raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
+
+    from upscalers.console import Console, print_report
+    from upscalers.engine.run import upscale
+
+    report = upscale(**request, progress=Console())
+    if json_:
+        print(json.dumps(report.to_dict()))
+    else:
+        print_report(report, dry_run=bool(request.get("dry_run")))
+
+
+@app.command()
+def methods(json_: Json = False) -> None:
+    """List every method, its options, defaults and paper."""
+    import upscalers.methods  # noqa: F401 - fills the table
+    from upscalers.console import print_methods
+    from upscalers.engine.method import METHODS
+    from upscalers.engine.options import describe_options
+
+    described = [
+        {
+            "name": name,
+            "summary": method.summary,
+            "identity": method.identity,
+            "trainable": method.trainable,
+            "placement": method.default_placement,
+            "options": describe_options(method.options_class),
+            "paper": {"title": method.paper.title, "reference": method.paper.reference},
+        }
+        for name, method in sorted(METHODS.items())
+    ]
+    if json_:
+        print(json.dumps(described))
+    else:
+        print_methods(described)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
+    json_: Json = False,
+) -> None:
+    """Show what was done to a checkpoint."""
+    from upscalers.console import print_inspection
+    from upscalers.engine.inspection import inspect_checkpoint
+
+    inspection = inspect_checkpoint(model)
+    if json_:
+        print(json.dumps(inspection))
+    else:
+        print_inspection(inspection)
+
+
+@app.command()
+def strip(
+    model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    json_: Json = False,
+) -> None:
+    """Take the new parts out again: the base, byte for byte."""
+    from upscalers.console import Console, print_stripped
+    from upscalers.engine.strip import strip as strip_checkpoint
+
+    result = strip_checkpoint(model, output, overwrite, progress=Console())
+    if json_:
+        print(json.dumps(result))
+    else:
+        print_stripped(result)
+
+
+def _parse_settings(settings: list[str]) -> dict[str, Any]:
+    parsed = {}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator or not key:
+            raise RequestError(f"--set is {setting!r}; expected key=value.")
+        try:
+            parsed[key.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise RequestError(f"--set is {setting!r}; expected a YAML scalar after '='.") from None
+    return parsed
+
+
+def _read_config_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"--config {path} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"--config {path} holds no mapping; expected keys such as base, method, output.")
+    known = [field.name for field in dataclasses.fields(RunRequest)]
+    for key in content:
+        if key not in known:
+            raise RequestError(f"--config {path} has the unknown key {key!r}. {near_matches(str(key), known)}")
+    if not isinstance(content.get("options") or {}, dict):
+        raise RequestError(f"--config {path} has options = {content['options']!r}; expected a mapping.")
+    return content
+
+
+def main() -> None:
+    """Run the command; every error is one line on standard error.
+
+    Exit status: 0 done; 2 the request is wrong; 1 the work failed.
+    """
+    try:
+        status = app(standalone_mode=False)
+    except RequestError as error:
+        _fail(str(error), _WRONG_REQUEST)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing is left of the output.", 130)
+    except Exception as error:
+        if hasattr(error, "format_message"):
+            _fail(f"{error.format_message()} See 'upscale --help'.", _WRONG_REQUEST)
+        _fail(f"failed: {type(error).__name__}: {error}", _FAILED)
+    else:
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"upscale: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(status)

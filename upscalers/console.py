@@ -1,0 +1,130 @@
+"""What the command shows on a terminal: progress on standard error, tables on standard output."""
+
+from typing import Any
+
+import rich.box
+from rich import progress as rich_progress
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from upscalers.engine.report import UpscaleReport
+
+
+class Console:
+    """A progress bar over bytes while shards are written, then the stages that follow; silent where nobody watches."""
+
+    def __init__(self) -> None:
+        self._console = RichConsole(stderr=True)
+        self._bar: rich_progress.Progress | None = None
+        self._task: rich_progress.TaskID | None = None
+
+    def start(self, num_bytes: int, num_shards: int) -> None:
+        """Show the bar."""
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.DownloadColumn(),
+            rich_progress.TransferSpeedColumn(),
+            rich_progress.TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(f"writing {num_shards} shard{'s' * (num_shards > 1)}", total=num_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        """Move the bar."""
+        if self._bar and self._task is not None:
+            self._bar.advance(self._task, num_bytes)
+
+    def stage(self, name: str) -> None:
+        """Name what is done now."""
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, description=name)
+
+    def warn(self, message: str) -> None:
+        """Print a warning."""
+        self._console.print(f"upscale: warning: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        if self._bar:
+            self._bar.stop()
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def print_report(report: UpscaleReport, dry_run: bool) -> None:
+    """The summary of an upscaling."""
+    counts, identity = report.parameters, report.identity
+    table = _table("", report.method)
+    rows = {
+        "base": report.base,
+        "output": report.output or "(none: dry run)",
+        "model type": report.model_type,
+        "layers": f"{report.num_layers}, new: {', '.join(map(str, report.new_layer_indices))}",
+        "parameters": f"{counts.base:,} + {counts.new:,} = {counts.total:,}",
+        "trainable": f"{counts.trainable:,} ({100 * counts.trainable / counts.total:.1f} %)",
+    }
+    if dry_run:
+        rows["would write"] = _gigabytes(report.bytes.written)
+    else:
+        rows["written"] = (
+            f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
+        )
+        rows["identity"] = (
+            f"{identity.checked}: largest difference {identity.max_abs_diff:g}" if identity.checked else "not checked"
+        )
+    for name, value in rows.items():
+        table.add_row(name, value)
+    RichConsole().print(table)
+
+
+def print_methods(described: list[dict[str, Any]]) -> None:
+    """All methods and their options."""
+    for method in described:
+        table = _table(method["name"], method["summary"])
+        table.add_row("identity", "exact at the start" if method["identity"] else "no")
+        table.add_row("trains", method["trainable"])
+        table.add_row("placement", method["placement"])
+        for option in method["options"]:
+            table.add_row(f"--set {option['name']}={option['default']}", f"{option['help']} ({option['type']})")
+        table.add_row("paper", f"{method['paper']['title']} ({method['paper']['reference']})")
+        RichConsole().print(table)
+
+
+def print_inspection(inspection: dict[str, Any]) -> None:
+    """What was done to a checkpoint."""
+    table = _table("", inspection["method"])
+    table.add_row("base", str(inspection["base"]))
+    table.add_row("model type", inspection["model_type"])
+    table.add_row("options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
+    table.add_row("seed", str(inspection["seed"]))
+    table.add_row(
+        "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
+    )
+    RichConsole().print(table)
+    layers = _table("layer", "from", "parameters")
+    for layer in inspection["layers"]:
+        style = "bold" if layer["new"] else None
+        layers.add_row(str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
+    RichConsole().print(layers)
+
+
+def print_stripped(result: dict[str, Any]) -> None:
+    """What was taken out."""
+    removed = ", ".join(map(str, result["removed_layer_indices"]))
+    RichConsole().print(
+        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}.",
+        markup=False,
+    )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

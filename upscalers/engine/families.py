@@ -1,0 +1,253 @@
+"""The families of base models, as far as surgery on their tensors needs to know them.
+
+A name such as `post_attention_layernorm` means different things in different families, so what a tensor does is looked
+up here, by role, and never guessed from its name. Everything is read from the raw `config.json`: planning an upscaling
+loads neither torch nor transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from upscalers.engine.errors import RequestError, near_matches
+
+Config = dict[str, Any]
+Shape = tuple[int, ...]
+
+MEMORY_PREFIX = "midus_"
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """One tensor of a layer.
+
+    Args:
+        role: What it does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`, `down`;
+            the norms in front of attention and feed-forward network, `attention_norm` and `mlp_norm`; the norms behind
+            them, `attention_output_norm` and `mlp_output_norm`; or `memory`.
+        shape: As `config.json` implies it.
+    """
+
+    role: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Args:
+        model_type: As `config.json` says.
+        architecture: Class name of the native language model.
+        class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`.
+        defaults: What absent config values mean.
+        query_key_norm: Whether queries and keys are normalised a head.
+        output_norms: Whether a norm follows attention and feed-forward network.
+        qkv_bias: Whether the query, key and value projections have biases whatever the config says.
+        layer_types: The types that layers have when the config does not list them; None if the family has no types.
+    """
+
+    model_type: str
+    architecture: str
+    class_name: str
+    defaults: Config = field(default_factory=dict)
+    query_key_norm: bool = False
+    output_norms: bool = False
+    qkv_bias: bool = False
+    layer_types: Callable[[Config], list[str]] | None = None
+
+    def get(self, config: Config, key: str) -> Any:
+        """The value of `key`, with the family's default where the config has none."""
+        value = config.get(key)
+        return self.defaults.get(key) if value is None else value
+
+    def num_heads(self, config: Config) -> int:
+        """H, query heads."""
+        return _positive(config, "num_attention_heads")
+
+    def num_key_value_heads(self, config: Config) -> int:
+        """K/V heads; as many as query heads where the config says nothing."""
+        return self.get(config, "num_key_value_heads") or self.num_heads(config)
+
+    def head_dim(self, config: Config) -> int:
+        """d, width of a head."""
+        return self.get(config, "head_dim") or _positive(config, "hidden_size") // self.num_heads(config)
+
+    def tie_word_embeddings(self, config: Config) -> bool:
+        """Whether the language head is the embedding."""
+        return bool(self.get(config, "tie_word_embeddings"))
+
+    def resolved_layer_types(self, config: Config) -> list[str] | None:
+        """The type of each layer, listed or implied; None if the family has no types."""
+        if self.layer_types is None:
+            return None
+        return list(config["layer_types"]) if config.get("layer_types") else self.layer_types(config)
+
+    def layer_tensors(self, config: Config) -> dict[str, LayerTensor]:
+        """The tensors of one decoder layer, by their name within the layer."""
+        hidden, inner, d = (
+            _positive(config, "hidden_size"),
+            _positive(config, "intermediate_size"),
+            self.head_dim(config),
+        )
+        query_width, key_width = self.num_heads(config) * d, self.num_key_value_heads(config) * d
+        attention_bias, mlp_bias = bool(self.get(config, "attention_bias")), bool(self.get(config, "mlp_bias"))
+        tensors: dict[str, LayerTensor] = {}
+
+        def linear(name: str, role: str, out_width: int, in_width: int, bias: bool) -> None:
+            tensors[f"{name}.weight"] = LayerTensor(role, (out_width, in_width))
+            if bias:
+                tensors[f"{name}.bias"] = LayerTensor(role, (out_width,))
+
+        linear("self_attn.q_proj", "query", query_width, hidden, attention_bias or self.qkv_bias)
+        linear("self_attn.k_proj", "key", key_width, hidden, attention_bias or self.qkv_bias)
+        linear("self_attn.v_proj", "value", key_width, hidden, attention_bias or self.qkv_bias)
+        linear("self_attn.o_proj", "output_projection", hidden, query_width, attention_bias)
+        if self.query_key_norm:
+            tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (d,))
+            tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (d,))
+        linear("mlp.gate_proj", "gate", inner, hidden, mlp_bias)
+        linear("mlp.up_proj", "up", inner, hidden, mlp_bias)
+        linear("mlp.down_proj", "down", hidden, inner, mlp_bias)
+        norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+        if self.output_norms:
+            norms = {
+                "input_layernorm": "attention_norm",
+                "post_attention_layernorm": "attention_output_norm",
+                "pre_feedforward_layernorm": "mlp_norm",
+                "post_feedforward_layernorm": "mlp_output_norm",
+            }
+        for name, role in norms.items():
+            tensors[f"{name}.weight"] = LayerTensor(role, (hidden,))
+        return tensors
+
+    def outer_tensors(self, config: Config) -> dict[str, Shape]:
+        """The tensors outside the layers, by full name."""
+        hidden, vocabulary = _positive(config, "hidden_size"), _positive(config, "vocab_size")
+        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+        if not self.tie_word_embeddings(config):
+            tensors["lm_head.weight"] = (vocabulary, hidden)
+        return tensors
+
+
+ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
+"""What attention without its output projection needs, and the norm in front of it."""
+
+
+def _positive(config: Config, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(
+            f"config.json has {key} = {value!r}; expected a positive integer. Repair the base checkpoint."
+        )
+    return value
+
+
+def _qwen_layer_types(config: Config) -> list[str]:
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first_sliding = config.get("max_window_layers", 28)
+    return [
+        "sliding_attention" if window is not None and layer >= first_sliding else "full_attention"
+        for layer in range(_positive(config, "num_hidden_layers"))
+    ]
+
+
+def _gemma2_layer_types(config: Config) -> list[str]:
+    return [
+        "full_attention" if layer % 2 else "sliding_attention"
+        for layer in range(_positive(config, "num_hidden_layers"))
+    ]
+
+
+def _gemma3_layer_types(config: Config) -> list[str]:
+    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    return [
+        "sliding_attention" if (layer + 1) % period else "full_attention"
+        for layer in range(_positive(config, "num_hidden_layers"))
+    ]
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM", "Llama", {"tie_word_embeddings": False}),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            "Qwen2",
+            {"num_key_value_heads": 32, "tie_word_embeddings": False},
+            qkv_bias=True,
+            layer_types=_qwen_layer_types,
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "Qwen3",
+            {"num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
+            query_key_norm=True,
+            layer_types=_qwen_layer_types,
+        ),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            "Gemma2",
+            {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+            output_norms=True,
+            layer_types=_gemma2_layer_types,
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            "Gemma3",
+            {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+            query_key_norm=True,
+            output_norms=True,
+            layer_types=_gemma3_layer_types,
+        ),
+    )
+}
+
+
+def family_of(config: Config) -> Family:
+    """The family that a config belongs to, whether or not it already hosts memory.
+
+    Raises:
+        RequestError: If it belongs to none, or is quantised, a mixture of experts, or needs code of its own.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise RequestError(f"config.json has model_type = {model_type!r}; expected one of: {', '.join(FAMILIES)}.")
+    if config.get("quantization_config"):
+        method = (
+            config["quantization_config"].get("quant_method", "unknown")
+            if isinstance(config["quantization_config"], dict)
+            else "unknown"
+        )
+        raise RequestError(
+            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights. "
+            "Start from the unquantised checkpoint."
+        )
+    if config.get("auto_map") and not model_type.startswith(MEMORY_PREFIX):
+        raise RequestError(
+            "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
+            "If its weights are those of the native class, remove auto_map from config.json."
+        )
+    experts = next((key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
+    if experts or model_type.endswith("_moe") or model_type == "mixtral":
+        raise RequestError(
+            f"the base is a mixture of experts ({model_type}); expected a dense model of: {', '.join(FAMILIES)}."
+        )
+    if config.get("num_kv_shared_layers"):
+        raise RequestError(
+            f"the base shares keys and values between layers (num_kv_shared_layers = {config['num_kv_shared_layers']}); "
+            "expected layers that stand alone."
+        )
+    if model_type == "gemma3":
+        raise RequestError(
+            "model_type is 'gemma3', which reads images as well; expected the text model, 'gemma3_text'. "
+            "Save its language_model as a checkpoint of its own first."
+        )
+    native_type = model_type.removeprefix(MEMORY_PREFIX)
+    if native_type not in FAMILIES:
+        raise RequestError(f"model_type {model_type!r} is not supported. {near_matches(native_type, FAMILIES)}")
+    return FAMILIES[native_type]

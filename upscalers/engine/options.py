@@ -1,0 +1,77 @@
+"""Options of methods: dataclasses that refuse what they do not know."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from upscalers.engine.errors import RequestError, near_matches
+
+
+def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
+    """Fill an options dataclass.
+
+    Args:
+        options_class: The dataclass; its `__post_init__` may raise RequestError for values out of range.
+        values: What the person gave, as YAML scalars.
+        what: Whose options they are, for messages.
+
+    Raises:
+        RequestError: If a key is unknown or a value has the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(options_class)}
+    hints = typing.get_type_hints(options_class)
+    parsed: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in fields:
+            known = near_matches(str(key), fields) if fields else "It has none."
+            raise RequestError(f"{what} has no option {key!r}. {known}")
+        parsed[key] = _checked(key, value, hints[key])
+    return options_class(**parsed)
+
+
+def describe_options(options_class: type) -> list[dict[str, Any]]:
+    """Name, type, default and meaning of every option."""
+    hints = typing.get_type_hints(options_class)
+    return [
+        {
+            "name": field.name,
+            "type": _type_name(hints[field.name]),
+            "default": field.default,
+            "help": field.metadata.get("help", ""),
+        }
+        for field in dataclasses.fields(options_class)
+    ]
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field with a default and a line that explains it to people."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) is typing.Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise RequestError(f"{key} is {value!r}; expected one of: {', '.join(map(str, allowed))}.")
+        return value
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        return _checked(key, value, next(arg for arg in typing.get_args(hint) if arg is not type(None)))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise RequestError(f"{key} is {value!r}; expected {_type_name(hint)}.")
+    return value
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(arg) for arg in typing.get_args(hint))
+    return {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}.get(
+        hint, str(hint)
+    )

@@ -1,0 +1,124 @@
+"""The output folder: built beside its place under another name, and moved there only when it is complete."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from upscalers.engine.errors import RequestError
+
+_CHECKPOINT_MARK = "config.json"
+
+
+class OutputFolder:
+    """A folder that appears whole or not at all, also when the process is killed.
+
+    The work goes on in `.NAME.partial`. What a killed run left there is removed by the next run to the same output; a
+    run that is still alive holds a lock on it. An output that is to be replaced is moved aside to `.NAME.replaced` for
+    the moment between two renames, and moved back by the next run should the process be killed in that moment.
+
+    Args:
+        path: The output.
+        base: The base folder, which must not contain the output; None if there is none.
+        overwrite: Whether an existing checkpoint may be replaced.
+
+    Raises:
+        RequestError: If the output exists, lies inside the base, cannot be written, or is being written by another run.
+    """
+
+    def __init__(self, path: Path, base: Path | None = None, overwrite: bool = False):
+        self.path = Path(os.path.abspath(path))
+        self.partial = self.path.parent / f".{self.path.name}.partial"
+        self._replaced = self.path.parent / f".{self.path.name}.replaced"
+        self._overwrite = overwrite
+        self._lock: int | None = None
+        self._committed = False
+        self._recover()
+        self._check(base)
+
+    def _recover(self) -> None:
+        if self._replaced.exists() and not self.path.exists():
+            self._replaced.rename(self.path)
+
+    def _check(self, base: Path | None) -> None:
+        if base is not None:
+            inside = os.path.realpath(self.path)
+            outer = os.path.realpath(base)
+            if inside == outer or inside.startswith(outer + os.sep):
+                raise RequestError(f"output {self.path} lies inside the base {base}; expected a folder elsewhere.")
+        if os.path.lexists(self.path):
+            if not self._overwrite:
+                raise RequestError(
+                    f"output {self.path} exists; pass --overwrite to replace it, or choose another folder."
+                )
+            if not self.path.is_dir() or (any(self.path.iterdir()) and not (self.path / _CHECKPOINT_MARK).is_file()):
+                raise RequestError(
+                    f"output {self.path} is no checkpoint (it has no {_CHECKPOINT_MARK}), so --overwrite will not delete it. "
+                    "Choose another folder."
+                )
+        ancestor = next(parent for parent in self.path.parents if parent.exists())
+        if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+            raise RequestError(f"output {self.path} cannot be made: {ancestor} is not a writable folder.")
+
+    def check_space(self, num_bytes: int) -> None:
+        """Check that the disk has room for `num_bytes`.
+
+        Raises:
+            RequestError: If it has not.
+        """
+        ancestor = next(parent for parent in self.path.parents if parent.exists())
+        free = shutil.disk_usage(ancestor).free
+        if self.partial.exists():
+            free += sum(file.stat().st_blocks * 512 for file in self.partial.rglob("*") if file.is_file())
+        if free < num_bytes:
+            raise RequestError(
+                f"the output needs {num_bytes / 1e9:.2f} GB, but {ancestor} has {free / 1e9:.2f} GB free. Make room or "
+                "choose another disk."
+            )
+
+    def __enter__(self) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.partial.mkdir(exist_ok=True)
+        self._lock = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise RequestError(
+                f"output {self.path} is being written by another run. Wait for it, or choose another folder."
+            ) from None
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        for left_over in self.partial.iterdir():
+            shutil.rmtree(left_over) if left_over.is_dir() and not left_over.is_symlink() else left_over.unlink()
+        return self.partial
+
+    def commit(self) -> None:
+        """Put the folder in its place; its files must already be on the disk."""
+        for file in self.partial.iterdir():
+            sync(file)
+        sync(self.partial)
+        if self.path.exists():
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self.path.rename(self._replaced)
+        self.partial.rename(self.path)
+        self._committed = True
+        sync(self.path.parent)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._committed:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,36 @@
+"""Progress of an upscaling, as its engine tells it."""
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Whoever shows progress."""
+
+    def start(self, num_bytes: int, num_shards: int) -> None:
+        """Writing begins."""
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes were written."""
+
+    def stage(self, name: str) -> None:
+        """Another stage begins."""
+
+    def warn(self, message: str) -> None:
+        """Something that a person should know."""
+
+    def finish(self) -> None:
+        """All is done."""
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def start(self, num_bytes: int, num_shards: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+    def stage(self, name: str) -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+    def finish(self) -> None: ...

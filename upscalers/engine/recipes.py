@@ -1,0 +1,103 @@
+"""Recipes: how one output tensor comes to be."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    ReadTensor = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """How one output tensor comes to be.
+
+    Args:
+        shape: Of the output.
+    """
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        """Make the tensor, in float32 or the dtype of its source; it is cast once, when it is written.
+
+        Args:
+            read: Reads a tensor of the base by its full name.
+        """
+
+
+@dataclass(frozen=True)
+class Copy(Recipe):
+    """The bytes of a base tensor.
+
+    Args:
+        source: Full name in the base.
+    """
+
+    source: str
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        return read(self.source)
+
+
+@dataclass(frozen=True)
+class Fill(Recipe):
+    """One value everywhere.
+
+    Args:
+        value: The value.
+    """
+
+    value: float
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        import torch
+
+        return torch.full(self.shape, self.value)
+
+
+@dataclass(frozen=True)
+class Fuse(Recipe):
+    """A function of base tensors.
+
+    Args:
+        sources: Full names in the base.
+        function: Maps the sources, in float32, to the output.
+    """
+
+    sources: tuple[str, ...]
+    function: Callable[..., "torch.Tensor"]
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        return self.function(*(read(source).float() for source in self.sources))
+
+
+@dataclass(frozen=True)
+class Initialise(Recipe):
+    """A fresh tensor, random or not.
+
+    Args:
+        initialiser: Fills a float32 tensor in place, drawing from the generator.
+        seed: The same seed, the same bytes, whatever else is built.
+    """
+
+    initialiser: Callable[["torch.Tensor", "torch.Generator"], None]
+    seed: int
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        import torch
+
+        tensor = torch.empty(self.shape)
+        self.initialiser(tensor, torch.Generator().manual_seed(self.seed))
+        return tensor
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    """A seed of its own for every tensor, from the seed of the run and the tensor's full name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,127 @@
+"""Taking the new layers out again."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from upscalers.engine.base_model import BaseModel, open_base, read_config
+from upscalers.engine.errors import RequestError
+from upscalers.engine.families import MEMORY_PREFIX
+from upscalers.engine.output_folder import OutputFolder
+from upscalers.engine.plan import Base, Plan
+from upscalers.engine.progress import NoProgress, Progress
+from upscalers.engine.provenance import read_config_entry, read_record
+from upscalers.engine.recipes import Copy
+from upscalers.engine.source import resolve_source, travelling_files
+from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
+
+_DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+def strip(
+    model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
+
+    What training changed in base layers stays changed; what `--dtype` cast stays cast.
+
+    Args:
+        model: An upscaled checkpoint, trained or not.
+        output: The folder to make.
+        overwrite: Replace an existing checkpoint. Default: False.
+        progress: Told of every step. Default: silent.
+
+    Returns:
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "bytes_written", "seconds"}`.
+
+    Raises:
+        RequestError: If the model was not made by `upscale`, or the output cannot be made.
+    """
+    started = time.perf_counter()
+    progress = progress or NoProgress()
+    with resolve_source(str(model)) as source:
+        entry = read_config_entry(read_config(source.folder), source.folder)
+        opened = open_base(source.folder)
+        plan = _read_plan(entry, opened)
+        tensors = _base_tensors(opened, plan)
+        shards = _base_shards(tensors, read_record(source.folder), progress)
+        folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
+        folder.check_space(sum(tensor.num_bytes for tensor in tensors))
+        with folder as partial:
+            progress.start(sum(tensor.num_bytes for tensor in tensors), len(shards))
+            written = CheckpointWriter(opened.tensors, scan=False, progress=progress.advance).write(partial, shards)
+            for file in travelling_files(source.folder):
+                shutil.copyfile(file, partial / file.name)
+            config = entry["base_config"]
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if str(config.get("model_type")).startswith(MEMORY_PREFIX):
+                _write_code(partial)
+            progress.stage("syncing")
+            folder.commit()
+        progress.finish()
+    return {
+        "model": str(model),
+        "output": str(output),
+        "model_type": entry["base_config"].get("model_type"),
+        "num_layers": plan.num_base_layers,
+        "removed_layer_indices": plan.new_indices,
+        "bytes_written": written.bytes_written,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _read_plan(entry: dict[str, Any], model: BaseModel) -> Plan:
+    try:
+        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"])
+    except (TypeError, KeyError, AssertionError) as error:
+        raise RequestError(
+            f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
+        ) from None
+    kept = {layer.index for layer in plan.layers if isinstance(layer, Base)}
+    if plan.num_layers != model.num_layers or kept != set(range(plan.num_base_layers)):
+        raise RequestError(
+            f"the plan in config.json has {plan.num_layers} layers from {len(kept)} of {plan.num_base_layers} base layers, "
+            f"the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
+        )
+    return plan
+
+
+def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
+    def carried(name: str, source: str) -> OutputTensor:
+        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
+
+    outer = [carried(name, name) for name in model.outer_names()]
+    layers: dict[int, list[OutputTensor]] = {}
+    for index, layer in enumerate(plan.layers):
+        if isinstance(layer, Base) and layer.index not in layers:
+            names = model.layer_names(index)
+            layers[layer.index] = [carried(model.new_name(layer.index, key), source) for key, source in names.items()]
+    embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
+    rest = [tensor for tensor in outer if "embed_tokens" not in tensor.name]
+    return embeddings + [tensor for index in sorted(layers) for tensor in layers[index]] + rest
+
+
+def _base_shards(
+    tensors: list[OutputTensor], record: dict[str, Any] | None, progress: Progress
+) -> dict[str, list[OutputTensor]]:
+    """The base's own files where the record still knows them, else as few as the usual limit allows."""
+    files = ((record or {}).get("base") or {}).get("files") or {}
+    by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
+    recorded = [name for names in files.values() for name in names]
+    if sorted(recorded) != sorted(tensor.name for tensor in tensors):
+        return split_shards(tensors, _DEFAULT_SHARD_BYTES)
+    if record is not None and record.get("dtype", "auto") != "auto":
+        progress.warn(f"the base was cast to {record['dtype']} when it was upscaled; its tensors stay so.")
+    return {file: [by_name(name) for name in names] for file, names in files.items()}
+
+
+def _write_code(folder: Path) -> None:
+    from transformers import AutoConfig
+
+    import midus_hf  # noqa: F401 - registers the classes
+    from midus_hf.models.export import write_code
+
+    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))

@@ -1,0 +1,127 @@
+"""Verification: the upscaled model computes what the base computes, or each new block maps its input to itself."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from upscalers.engine.errors import VerificationError
+from upscalers.engine.families import Config
+from upscalers.engine.safetensors_format import TORCH_NAMES, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_TOKENS, _BATCH = 64, 2
+
+
+def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bool) -> float:
+    """Run both models on a fixed batch.
+
+    Args:
+        base_folder: The base.
+        new_folder: The upscaled model.
+        dtype: The container's name of the dtype to run in.
+        identity: Whether the method promises equality.
+
+    Returns:
+        The largest absolute difference between logits.
+
+    Raises:
+        VerificationError: If a tensor was not loaded as saved, or identity is promised and a logit differs.
+    """
+    import torch
+
+    import midus_hf  # noqa: F401 - registers the classes
+
+    base_logits = _logits(base_folder, dtype)
+    new_logits = _logits(new_folder, dtype)
+    if torch.equal(base_logits, new_logits) or torch.equal(_bits(base_logits), _bits(new_logits)):
+        return 0.0
+    difference = (base_logits.double() - new_logits.double()).abs().max().item()
+    if identity:
+        raise VerificationError(
+            f"the upscaled model's logits differ from the base's by up to {difference:g}; expected a difference of exactly 0."
+        )
+    return difference
+
+
+def _bits(values: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return values.view({4: torch.int32, 2: torch.int16, 8: torch.int64}[values.element_size()])
+
+
+def _logits(folder: Path, dtype: str) -> "torch.Tensor":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, TORCH_NAMES[dtype]), local_files_only=True, output_loading_info=True
+    )
+    wrong = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
+    if wrong:
+        raise VerificationError(
+            f"{folder.name} loads without {', '.join(wrong[:3])}; expected every tensor in its place."
+        )
+    vocabulary = model.config.vocab_size
+    tokens = torch.randint(0, vocabulary, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.eval()(tokens, use_cache=False).logits
+
+
+def check_blocks(
+    folder: Path, config: Config, new_indices: list[int], tensors: dict[str, StoredTensor], dtype: str
+) -> None:
+    """Check that each new block maps random hidden states to themselves, bit for bit, one block in memory at a time.
+
+    Args:
+        folder: The upscaled checkpoint.
+        config: Its raw config.
+        new_indices: The new layers.
+        tensors: Its tensors, by full name.
+        dtype: The container's name of the dtype to run in.
+
+    Raises:
+        VerificationError: If a block changes its input.
+    """
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModel
+
+    import midus_hf  # noqa: F401 - registers the classes
+
+    torch_dtype = getattr(torch, TORCH_NAMES[dtype])
+    full_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    generator = torch.Generator().manual_seed(0)
+    for index in new_indices:
+        with torch.device("meta"):
+            model = AutoModel.from_config(_single_layer(full_config, index), dtype=torch_dtype)
+        model.rotary_emb = type(model.rotary_emb)(model.config)
+        block = model.layers[0]
+        names = {name.split(f"layers.{index}.", 1)[1]: name for name in tensors if f"layers.{index}." in name}
+        state = {}
+        for key, name in names.items():
+            with safe_open(tensors[name].file, framework="pt") as file:
+                state[key] = file.get_tensor(name).to(torch_dtype)
+        block.load_state_dict(state, assign=True)
+        model.norm = torch.nn.Identity()
+        hidden_states = torch.randn(
+            _BATCH, _TOKENS, config["hidden_size"], generator=generator, dtype=torch.float32
+        ).to(torch_dtype)
+        with torch.no_grad():
+            output = model.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
+        if not torch.equal(output, hidden_states):
+            difference = (output.double() - hidden_states.double()).abs().max().item()
+            raise VerificationError(
+                f"new layer {index} changes random hidden states by up to {difference:g}; expected no change at all."
+            )
+
+
+def _single_layer(config, index: int):
+    values = config.to_dict()
+    values.pop("auto_map", None)
+    values["num_hidden_layers"] = 1
+    if values.get("layer_types"):
+        values["layer_types"] = [values["layer_types"][index]]
+    if "memory" in values:
+        values["memory"] = [{**entry, "layers": [0]} for entry in values["memory"] if index in entry["layers"]]
+    return type(config)(**values)
