@@ -196,10 +196,15 @@ class _Job:
         with folder as partial:
             (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             progress.start(sum(tensor.num_bytes for tensor in self.tensors), len(shards))
-            writer = CheckpointWriter(self.base.tensors, scan=verify and not allow_nan, progress=progress.advance)
+            # Two threads must not import transformers at once: its lazy modules do not stand it.
+            writer = CheckpointWriter(
+                self.base.tensors,
+                scan=verify and not allow_nan,
+                before_building=imports.join,
+                progress=progress.advance,
+            )
             written = writer.write(partial, shards)
             progress.stage("checking")
-            imports.join()
             self._write_siblings(partial)
             identity = self._verify(partial, shards, verify)
             self._write_provenance(partial, identity)

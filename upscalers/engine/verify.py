@@ -10,7 +10,7 @@ from upscalers.engine.safetensors_format import TORCH_NAMES, StoredTensor
 if TYPE_CHECKING:
     import torch
 
-_TOKENS, _BATCH = 64, 2
+_BATCH, _TOKENS, _BLOCK_TOKENS = 2, 64, 16
 
 
 def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bool) -> float:
@@ -105,7 +105,7 @@ def check_blocks(
         block.load_state_dict(state, assign=True)
         model.norm = torch.nn.Identity()
         hidden_states = torch.randn(
-            _BATCH, _TOKENS, config["hidden_size"], generator=generator, dtype=torch.float32
+            _BATCH, _BLOCK_TOKENS, config["hidden_size"], generator=generator, dtype=torch.float32
         ).to(torch_dtype)
         with torch.no_grad():
             output = model.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK_BYTES = 1 << 25
-_SYNC_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,20 @@ class CheckpointWriter:
     Args:
         sources: The base's tensors, by full name.
         scan: Whether to look at every value that is copied and refuse NaN.
+        before_building: Called once, when all that can be copied without torch is copied. Default: nothing.
         progress: Called with the number of bytes that were just written.
     """
 
-    def __init__(self, sources: dict[str, StoredTensor], scan: bool, progress: Callable[[int], None] = lambda _: None):
+    def __init__(
+        self,
+        sources: dict[str, StoredTensor],
+        scan: bool,
+        before_building: Callable[[], None] = lambda: None,
+        progress: Callable[[int], None] = lambda _: None,
+    ):
         self._sources = sources
         self._scan = scan
+        self._before_building = before_building
         self._progress = progress
         self._bytes_read = 0
         self._open_files: dict[Path, int] = {}
@@ -100,7 +106,7 @@ class CheckpointWriter:
         """
         bytes_written = 0
         later: list[tuple[int, int, OutputTensor]] = []
-        with contextlib.ExitStack() as stack, _SyncAhead() as sync_ahead:
+        with contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             for file_name, tensors in shards.items():
                 head, starts = layout([(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors])
@@ -109,37 +115,44 @@ class CheckpointWriter:
                 write_all(target, head, 0)
                 bytes_written += len(head) + sum(tensor.num_bytes for tensor in tensors)
                 for tensor in tensors:
-                    if isinstance(tensor.recipe, Copy):
-                        self._copy(tensor, tensor.recipe.source, target, starts[tensor.name])
-                        sync_ahead.wrote(target, tensor.num_bytes)
+                    if self._goes_through_kernel(tensor):
+                        self._copy_in_kernel(tensor, target, starts[tensor.name])
                     else:
                         later.append((target, starts[tensor.name], tensor))
+            self._before_building()
             for target, start, tensor in later:
                 self._build(tensor, target, start)
         if len(shards) > 1:
             self._write_index(folder, shards)
         return Written(self._bytes_read, bytes_written)
 
-    def _copy(self, tensor: OutputTensor, source_name: str, target: int, start: int) -> None:
-        source = self._sources[source_name]
-        file = self._file_of(source)
-        if source.dtype == tensor.dtype and not (self._scan and source.dtype in TORCH_NAMES):
-            copy_bytes(file, source.start, target, start, source.num_bytes)
-        else:
-            position = start
-            for chunk in self._read_chunks(source):
-                if self._scan:
-                    _refuse_nan(chunk, source_name)
-                data = _to_bytes(chunk, tensor)
-                write_all(target, data, position)
-                position += len(data)
+    def _goes_through_kernel(self, tensor: OutputTensor) -> bool:
+        if not isinstance(tensor.recipe, Copy):
+            return False
+        dtype = self._sources[tensor.recipe.source].dtype
+        return dtype == tensor.dtype and not (self._scan and dtype in TORCH_NAMES)
+
+    def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
+        assert isinstance(tensor.recipe, Copy)
+        source = self._sources[tensor.recipe.source]
+        copy_bytes(self._file_of(source), source.start, target, start, source.num_bytes)
         self._bytes_read += source.num_bytes
         self._progress(tensor.num_bytes)
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
-        built = tensor.recipe.build(self._read)
-        assert tuple(built.shape) == tuple(tensor.recipe.shape), (tensor.name, built.shape)
-        write_all(target, _to_bytes(built, tensor), start)
+        if isinstance(tensor.recipe, Copy):
+            source = self._sources[tensor.recipe.source]
+            for chunk in self._read_chunks(source):
+                if self._scan:
+                    _refuse_nan(chunk, tensor.recipe.source)
+                data = _to_bytes(chunk, tensor)
+                write_all(target, data, start)
+                start += len(data)
+            self._bytes_read += source.num_bytes
+        else:
+            built = tensor.recipe.build(self._read)
+            assert tuple(built.shape) == tuple(tensor.recipe.shape), (tensor.name, built.shape)
+            write_all(target, _to_bytes(built, tensor), start)
         self._progress(tensor.num_bytes)
 
     def _read(self, name: str) -> "torch.Tensor":
@@ -181,41 +194,6 @@ class CheckpointWriter:
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-class _SyncAhead:
-    """Start writing dirty pages to the disk while the copy goes on, so that little is left to wait for at the end."""
-
-    def __init__(self) -> None:
-        self._pending = 0
-        self._target: int | None = None
-        self._wake = threading.Event()
-        self._done = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def wrote(self, target: int, num_bytes: int) -> None:
-        self._pending += num_bytes
-        if self._pending >= _SYNC_BYTES:
-            self._pending, self._target = 0, target
-            self._wake.set()
-
-    def _run(self) -> None:
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            if self._done:
-                return
-            if self._target is not None:
-                os.fdatasync(self._target)
-
-    def __enter__(self) -> "_SyncAhead":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done = True
-        self._wake.set()
-        self._thread.join()
 
 
 def _refuse_nan(values: "torch.Tensor", name: str) -> None:

@@ -1,0 +1,232 @@
+"""Speed and memory of `upscale`, beside a plain copy of the output and beside mergekit.
+
+    python benchmarks/upscale.py                                  # a synthetic 4 GB checkpoint, midus-hml
+    python benchmarks/upscale.py --mergekit OTHER_VENV/bin/mergekit-yaml
+
+Every tool runs as a process of its own. Each round times a dry run (start-up), the run itself and `cp -r` of the output
+with a sync, one after the other, so that the ratio compares what ran under the same conditions. mergekit's row is a
+passthrough recipe with as many slices and zeroed projections as an equal LLaMA-Pro expansion.
+"""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "upscale.csv"
+
+
+@dataclass
+class Row:
+    """One line of the results; times in seconds, medians over the rounds."""
+
+    date: str
+    commit: str
+    machine: str
+    tool: str
+    method: str
+    base_gb: float
+    output_gb: float
+    rounds: int
+    start_up_s: float
+    wall_s: float
+    copy_s: float
+    ratio: float
+    ratio_with_start_up: float
+    peak_rss_gb: float
+
+
+def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0) -> None:
+    """Write a sharded bfloat16 Llama of about `gigabytes`, with finite random weights, shard by shard."""
+    import torch
+    from safetensors.torch import save_file
+
+    from upscalers.engine.families import FAMILIES
+
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    family = FAMILIES["llama"]
+    layer = {name: tensor.shape for name, tensor in family.layer_tensors(config).items()}
+    outer = family.outer_tensors(config)
+    layer_bytes = 2 * sum(torch.Size(shape).numel() for shape in layer.values())
+    outer_bytes = 2 * sum(torch.Size(shape).numel() for shape in outer.values())
+    layers = max(2, round((gigabytes * 1e9 - outer_bytes) / layer_bytes / 2) * 2)
+    config["num_hidden_layers"] = layers
+    names = [(name, shape) for name, shape in outer.items() if "embed" in name]
+    names += [(f"model.layers.{index}.{name}", shape) for index in range(layers) for name, shape in layer.items()]
+    names += [(name, shape) for name, shape in outer.items() if "embed" not in name]
+    folder.mkdir(parents=True)
+    shards: list[dict[str, torch.Tensor]] = []
+    weight_map: dict[str, str] = {}
+    generator = torch.Generator().manual_seed(0)
+    shard: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        file = f"model-{len(shards) + 1:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+        shards.append({})
+        shard.clear()
+
+    for name, shape in names:
+        shard[name] = torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.02, 0.02, generator=generator)
+        if sum(tensor.numel() for tensor in shard.values()) * 2 > shard_gigabytes * 1e9:
+            flush()
+    if shard:
+        flush()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def mergekit_recipe(base: Path, layers: int, new_layers: int) -> dict:
+    """LLaMA-Pro as a passthrough: after each group its last layer once more, output projections scaled to zero."""
+    stride = layers // new_layers
+    zeroed = {"scale": [{"filter": "o_proj", "value": 0.0}, {"filter": "down_proj", "value": 0.0}, {"value": 1.0}]}
+    slices: list[dict] = []
+    for group in range(new_layers):
+        first, last = group * stride, (group + 1) * stride
+        slices.append({"sources": [{"model": str(base), "layer_range": [first, last]}]})
+        slices.append({"sources": [{"model": str(base), "layer_range": [last - 1, last], "parameters": zeroed}]})
+    return {"merge_method": "passthrough", "dtype": "bfloat16", "slices": slices}
+
+
+def timed(command: list[str]) -> tuple[float, float]:
+    """Run a process to its end; wall seconds and the peak of its resident memory in GB."""
+    os.sync()
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    errors = process.stderr.read() if process.stderr else b""
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - started
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed:\n{errors.decode()[-2000:]}")
+    scale = 1 if sys.platform == "darwin" else 1024
+    return wall, usage.ru_maxrss * scale / 1e9
+
+
+def folder_gigabytes(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+
+
+def bench(
+    tool: str, method: str, base: Path, command: list[str], start_up: list[str] | None, output: Path, rounds: int
+) -> Row:
+    """Time a command that makes `output`, its start-up and a copy of what it made, in turn."""
+    times: dict[str, list[float]] = {"start_up": [], "wall": [], "copy": [], "peak": []}
+    for _ in range(rounds):
+        shutil.rmtree(output, ignore_errors=True)
+        times["start_up"].append(timed(start_up)[0] if start_up else 0.0)
+        wall, peak = timed([*command])
+        copy = output.with_name("copy")
+        copied, _ = timed(["sh", "-c", f"cp -r '{output}' '{copy}' && sync"])
+        shutil.rmtree(copy)
+        for name, value in (("wall", wall), ("copy", copied), ("peak", peak)):
+            times[name].append(value)
+        print(
+            f"{tool} {method}: {wall:.1f} s, start-up {times['start_up'][-1]:.1f} s, copy {copied:.1f} s",
+            file=sys.stderr,
+        )
+    ratios = [
+        (wall - start) / copy
+        for wall, start, copy in zip(times["wall"], times["start_up"], times["copy"], strict=True)
+    ]
+    full_ratios = [wall / copy for wall, copy in zip(times["wall"], times["copy"], strict=True)]
+    return Row(
+        date=date.today().isoformat(),
+        commit=subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+        ).stdout.strip(),
+        machine=f"{platform.machine()} {os.cpu_count()} cores, no GPU",
+        tool=tool,
+        method=method,
+        base_gb=round(folder_gigabytes(base), 2),
+        output_gb=round(folder_gigabytes(output), 2),
+        rounds=rounds,
+        start_up_s=round(statistics.median(times["start_up"]), 2),
+        wall_s=round(statistics.median(times["wall"]), 2),
+        copy_s=round(statistics.median(times["copy"]), 2),
+        ratio=round(statistics.median(ratios), 2),
+        ratio_with_start_up=round(statistics.median(full_ratios), 2),
+        peak_rss_gb=round(max(times["peak"]), 2),
+    )
+
+
+def append(rows: list[Row]) -> None:
+    """Append to the tracked results."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(asdict(rows[0])))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the synthetic base (default: 4)")
+    parser.add_argument("--methods", default="midus-hml", help="joined by commas (default: midus-hml)")
+    parser.add_argument("--mergekit", help="path of mergekit-yaml in an environment of its own")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="where to work (default: a temporary folder)")
+    parser.add_argument("--only-make", metavar="DIR", help="make the synthetic base there and stop")
+    parser.add_argument("--no-append", action="store_true", help="print the rows, leave the CSV alone")
+    arguments = parser.parse_args()
+    if arguments.only_make:
+        make_checkpoint(Path(arguments.only_make), arguments.gigabytes)
+        return
+    upscale = str(Path(sys.executable).with_name("upscale"))
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
+        base, output = Path(work) / "base", Path(work) / "output"
+        # In a process of its own: a child's peak memory counts from what its parent held when it was forked.
+        making = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--only-make", str(base)]
+        subprocess.run(making, check=True)
+        layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
+        for method in arguments.methods.split(","):
+            request = [upscale, "--base", str(base), "--method", method, "--output", str(output), "--json"]
+            rows.append(
+                bench(
+                    "upscale",
+                    method,
+                    base,
+                    [*request, "--no-verify"],
+                    [*request, "--dry-run"],
+                    output,
+                    arguments.rounds,
+                )
+            )
+        if arguments.mergekit:
+            recipe = Path(work) / "recipe.yaml"
+            recipe.write_text(json.dumps(mergekit_recipe(base, layers, layers // 2)))
+            command = [arguments.mergekit, str(recipe), str(output)]
+            rows.append(bench("mergekit", "passthrough as llama-pro", base, command, None, output, arguments.rounds))
+    for row in rows:
+        print(json.dumps(asdict(row)))
+    if not arguments.no_append:
+        append(rows)
+
+
+if __name__ == "__main__":
+    main()
