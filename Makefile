@@ -1,0 +1,53 @@
+# make demo   the main job on a real checkpoint, under ten minutes on two cores
+# make test   the whole suite, with the newest and the oldest supported transformers
+
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST ?= .venv-oldest
+WORKERS ?= 2
+# Tiny models lose more to threads than they win.
+TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+OLDEST_TESTS = tests/ops tests/memory tests/models --ignore=tests/models/test_peft.py
+
+.PHONY: demo test test-newest test-oldest material check format bench clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/python -m demo
+
+test: test-newest test-oldest
+
+test-newest: $(VENV)/installed material
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)
+
+test-oldest: $(OLDEST)/installed
+	$(TEST_ENV) $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
+
+material: $(VENV)/installed
+	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses benchmarks
+
+check: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/upscale.py
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) outputs build *.egg-info

@@ -1,0 +1,130 @@
+"""The demo's table, and a report of one page with the loss curve."""
+
+import base64
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Head-wise memory in a pretrained model</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 3rem auto; padding: 0 1rem; color: #1c1e21; }}
+table {{ border-collapse: collapse; margin: 1.5rem 0; }}
+th, td {{ padding: .35rem .9rem; border-bottom: 1px solid #d8dbe0; text-align: right; }}
+th:first-child, td:first-child {{ text-align: left; }}
+img {{ max-width: 100%; }}
+pre, blockquote {{ background: #f4f5f7; padding: .8rem 1rem; margin: .5rem 0 1rem; overflow-x: auto; white-space: pre-wrap; }}
+</style>
+<h1>Head-wise memory in a pretrained model</h1>
+<p>{summary}</p>
+{table}
+<img alt="Training loss" src="data:image/png;base64,{curve}">
+<h2>Continuing &ldquo;{prompt}&rdquo;</h2>
+{samples}
+<h2>Commands</h2>
+<pre>{commands}</pre>
+</html>
+"""
+
+
+def write_report(
+    folder: Path,
+    *,
+    models: dict[str, dict[str, Any]],
+    samples: dict[str, dict[str, Any]],
+    prompt: str,
+    log: Path,
+    upscale_record: dict[str, Any],
+    commands: list[str],
+    seconds: float,
+) -> str:
+    """Write `report.html`, `report.md`, `loss.png` and `results.json`.
+
+    Args:
+        folder: An existing folder.
+        models: What `midus-eval` measured, by the name of the row.
+        samples: What each model wrote, and how fast.
+        prompt: What they continued.
+        log: The log of the training run.
+        upscale_record: `upscale.json` of the upscaled model.
+        commands: What was run.
+        seconds: Wall time of all of it.
+
+    Returns:
+        The table, as Markdown.
+    """
+    head, rows = _table(models, samples)
+    markdown = "\n".join(
+        [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
+    curve = _loss_curve(log)
+    (folder / "loss.png").write_bytes(curve)
+    new_layers = ", ".join(map(str, upscale_record["new_layers"]))
+    summary = (
+        f"{len(upscale_record['new_layers'])} memory blocks were inserted at layers {new_layers}; "
+        f"{upscale_record['parameters']['trainable']:,} of {upscale_record['parameters']['total']:,} parameters were "
+        f"trained. Everything below took {seconds / 60:.1f} minutes on this machine."
+    )
+    page = _PAGE.format(
+        summary=html.escape(summary),
+        table=_html_table(head, rows),
+        curve=base64.b64encode(curve).decode(),
+        prompt=html.escape(prompt),
+        samples="".join(
+            f"<h3>{name}</h3><blockquote>{html.escape(sample['text'].strip())}</blockquote>"
+            for name, sample in samples.items()
+        ),
+        commands=html.escape("\n".join(commands)),
+    )
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    quoted = [f"**{name}**: {' '.join(sample['text'].split())}" for name, sample in samples.items()]
+    parts = ["# Head-wise memory in a pretrained model", summary, markdown, "![Training loss](loss.png)", *quoted]
+    (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    results = {"models": models, "samples": samples, "seconds": seconds}
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return markdown
+
+
+def _table(models: dict[str, dict], samples: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
+    tasks = list(next(iter(models.values()))["tasks"])
+    head = ["", "held-out perplexity", *(f"{task} acc" for task in tasks), "parameters", "generated tokens/s"]
+    rows = [
+        [
+            name,
+            f"{model['perplexity']['perplexity']:.4f}",
+            *(f"{model['tasks'][task]['acc,none']:.3f}" for task in tasks),
+            f"{model['parameters'] / 1e6:.1f} M",
+            f"{samples[name]['tokens_per_second']:.1f}",
+        ]
+        for name, model in models.items()
+    ]
+    return head, rows
+
+
+def _html_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["<table><tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
+    return "\n".join(lines) + "</table>"
+
+
+def _loss_curve(log: Path) -> bytes:
+    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    points = [(event["step"], event["loss"]) for event in events if "loss" in event]
+    figure, axes = plt.subplots(figsize=(7.5, 3.6), dpi=120)
+    axes.plot([step for step, _ in points], [loss for _, loss in points], color="#2458a8", linewidth=1.6)
+    axes.set_xlabel("step (1,024 tokens each)")
+    axes.set_ylabel("training loss (nats a token)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    figure.tight_layout()
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    plt.close(figure)
+    return image.getvalue()

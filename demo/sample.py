@@ -1,0 +1,42 @@
+"""`python -m demo.sample --prompt TEXT MODEL...`: continue a prompt greedily with each model, and time it."""
+
+import argparse
+import json
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import midus_hf  # noqa: F401 - registers the classes
+
+
+def sample(model_name: str, prompt: str, new_tokens: int) -> dict:
+    """Generate `new_tokens` tokens after `prompt`.
+
+    Returns:
+        `{"text", "tokens_per_second"}`, the prompt's own tokens and a first, untimed generation left out of the time.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    model = AutoModelForCausalLM.from_pretrained(model_name).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    greedy = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id, "temperature": None, "top_p": None}
+    with torch.no_grad():
+        model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, **greedy)
+        started = time.perf_counter()
+        tokens = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **greedy)
+        seconds = time.perf_counter() - started
+    text = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return {"text": text, "tokens_per_second": new_tokens / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m demo.sample")
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    arguments = parser.parse_args()
+    print(json.dumps([sample(model, arguments.prompt, arguments.new_tokens) for model in arguments.models], indent=2))
+
+
+if __name__ == "__main__":
+    main()
