@@ -1,7 +1,6 @@
 """The inserted decoder layer: attention, then a memory in place of the feed-forward network."""
 
 import torch
-from torch import nn
 
 from midus_hf.memory.registry import parse_memory_entry
 
@@ -24,7 +23,9 @@ class MemoryBlock:
             delattr(self, name)
         memory_class, options = parse_memory_entry(memory_entry)
         if not memory_class.keeps_output_projection:
-            self.self_attn.o_proj = nn.Identity()
+            # A function, not an `nn.Identity`: a LoRA on every `o_proj` would find the module and refuse it.
+            del self.self_attn.o_proj
+            self.self_attn.o_proj = _unchanged
         self.memory = memory_class.from_config(config, options)
 
     def forward(
@@ -44,3 +45,7 @@ class MemoryBlock:
             **kwargs,
         )  # [B, T, H * d]
         return hidden_states + self.memory(attention_output)
+
+
+def _unchanged(heads_output: torch.Tensor) -> torch.Tensor:
+    return heads_output

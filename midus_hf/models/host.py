@@ -1,5 +1,6 @@
 """What a backbone family needs to host memory: mixins for its config, its model and its language model."""
 
+import copy
 import os
 from typing import Any, ClassVar
 
@@ -17,14 +18,23 @@ class MemoryConfig:
     plain dictionaries, so that they travel through `config.json` unchanged.
 
     Raises:
-        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken.
+        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken; if
+            `layer_types` does not have one entry a layer.
     """
 
     memory: list | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.memory = [dict(entry) for entry in self.memory or []]
+        if not isinstance(self.memory, list | None):
+            raise ValueError(f"memory is {self.memory!r}; expected a list of entries, one a memory.")
+        self.memory = copy.deepcopy(self.memory or [])
+        layer_types = getattr(self, "layer_types", None)
+        if layer_types is not None and len(layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(layer_types)} entries; expected one for each of the {self.num_hidden_layers} "
+                "layers, memory blocks included."
+            )
         self.inserted_layers()
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""One rank of the FSDP2 tests: trains a step sharded, and the same step whole, and reports how they differ.
+
+Arguments: the rank, the number of ranks, and a folder, where the ranks meet and each writes its findings as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from models.upscaled import upscaled_model
+from tiny import FAMILIES, prompt
+
+Gradients = dict[str, torch.Tensor]
+
+
+def loss_and_gradients(model, tokens: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+    return loss.detach(), gradients
+
+
+def checkpointed(model) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def largest_relative_difference(found: Gradients, expected: Gradients) -> float:
+    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+
+
+def findings(family: str, checkpointing: bool) -> dict[str, float | bool]:
+    """What one family's sharded step is, beside whole steps on the halves of the batch and on all of it."""
+    rank = dist.get_rank()
+    halves = prompt(batch=4).chunk(2)
+    whole = upscaled_model(family).train()
+    first, second, all_of_it = (loss_and_gradients(whole, tokens) for tokens in (*halves, torch.cat(halves)))
+
+    sharded = upscaled_model(family).train()
+    if checkpointing:
+        checkpointed(sharded)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    bank = sharded.model.layers[1].memory.value_bank
+    loss, gradients = loss_and_gradients(sharded, halves[rank])
+    _, gradients_of_one_half = loss_and_gradients(sharded, halves[0])
+    return {
+        "shards_its_memories": bank.to_local().shape[0] * dist.get_world_size() == bank.shape[0],
+        "every_parameter_has_a_gradient": gradients.keys() == first[1].keys(),
+        "loss_equals_that_of_its_half": torch.equal(loss, (first, second)[rank][0]),
+        "equal_halves_give_the_gradients_of_one": all(
+            torch.equal(gradient, first[1][name]) for name, gradient in gradients_of_one_half.items()
+        ),
+        "gradients_equal_the_mean_of_the_halves": all(
+            torch.equal(gradient, first[1][name] / 2 + second[1][name] / 2) for name, gradient in gradients.items()
+        ),
+        "difference_from_the_whole_batch": largest_relative_difference(gradients, all_of_it[1]),
+        "loss_of_the_whole_batch_less_the_mean_of_the_halves": abs((all_of_it[0] - (first[0] + second[0]) / 2).item()),
+    }
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    # A file needs no free port, and the loopback interface no name of this host.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    results = {
+        f"{family} {'with' if checkpointing else 'without'} checkpointing": findings(family, checkpointing)
+        for family in FAMILIES
+        for checkpointing in (False, True)
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,56 @@
+"""`torch.compile(fullgraph=True)` takes the whole model as one graph."""
+
+import pytest
+import torch
+from models.upscaled import upscaled_model
+from tiny import prompt
+from transformers import PreTrainedModel, StaticCache
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def small_model(family: str) -> PreTrainedModel:
+    """Two layers and a block, to be compiled soon. With eager attention the graph adds in the order that eager does."""
+    return upscaled_model(family, attention="eager", num_hidden_layers=2, new_layers=(1,))
+
+
+def logits_and_gradients(model: PreTrainedModel, forward) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    logits = forward(input_ids=prompt(), use_cache=False).logits
+    upstream = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    return logits.detach(), torch.autograd.grad(logits, list(model.parameters()), upstream)
+
+
+def test_one_graph_gives_the_same_logits_and_gradients(family):
+    model = small_model(family)
+    logits, eager = logits_and_gradients(model, model)
+    compiled_logits, compiled = logits_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert torch.equal(compiled_logits, logits)
+    for (name, _), a, b in zip(model.named_parameters(), compiled, eager, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_step_through_a_static_cache_is_one_graph(family):
+    model = small_model(family)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    logits = []
+    for forward in (model, compiled):
+        cache = StaticCache(model.config, max_cache_len=26)
+        with torch.no_grad():
+            model(input_ids=prompt(), past_key_values=cache, use_cache=True)
+            logits.append(forward(input_ids=prompt(1), past_key_values=cache, use_cache=True).logits)
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_inductor_compiles_the_whole_model_for_training():
+    model = upscaled_model("llama", num_hidden_layers=1, new_layers=(0,))
+    logits, eager = logits_and_gradients(model, model)
+    compiled_logits, compiled = logits_and_gradients(model, torch.compile(model, fullgraph=True))
+    # Fused kernels add in another order.
+    torch.testing.assert_close(compiled_logits, logits, rtol=1e-4, atol=1e-5)
+    for (name, _), a, b in zip(model.named_parameters(), compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,177 @@
+"""Configs that hold memory: what travels through config.json and what is refused."""
+
+import json
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from models.upscaled import memory_config, upscaled_model
+from tiny import FAMILIES, tiny_model
+from transformers import AutoConfig
+
+from midus_hf.models import FAMILIES as MEMORY_FAMILIES
+from midus_hf.models.families import base_config_class
+
+ENTRY = {"type": "headwise", "layers": [1, 4], "n": 8, "k": 3}
+
+
+def config_of(family: str, **changes):
+    fields = {**memory_config(tiny_model(family)).to_dict(), **changes}
+    config_class = MEMORY_FAMILIES[FAMILIES[family].config_class.model_type].config_class
+    return config_class(**{key: value for key, value in fields.items() if key != "model_type"})
+
+
+def test_every_tested_family_hosts_memory_and_every_host_is_tested():
+    assert {family.config_class.model_type for family in FAMILIES.values()} == set(MEMORY_FAMILIES)
+    for model_type, model_class in MEMORY_FAMILIES.items():
+        assert base_config_class(model_class.config_class).model_type == model_type
+        assert model_class.config_class.model_type.startswith("midus_")
+
+
+def test_memory_entries_and_every_other_field_travel_through_config_json(family, tmp_path):
+    config = config_of(family, upscale={"method": "by hand", "new_layers": [1, 4]})
+    assert config.memory == [ENTRY]
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["memory"] == [ENTRY]
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is type(config)
+    assert again.memory == [ENTRY]
+    assert again.upscale == {"method": "by hand", "new_layers": [1, 4]}
+    ignored = {"_name_or_path", "transformers_version", "architectures", "dtype"}
+    before, after = ({k: v for k, v in c.to_dict().items() if k not in ignored} for c in (config, again))
+    assert before == after
+    again.save_pretrained(tmp_path / "twice")
+    assert (tmp_path / "twice" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
+def test_sizes_left_out_of_an_entry_are_those_of_the_paper(family):
+    config = config_of(family, memory=[{"type": "headwise", "layers": [2]}])
+    assert config.memory == [{"type": "headwise", "layers": [2]}]
+    assert config.inserted_layers() == {2: {"type": "headwise", "layers": [2]}}
+
+
+def test_several_entries_of_one_type_stack(family):
+    entries = [
+        {"type": "headwise", "layers": [1], "n": 4, "k": 2},
+        {"type": "headwise", "layers": [4], "n": 8, "k": 3},
+    ]
+    config = config_of(family, memory=entries)
+    model = MEMORY_FAMILIES[base_config_class(type(config)).model_type](config)
+    assert [layer.memory.n for layer in model.model.layers if hasattr(layer, "memory")] == [4, 8]
+
+
+@pytest.mark.parametrize("memory", [None, []])
+def test_without_entries_the_model_is_the_family_s_own(family, memory, tmp_path):
+    base = tiny_model(family)
+    fields = {key: value for key, value in base.config.to_dict().items() if key != "model_type"}
+    model_class = MEMORY_FAMILIES[base.config.model_type]
+    model = model_class(model_class.config_class(**{**fields, "memory": memory})).eval()
+    assert model.config.memory == []
+    assert not [name for name, _ in model.named_modules() if name.endswith("memory")]
+    assert model.load_state_dict(base.state_dict()).missing_keys == []
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).memory == []
+
+
+def test_a_config_does_not_share_its_entries_with_the_caller(family):
+    entry = {"type": "headwise", "layers": [1], "n": 8, "k": 3}
+    config = config_of(family, memory=[entry])
+    entry["n"] = 99
+    entry["layers"].append(2)
+    assert config.memory == [{"type": "headwise", "layers": [1], "n": 8, "k": 3}]
+
+
+@pytest.mark.parametrize(
+    "memory, message",
+    [
+        ([{"type": "headwise", "layers": [6]}], r"'headwise' names layer 6; expected 0 <= layer < 6"),
+        ([{"type": "headwise", "layers": [-1]}], r"'headwise' names layer -1; expected 0 <= layer < 6"),
+        ([{"type": "headwise", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
+        ([ENTRY, {"type": "headwise", "layers": [4]}], r"layer 4 holds two inserted memories; expected at most one"),
+        ([{"type": "headwize", "layers": [1]}], r"memory type is 'headwize'; .*Did you mean 'headwise'\?"),
+        ([{**ENTRY, "slots": 9}], r"unknown keys \['slots'\]; it knows \['k', 'layers', 'n'\]"),
+        ([{"type": "headwise"}], r"has no 'layers'"),
+        ([{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8"),
+        (["headwise"], r"memory entry is 'headwise'; expected a mapping"),
+        ([3], r"memory entry is 3; expected a mapping"),
+        (ENTRY, r"memory is \{'type': 'headwise', .*\}; expected a list of entries"),
+        ("headwise", r"memory is 'headwise'; expected a list of entries"),
+    ],
+    ids=str,
+)
+def test_wrong_memory_is_refused_when_the_config_is_made_and_when_it_is_read(family, memory, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config_of(family, memory=memory)
+    config_of(family).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "memory": memory}))
+    with pytest.raises(ValueError, match=message):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(family):
+    # head_dim keeps the attention itself well formed.
+    config = config_of(family, hidden_size=38, head_dim=8)
+    with pytest.raises(ValueError, match="hidden_size is 38; expected a multiple of the 4 attention heads"):
+        MEMORY_FAMILIES[base_config_class(type(config)).model_type](config)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3"])
+def test_layer_types_count_the_blocks(family):
+    config = config_of(family)
+    base_types = tiny_model(family).config.layer_types
+    assert len(config.layer_types) == config.num_hidden_layers == 6
+    assert config.layer_types == [base_types[i] for i in (0, 1, 1, 2, 3, 3)]
+    with pytest.raises(ValueError, match="layer_types has 4 entries; expected one for each of the 6 layers, memory"):
+        config_of(family, layer_types=base_types)
+
+
+def test_llama_keeps_a_config_without_layer_types():
+    assert getattr(config_of("llama"), "layer_types", None) is None
+
+
+def test_a_config_names_the_code_that_loads_it(family):
+    config = config_of(family)
+    name = type(config).__name__.removesuffix("Config")
+    assert config.to_dict()["auto_map"] == {
+        "AutoConfig": f"modeling_midus.{name}Config",
+        "AutoModel": f"modeling_midus.{name}Model",
+        "AutoModelForCausalLM": f"modeling_midus.{name}ForCausalLM",
+    }
+
+
+def test_importing_the_package_is_enough_for_the_auto_classes(tmp_path):
+    for family in FAMILIES:
+        upscaled_model(family).save_pretrained(tmp_path / family)
+    printed = run_python(
+        f"""
+import midus_hf
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+for family in {list(FAMILIES)}:
+    names = [type(auto.from_pretrained(family)).__name__ for auto in (AutoConfig, AutoModel, AutoModelForCausalLM)]
+    model_type = AutoConfig.from_pretrained(family).model_type
+    print(family, *names, type(AutoModel.from_config(AutoConfig.from_pretrained(family))).__module__)
+    assert type(AutoConfig.for_model(model_type)).__name__ == names[0]
+""",
+        tmp_path,
+        package_present=True,
+    )
+    expected = []
+    for family in FAMILIES:
+        model = upscaled_model(family)
+        names = (type(model.config).__name__, type(model.model).__name__, type(model).__name__)
+        expected.append(" ".join([family, *names, type(model).__module__]))
+    assert printed.splitlines() == expected
+
+
+def test_building_a_model_twice_from_one_seed_gives_the_same_bytes(family):
+    config = config_of(family)
+    model_class = MEMORY_FAMILIES[base_config_class(type(config)).model_type]
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        states.append(model_class(config).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    name = "model.layers.1.memory.row_keys"
+    assert not torch.equal(states[0][name], states[2][name])
+    assert not states[0]["model.layers.1.memory.value_bank"].any()

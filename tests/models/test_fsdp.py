@@ -1,0 +1,62 @@
+"""FSDP2 on two processes: sharding changes where parameters are, not what a step computes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import FAMILIES
+
+# Every family holds to these exactly. The mean of two halves is exact too: sharded, each rank adds its half of the
+# gradient to the other's, and halving a binary number does not round.
+EXACT = (
+    "shards_its_memories",
+    "every_parameter_has_a_gradient",
+    "loss_equals_that_of_its_half",
+    "equal_halves_give_the_gradients_of_one",
+    "gradients_equal_the_mean_of_the_halves",
+)
+# One process sums over all tokens of the batch in one go, two over half of them each and then once more: bit equality
+# is impossible, and what is left are a few roundings of float32 (relative, per tensor).
+ROUNDED = {"difference_from_the_whole_batch": 2e-6, "loss_of_the_whole_batch_less_the_mean_of_the_halves": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    """What each of two ranks found."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    worker = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fsdp_worker.py"))]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    logs = [folder / f"{rank}.log" for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [*worker, str(rank), "2", str(folder)], env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_sharded_step_equals_a_whole_one_with_and_without_checkpointing(ranks):
+    cases = {f"{family} {how} checkpointing" for family in FAMILIES for how in ("with", "without")}
+    assert [set(found) for found in ranks] == [cases, cases]
+    wrong = [
+        (rank, case, fact, found[case][fact])
+        for rank, found in enumerate(ranks)
+        for case in sorted(cases)
+        for fact in (*EXACT, *ROUNDED)
+        if not (found[case][fact] is True if fact in EXACT else found[case][fact] < ROUNDED[fact])
+    ]
+    assert wrong == []

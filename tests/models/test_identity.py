@@ -1,0 +1,115 @@
+"""A new model computes exactly what its base computes: every family, precision and placement, through files.
+
+The comparison runs in a process of its own that cannot import this package: base and upscaled model come from their
+folders, the latter with the code saved in it.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from tiny import FAMILIES, WINDOW, prompt, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from upscalers import upscale
+
+PLACEMENTS = {"distributed": [1, 4], "top-heavy": [2, 4], "bottom-heavy": [0, 2]}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_COMPARE = """
+import json
+from transformers import AutoModelForCausalLM
+
+prompt = torch.load("prompt.pt")
+greedy = {"max_new_tokens": 8, "do_sample": False}
+
+def outputs(model):
+    with torch.no_grad():
+        return {
+            "logits": model(prompt).logits,
+            "logits without a cache": model(prompt, use_cache=False).logits,
+            "greedy tokens": model.generate(prompt, **greedy),
+            "greedy tokens with a static cache": model.generate(prompt, **greedy, cache_implementation="static"),
+        }
+
+findings = {}
+for group, cases in json.load(open("cases.json")).items():
+    base = AutoModelForCausalLM.from_pretrained(f"{group}/base")
+    default = base.config._attn_implementation
+    expected = {}
+    for attention in sorted({default, "eager"}):
+        base.set_attn_implementation(attention)
+        expected[attention] = outputs(base)
+    for case in cases:
+        model = AutoModelForCausalLM.from_pretrained(case, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        found = findings[case] = {
+            "attention": model.config._attn_implementation == default,
+            "dtype": str(model.dtype) == str(base.dtype) == "torch." + group.split("/")[1],
+            "blocks": [i for i, layer in enumerate(model.model.layers) if hasattr(layer, "memory")],
+        }
+        for attention, of_base in expected.items():
+            model.set_attn_implementation(attention)
+            for name, output in outputs(model).items():
+                found[f"{name}, {attention} attention"] = torch.equal(output, of_base[name])
+print(json.dumps(findings))
+"""
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory) -> dict[str, dict]:
+    """What the other process saw, by `family/dtype/placement`."""
+    folder = tmp_path_factory.mktemp("identity")
+    cases = {}
+    for family in FAMILIES:
+        for name, dtype in DTYPES.items():
+            group = f"{family}/{name}"
+            base = save_tiny_model(family, folder / group / "base", dtype)
+            cases[group] = [f"{group}/{placement}" for placement in PLACEMENTS]
+            for placement in PLACEMENTS:
+                make(base, folder / group / placement, placement)
+    assert prompt().shape[1] > 2 * WINDOW
+    torch.save(prompt(), folder / "prompt.pt")
+    (folder / "cases.json").write_text(json.dumps(cases))
+    return json.loads(run_python(_COMPARE, folder, package_present=False).splitlines()[-1])
+
+
+def make(base: Path, output: Path, placement: str) -> None:
+    sizes = {"n": 8, "k": 3}
+    upscale(
+        base=base,
+        method="midus-hml",
+        output=output,
+        num_new_layers=2,
+        placement=placement,
+        options=sizes,
+        verify=False,
+    )
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_and_greedy_tokens_equal_those_of_the_base(family, dtype, placement, findings):
+    found = dict(findings[f"{family}/{dtype}/{placement}"])
+    assert found.pop("blocks") == PLACEMENTS[placement]
+    assert {"attention", "dtype", "logits, eager attention", "greedy tokens, eager attention"} < set(found)
+    assert [name for name, equal in found.items() if not equal] == []
+
+
+def test_the_memory_of_a_new_model_is_ready_to_learn(family, tmp_path):
+    """Identity comes from zero values alone: one step on them and the model has left its base."""
+    base = save_tiny_model(family, tmp_path / "base")
+    make(base, tmp_path / "model", "distributed")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
+    with torch.no_grad():
+        before = model(prompt()).logits
+    model(prompt(), labels=prompt(), use_cache=False).loss.backward()
+    for layer in (1, 4):
+        block = model.model.layers[layer]
+        moved = {name for name, parameter in block.named_parameters() if parameter.grad.any()}
+        assert moved == {"memory.value_bank"}
+    torch.optim.SGD([model.model.layers[layer].memory.value_bank for layer in (1, 4)], lr=1.0).step()
+    with torch.no_grad():
+        assert not torch.equal(model(prompt()).logits, before)

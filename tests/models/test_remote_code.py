@@ -1,0 +1,174 @@
+"""A saved folder loads where this package is not installed, with the code that was saved in it."""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from models.upscaled import memory_config, upscaled_model
+from tiny import FAMILIES, prompt, tiny_model
+from transformers import AutoModelForCausalLM
+
+import midus_hf
+from midus_hf.models.export import ENTRY_MODULE, write_code
+
+_LOAD = """
+import json
+from pathlib import Path
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+def code(folder):
+    return {path.name: path.read_text() for path in Path(folder).glob("*.py")}
+
+def refusal(attempt):
+    try:
+        attempt()
+    except (ImportError, OSError, ValueError) as error:
+        return type(error).__name__
+
+findings = {"imports": [refusal(lambda: __import__(name)) for name in ("midus_hf", "midus_hf.ops", "upscalers")]}
+for family in json.load(open("families.json")):
+    tokens, logits, stream, trained = torch.load(f"{family}.pt")
+    config = AutoConfig.from_pretrained(family, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True)
+    stack = AutoModel.from_pretrained(family, trust_remote_code=True)
+    sharded = AutoModelForCausalLM.from_pretrained(f"{family}-sharded", trust_remote_code=True)
+    model.save_pretrained(f"{family}-again")
+    again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True)
+    stack.save_pretrained(f"{family}-stack")
+    stack_again = AutoModel.from_pretrained(f"{family}-stack", trust_remote_code=True)
+    again.save_pretrained(f"{family}-thrice")
+    fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    with torch.no_grad():
+        findings[family] = {
+            "comes from the folder": all(
+                type(part).__module__.startswith("transformers_modules.") for part in (config, model, stack, again)
+            ),
+            "is of the classes it was saved as": [type(part).__name__ for part in (config, stack, model)],
+            "AutoModelForCausalLM": torch.equal(model(tokens).logits, logits),
+            "AutoModel": torch.equal(stack(tokens).last_hidden_state, stream),
+            "sharded": torch.equal(sharded(tokens).logits, logits),
+            "saved again": torch.equal(again(tokens).logits, logits),
+            "stack saved again": torch.equal(stack_again(tokens).last_hidden_state, stream),
+            "a new model of its config has zero values": not fresh.model.layers[1].memory.value_bank.any(),
+            "its code saved again": code(f"{family}-again") == code(family) == code(f"{family}-thrice"),
+            "its config saved again": Path(f"{family}-again/config.json").read_text()
+            == Path(f"{family}/config.json").read_text(),
+            "refused without its code": [
+                refusal(lambda: AutoModelForCausalLM.from_pretrained(f"{family}-bare", trust_remote_code=trust))
+                for trust in (False, True)
+            ]
+            == ["ValueError", "OSError"],
+        }
+    model.train()
+    loss = model(tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    findings[family]["trains"] = torch.equal(loss, trained) and all(p.grad is not None for p in model.parameters())
+print(json.dumps(findings))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Every family saved, whole and in shards, loaded, and saved again by a process without this package."""
+    folder = tmp_path_factory.mktemp("remote")
+    for family in FAMILIES:
+        model = upscaled_model(family)
+        model.save_pretrained(folder / family)
+        model.save_pretrained(folder / f"{family}-sharded", max_shard_size="20KB")
+        shutil.copytree(folder / family, folder / f"{family}-bare", ignore=shutil.ignore_patterns("*.py"))
+        assert len(list((folder / f"{family}-sharded").glob("*.safetensors"))) > 2
+        with torch.no_grad():
+            logits, stream = model(prompt()).logits, model.model(prompt()).last_hidden_state
+            loss = model(prompt(), labels=prompt(), use_cache=False).loss
+        torch.save((prompt(), logits, stream, loss), folder / f"{family}.pt")
+    (folder / "families.json").write_text(json.dumps(list(FAMILIES)))
+    printed = run_python(_LOAD, folder, package_present=False)
+    (folder / "findings.json").write_text(printed.splitlines()[-1])
+    return folder
+
+
+def test_the_process_of_these_tests_cannot_import_the_package(folder):
+    assert json.loads((folder / "findings.json").read_text())["imports"] == ["ModuleNotFoundError"] * 3
+
+
+def test_a_folder_loads_runs_trains_and_saves_again_without_the_package(family, folder):
+    found = json.loads((folder / "findings.json").read_text())[family]
+    model = upscaled_model(family)
+    names = found.pop("is of the classes it was saved as")
+    assert names == [type(part).__name__ for part in (model.config, model.model, model)]
+    assert len(found) == 11
+    assert [name for name, holds in found.items() if holds is not True] == []
+
+
+def test_what_was_saved_without_the_package_loads_with_it(family, folder):
+    model = upscaled_model(family)
+    again = AutoModelForCausalLM.from_pretrained(folder / f"{family}-again")
+    assert type(again) is type(model)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_with_the_package_installed_its_own_classes_load_even_when_remote_code_is_trusted(family, folder):
+    again = AutoModelForCausalLM.from_pretrained(folder / family, trust_remote_code=True)
+    assert type(again) is type(upscaled_model(family))
+
+
+def imports_of(source: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def test_the_code_imports_flat_siblings_and_dependencies_alone(family, folder):
+    paths = list((folder / family).glob("*.py"))
+    for path in paths:
+        compile(path.read_text(), path.name, "exec")
+        for node in imports_of(path.read_text()):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and "." not in node.module, ast.unparse(node)
+                assert (path.parent / f"{node.module}.py").is_file()
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                assert not {name.partition(".")[0] for name in names} & {"midus_hf", "upscalers"}, ast.unparse(node)
+
+
+def test_the_code_is_the_entry_and_exactly_what_it_imports(family, folder):
+    reached, pending = set(), [ENTRY_MODULE]
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            source = (folder / family / f"{name}.py").read_text()
+            pending += [node.module for node in imports_of(source) if isinstance(node, ast.ImportFrom) and node.level]
+    assert {path.stem for path in (folder / family).glob("*.py")} == reached
+    own = type(upscaled_model(family)).__module__.replace(".", "_")
+    others = {type(upscaled_model(name)).__module__.replace(".", "_") for name in FAMILIES} - {own}
+    assert own in reached and not others & reached
+    assert "midus_hf_memory_headwise" in reached
+
+
+def test_code_differs_from_its_source_in_imports_alone(family, folder):
+    root = Path(midus_hf.__file__).parent
+    sources = {
+        "_".join(("midus_hf", *path.relative_to(root).with_suffix("").parts)): path for path in root.rglob("*.py")
+    }
+    for path in (folder / family).glob("*.py"):
+        if path.stem == ENTRY_MODULE:
+            continue
+        written, original = (p.read_text().splitlines() for p in (path, sources[path.stem]))
+        for new, old in zip(written, original, strict=True):
+            assert new == old or (new.startswith("from .midus_hf_") and old.startswith("from midus_hf."))
+
+
+def test_a_model_without_memory_entries_saves_no_memory_layer(family, tmp_path):
+    base = tiny_model(family)
+    paths = write_code(tmp_path / "new" / "folder", memory_config(base, new_layers=()))
+    assert {path.parent for path in paths} == {tmp_path / "new" / "folder"}
+    assert "midus_hf_memory_headwise" not in {path.stem for path in paths}
+
+
+def test_only_the_main_process_writes_code(family, tmp_path):
+    upscaled_model(family).save_pretrained(tmp_path, is_main_process=False)
+    assert not list(tmp_path.glob("*.py"))

@@ -1,0 +1,94 @@
+"""Models with memory blocks, built in memory from a tiny base by copying tensors: no checkpoint, no upscaler."""
+
+from typing import Any
+
+import torch
+from tiny import NUM_LAYERS, tiny_model
+from transformers import PreTrainedModel
+
+from midus_hf.memory import MemoryModule
+from midus_hf.models import FAMILIES
+
+NEW_LAYERS = (1, 4)
+"""Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3."""
+
+_BOTH_KINDS_OF_LAYERS = {"gemma3": {"sliding_window_pattern": 2}}
+"""Gemma3 by itself has one layer with full attention in six, and would have none in a model as small as these."""
+
+
+def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[tuple[int, bool]]:
+    """For each layer of the upscaled model: the base layer it takes tensors from, and whether it is a new block.
+
+    A block takes its attention from the next base layer, or from the last one where there is no next.
+    """
+    rows, next_base = [], 0
+    for layer in range(base_layers + len(new_layers)):
+        is_new = layer in new_layers
+        rows.append((min(next_base, base_layers - 1), is_new))
+        next_base += not is_new
+    return rows
+
+
+def memory_config(base: PreTrainedModel, new_layers: tuple[int, ...] = NEW_LAYERS, **sizes: int) -> Any:
+    """The config of `base` with blocks of head-wise memory at `new_layers`."""
+    rows = donors(new_layers, base.config.num_hidden_layers)
+    changes = {"num_hidden_layers": len(rows)}
+    if getattr(base.config, "layer_types", None):
+        changes["layer_types"] = [base.config.layer_types[donor] for donor, _ in rows]
+    entry = {"type": "headwise", "layers": list(new_layers), **{"n": 8, "k": 3, **sizes}}
+    fields = {key: value for key, value in base.config.to_dict().items() if key not in ("model_type", "architectures")}
+    return FAMILIES[base.config.model_type].config_class(
+        **{**fields, **changes}, memory=[entry] if new_layers else None
+    )
+
+
+def upscaled_pair(
+    family: str,
+    *,
+    acting: bool = True,
+    new_layers: tuple[int, ...] = NEW_LAYERS,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+    **config_changes: Any,
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A tiny base and the same model with memory blocks, both in eval mode.
+
+    Args:
+        family: A key of `tiny.FAMILIES`.
+        acting: Whether the memories hold values, so that the blocks change what the model computes.
+        new_layers: Indices of the blocks in the upscaled model.
+        dtype: Of every parameter.
+        attention: The attention implementation of both, or the family's default.
+        config_changes: Fields of the base config that differ from the table's.
+    """
+    base = tiny_model(family, dtype, **{**_BOTH_KINDS_OF_LAYERS.get(family, {}), **config_changes})
+    torch.manual_seed(7)
+    model = FAMILIES[base.config.model_type](memory_config(base, new_layers)).to(dtype).eval()
+    taken, given = base.state_dict(), model.state_dict()
+    for layer, (donor, _) in enumerate(donors(new_layers, base.config.num_hidden_layers)):
+        for name in [name for name in given if name.startswith(f"model.layers.{layer}.")]:
+            source = taken.get(name.replace(f"layers.{layer}.", f"layers.{donor}.", 1))
+            if source is not None:
+                given[name] = source
+    given.update({name: tensor for name, tensor in taken.items() if ".layers." not in name})
+    model.load_state_dict(given)
+    if acting:
+        give_values(model)
+    if attention is not None:
+        base.set_attn_implementation(attention)
+        model.set_attn_implementation(attention)
+    return base, model
+
+
+def upscaled_model(family: str, **kwargs: Any) -> PreTrainedModel:
+    """The second of `upscaled_pair`."""
+    return upscaled_pair(family, **kwargs)[1]
+
+
+def give_values(model: torch.nn.Module, seed: int = 3) -> None:
+    """Fill every value bank, so that the memories act."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, MemoryModule):
+            with torch.no_grad():
+                module.value_bank.normal_(generator=generator)

@@ -1,0 +1,191 @@
+"""The head-wise memory op against loops written from the paper's equations, and against finite differences."""
+
+import pytest
+import torch
+from ops.loops import headwise_memory_by_loops
+
+from midus_hf.ops import headwise_memory, product_key_topk
+
+NAMES = ("query", "row_keys", "column_keys", "value_bank", "value_transform")
+
+
+def inputs(tokens=5, heads=3, half=4, n=6, width=5, seed=0, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, heads, 2 * half), (heads, n, half), (heads, n, half), (n * n, width), (heads, width, width))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def gradients(arguments, k, output_gradient):
+    leaves = [argument.detach().requires_grad_() for argument in arguments]
+    return torch.autograd.grad(headwise_memory(*leaves, k), leaves, output_gradient)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 6])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"tokens": 1},
+        {"tokens": 40, "n": 3, "k_most": 3},
+        {"heads": 1, "width": 8},
+        {"half": 1, "width": 1, "n": 7},
+    ],
+    ids=str,
+)
+def test_output_and_every_gradient_equal_those_of_the_loops(sizes, k):
+    sizes = dict(sizes)
+    k = min(k, sizes.pop("k_most", k))
+    arguments = inputs(**sizes)
+    output = headwise_memory(*arguments, k)
+    output_gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+    loop_output, loop_gradients = headwise_memory_by_loops(*arguments, k, output_gradient)
+
+    torch.testing.assert_close(output, loop_output, rtol=1e-12, atol=1e-13)
+    found = gradients(arguments, k, output_gradient)
+    for name, gradient, expected in zip(NAMES, found, loop_gradients.tensors(), strict=True):
+        assert k == 1 or expected.abs().max() > 0, f"the gradient of {name} is zero and shows nothing"
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_gradients_equal_finite_differences():
+    arguments = [argument.requires_grad_() for argument in inputs(tokens=3, heads=2, half=2, n=4, width=3)]
+    assert torch.autograd.gradcheck(lambda *tensors: headwise_memory(*tensors, 3), arguments)
+    assert torch.autograd.gradgradcheck(lambda *tensors: headwise_memory(*tensors, 3), arguments)
+
+
+def test_transforming_the_retrieved_sum_equals_retrieving_from_a_transformed_bank():
+    query, row_keys, column_keys, bank, transform = inputs(tokens=9)
+    scores, slots = product_key_topk(query, row_keys, column_keys, 3)
+    bank_of_head = torch.einsum("nv,hwv->hnw", bank, transform)
+    expected = torch.stack(
+        [torch.einsum("tk,tkw->tw", scores[:, h].softmax(-1), bank_of_head[h][slots[:, h]]) for h in range(3)], dim=1
+    )
+    torch.testing.assert_close(headwise_memory(query, row_keys, column_keys, bank, transform, 3), expected)
+
+
+def test_a_bank_of_zeros_gives_zeros_and_a_gradient_to_itself_alone():
+    query, row_keys, column_keys, bank, transform = inputs()
+    arguments = (query, row_keys, column_keys, torch.zeros_like(bank), transform)
+    output = headwise_memory(*arguments, 2)
+    assert torch.equal(output, torch.zeros_like(output))
+    for name, gradient in zip(NAMES, gradients(arguments, 2, torch.ones_like(output)), strict=True):
+        assert gradient.any() == (name == "value_bank"), name
+
+
+def test_slots_that_no_token_retrieves_get_no_gradient():
+    arguments = inputs(tokens=2, n=12)
+    _, slots = product_key_topk(*arguments[:3], 2)
+    value_gradient = gradients(arguments, 2, torch.ones(2, 3, 5, dtype=torch.float64))[3]
+    assert set(value_gradient.any(-1).nonzero().flatten().tolist()) == set(slots.flatten().tolist())
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.002)])
+def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(dtype, bound):
+    """8192 tokens, one query: the worst skew. Sums of so many terms must not be kept in half precision."""
+    one, *tables = inputs(tokens=1, heads=2, half=8, n=4, width=8, dtype=dtype)
+    arguments = (one.expand(8192, -1, -1), *tables)
+    output_gradient = torch.rand(8192, 2, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
+    found = gradients(arguments, 2, output_gradient)
+    exact = gradients([argument.double() for argument in arguments], 2, output_gradient.double())
+    for name, gradient, expected in zip(NAMES, found, exact, strict=True):
+        assert gradient.dtype == dtype
+        error = (gradient.double() - expected).norm() / expected.norm()
+        assert error < bound, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_output_has_the_dtype_of_the_value_bank(dtype):
+    assert headwise_memory(*inputs(dtype=dtype), 2).dtype == dtype
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (1,), (4,), (2, 0), (2, 3), (2, 1, 3)], ids=str)
+def test_any_leading_shape_is_one_batch_of_tokens(leading):
+    query, *tables = inputs(tokens=max(1, torch.Size(leading).numel()))
+    shaped = query[: torch.Size(leading).numel()].reshape(*leading, 3, 8).requires_grad_()
+    output = headwise_memory(shaped, *tables, 2)
+    assert output.shape == (*leading, 3, 5)
+    torch.testing.assert_close(output.reshape(-1, 3, 5), headwise_memory(shaped.reshape(-1, 3, 8), *tables, 2))
+    output.sum().backward()
+    assert shaped.grad.shape == shaped.shape
+
+
+def test_strides_of_the_query_do_not_matter():
+    query, *tables = inputs(tokens=12)
+    expected = headwise_memory(query, *tables, 3)
+    heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
+    every_other = torch.stack([query, -query], dim=-1).flatten(-2)[..., ::2]
+    repeated = query[:1].expand(12, -1, -1)
+    assert not (heads_first.is_contiguous() or every_other.is_contiguous() or repeated.is_contiguous())
+    torch.testing.assert_close(headwise_memory(heads_first, *tables, 3), expected)
+    torch.testing.assert_close(headwise_memory(every_other, *tables, 3), expected)
+    torch.testing.assert_close(headwise_memory(repeated, *tables, 3), expected[:1].expand(12, -1, -1))
+
+
+def test_two_runs_give_the_same_bytes():
+    arguments = inputs(tokens=200, dtype=torch.float32)
+    output_gradient = torch.ones(200, 3, 5)
+    first, second = (gradients(arguments, 3, output_gradient) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_compiles_into_one_graph_with_the_same_output_and_gradients():
+    arguments = inputs(tokens=16)
+    compiled = torch.compile(headwise_memory, fullgraph=True, backend="aot_eager")
+    leaves = [argument.detach().requires_grad_() for argument in arguments]
+    output = compiled(*leaves, 3)
+    assert torch.equal(output, headwise_memory(*arguments, 3))
+    output_gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad(output, leaves, output_gradient), gradients(arguments, 3, output_gradient), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_autocast_runs_forward_and_backward():
+    arguments = [argument.requires_grad_() for argument in inputs(tokens=64, dtype=torch.float32)]
+    expected = headwise_memory(*arguments, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = headwise_memory(*arguments, 2)
+    assert (output - expected).norm() / expected.norm() < 0.01
+    output.float().sum().backward()
+    assert all(argument.grad.dtype == torch.float32 for argument in arguments)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"value_bank": (24, 5)}, r"value_bank is \(24, 5\); expected \[n \* n, v\] with n \* n = 25"),
+        ({"value_bank": (25,)}, r"value_bank is \(25,\); expected \[n \* n, v\] with"),
+        ({"row_keys": (2, 5)}, r"row_keys is \(2, 5\); expected \[heads, n, sub-key width\]"),
+        ({"value_transform": (2, 5, 4)}, r"value_transform is \(2, 5, 4\); expected \(H, v, v\) = \(2, 5, 5\)"),
+        ({"value_transform": (1, 5, 5)}, r"value_transform is \(1, 5, 5\); expected \(H, v, v\) = \(2, 5, 5\)"),
+        ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys"),
+        ({"query": (3, 2, 7)}, r"query ends in \(2, 7\)"),
+        ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5"),
+        ({"k": 6}, r"k is 6; expected 1 <= k <= n = 5"),
+        ({"backend": "triton"}, r"backend is 'triton'; expected one of 'auto', 'torch'"),
+    ],
+)
+def test_wrong_arguments_are_refused(changes, message):
+    shapes = {
+        "query": (3, 2, 8),
+        "row_keys": (2, 5, 4),
+        "column_keys": (2, 5, 4),
+        "value_bank": (25, 5),
+        "value_transform": (2, 5, 5),
+        "k": 2,
+        "backend": "torch",
+        **changes,
+    }
+    arguments = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        headwise_memory(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_every_backend_gives_the_reference(backend):
+    arguments = inputs()
+    assert torch.equal(headwise_memory(*arguments, 2, backend=backend), headwise_memory(*arguments, 2))

@@ -1,0 +1,142 @@
+"""Product-key retrieval against a search through all n * n slots."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.loops import best_slots, slot_scores
+
+from midus_hf.ops import product_key_topk
+
+
+def integers(*shape: int, largest: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers, so that every sum is exact and scores can be compared without a tolerance."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-largest, largest + 1, shape, generator=generator).to(dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.integers(1, 9),
+    k_part=st.floats(0, 1),
+    half=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    tokens=st.integers(0, 4),
+    largest=st.sampled_from([0, 1, 3, 500]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 2**31),
+)
+def test_two_stages_find_what_a_search_through_all_slots_finds(n, k_part, half, heads, tokens, largest, dtype, seed):
+    k = 1 + round(k_part * (n - 1))
+    query = integers(tokens, heads, 2 * half, largest=largest, seed=seed, dtype=dtype)
+    row_keys = integers(heads, n, half, largest=largest, seed=seed + 1, dtype=dtype)
+    column_keys = integers(heads, n, half, largest=largest, seed=seed + 2, dtype=dtype)
+
+    scores, slots = product_key_topk(query, row_keys, column_keys, k)
+
+    assert scores.shape == slots.shape == (tokens, heads, k)
+    assert scores.dtype == dtype and slots.dtype == torch.int64
+    for t in range(tokens):
+        for h in range(heads):
+            every = slot_scores(query[t, h].tolist(), row_keys[h].tolist(), column_keys[h].tolist())
+            found, found_scores = slots[t, h].tolist(), scores[t, h].tolist()
+            assert found_scores == sorted(every, reverse=True)[:k]
+            assert len(set(found)) == k and [every[slot] for slot in found] == found_scores
+            if len(set(every)) == n * n:
+                assert found == best_slots(every, k)
+
+
+@pytest.mark.parametrize("n, k", [(16, 8), (64, 4), (128, 32)])
+def test_two_stages_find_what_one_topk_over_the_whole_grid_finds(n, k):
+    query = integers(40, 3, 8, largest=900, seed=0)
+    row_keys, column_keys = (integers(3, n, 4, largest=900, seed=seed) for seed in (1, 2))
+    row_scores = torch.einsum("thp,hnp->thn", query[..., :4], row_keys)
+    column_scores = torch.einsum("thp,hnp->thn", query[..., 4:], column_keys)
+    grid = (row_scores[..., :, None] + column_scores[..., None, :]).flatten(-2)
+
+    scores, slots = product_key_topk(query, row_keys, column_keys, k)
+
+    assert torch.equal(scores, grid.topk(k, dim=-1).values)
+    assert torch.equal(grid.gather(-1, slots), scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_queries_select_as_the_same_numbers_in_float32_do(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(256, 4, 64, generator=generator).to(dtype)
+    row_keys, column_keys = (torch.randn(4, 64, 32, generator=generator).to(dtype) for _ in range(2))
+
+    scores, slots = product_key_topk(query, row_keys, column_keys, 4)
+    wide_scores, wide_slots = product_key_topk(query.float(), row_keys.float(), column_keys.float(), 4)
+
+    assert scores.dtype == torch.float32
+    assert torch.equal(slots, wide_slots) and torch.equal(scores, wide_scores)
+    rounded = torch.einsum("thp,hnp->thn", query[..., :32], row_keys).topk(4).indices
+    exact = torch.einsum("thp,hnp->thn", query[..., :32].float(), row_keys.float()).topk(4).indices
+    assert not torch.equal(rounded, exact), "this data does not tell rounded scores from exact ones"
+
+
+def test_autocast_does_not_round_the_scores():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(256, 4, 64, generator=generator)
+    row_keys, column_keys = (torch.randn(4, 64, 32, generator=generator) for _ in range(2))
+    expected = product_key_topk(query, row_keys, column_keys, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores, slots = product_key_topk(query, row_keys, column_keys, 4)
+    assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
+
+
+def test_runs_on_the_meta_device():
+    query, keys = torch.empty(5, 2, 8, device="meta"), torch.empty(2, 6, 4, device="meta")
+    scores, slots = product_key_topk(query, keys, keys, 3)
+    assert scores.shape == slots.shape == (5, 2, 3)
+
+
+def test_leading_shape_and_strides_of_the_query_do_not_matter():
+    flat = integers(24, 3, 8, largest=900, seed=0)
+    row_keys, column_keys = (integers(3, 7, 4, largest=900, seed=seed) for seed in (1, 2))
+    expected_scores, expected_slots = product_key_topk(flat, row_keys, column_keys, 5)
+    heads_first = flat.transpose(0, 1).contiguous().transpose(0, 1)
+    every_other = torch.stack([flat, -flat], dim=-1).flatten(-2)[..., ::2]
+    for query in (flat.view(2, 12, 3, 8), flat.view(2, 3, 4, 3, 8), heads_first, every_other):
+        scores, slots = product_key_topk(query, row_keys, column_keys, 5)
+        assert scores.shape == slots.shape == (*query.shape[:-1], 5)
+        assert torch.equal(scores.flatten(0, -3), expected_scores)
+        assert torch.equal(slots.flatten(0, -3), expected_slots)
+    strided_keys = torch.stack([row_keys, column_keys], dim=-1)
+    scores, slots = product_key_topk(flat, strided_keys[..., 0], strided_keys[..., 1], 5)
+    assert torch.equal(scores, expected_scores) and torch.equal(slots, expected_slots)
+
+
+def test_one_token_without_a_batch_is_a_query():
+    query, keys = integers(2, 8, largest=9, seed=0), integers(2, 5, 4, largest=9, seed=1)
+    scores, slots = product_key_topk(query, keys, keys, 2)
+    batch_scores, batch_slots = product_key_topk(query[None], keys, keys, 2)
+    assert torch.equal(scores, batch_scores[0]) and torch.equal(slots, batch_slots[0])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query": (3, 2, 6)}, r"query ends in \(2, 6\); expected \(heads, 2 \* sub-key width\) = \(2, 8\)"),
+        ({"query": (3, 4, 8)}, r"query ends in \(4, 8\)"),
+        ({"query": (8,)}, r"query ends in \(8,\)"),
+        ({"row_keys": (2, 5)}, r"row_keys is \(2, 5\); expected \[heads, n, sub-key width\]"),
+        ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys, \(2, 5, 4\)"),
+        ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5\. Lower k or raise n"),
+        ({"k": 6}, r"k is 6; expected 1 <= k <= n = 5\. Lower k or raise n"),
+        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'torch'"),
+    ],
+)
+def test_wrong_arguments_are_refused(changes, message):
+    shapes = {
+        "query": (3, 2, 8),
+        "row_keys": (2, 5, 4),
+        "column_keys": (2, 5, 4),
+        "k": 2,
+        "backend": "auto",
+        **changes,
+    }
+    arguments = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        product_key_topk(**arguments)
