@@ -59,7 +59,9 @@ FAMILIES = {
         TinyFamily("qwen3", Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
         TinyFamily("gemma2", Gemma2Config, {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
         TinyFamily(
-            "gemma3", Gemma3TextConfig, {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+            "gemma3",
+            Gemma3TextConfig,
+            {"head_dim": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
         ),
     )
 }

@@ -12,9 +12,6 @@ from midus_hf.models import FAMILIES
 NEW_LAYERS = (1, 4)
 """Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3."""
 
-_BOTH_KINDS_OF_LAYERS = {"gemma3": {"sliding_window_pattern": 2}}
-"""Gemma3 by itself has one layer with full attention in six, and would have none in a model as small as these."""
-
 
 def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[tuple[int, bool]]:
     """For each layer of the upscaled model: the base layer it takes tensors from, and whether it is a new block.
@@ -61,7 +58,7 @@ def upscaled_pair(
         attention: The attention implementation of both, or the family's default.
         config_changes: Fields of the base config that differ from the table's.
     """
-    base = tiny_model(family, dtype, **{**_BOTH_KINDS_OF_LAYERS.get(family, {}), **config_changes})
+    base = tiny_model(family, dtype, **config_changes)
     torch.manual_seed(7)
     model = FAMILIES[base.config.model_type](memory_config(base, new_layers)).to(dtype).eval()
     taken, given = base.state_dict(), model.state_dict()
