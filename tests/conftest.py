@@ -2,11 +2,12 @@
 
 import os
 
-import pytest
-from tiny import FAMILIES
-
+# Before anything imports huggingface_hub, which reads the switch once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from tiny import FAMILIES
 
 
 @pytest.fixture(params=FAMILIES)

@@ -55,6 +55,7 @@ class HeadwiseMemory(MemoryModule):
 
     site = "inserted"
     key_value_parameters = ("row_keys", "column_keys", "value_bank")
+    value_parameters = ("value_bank",)
 
     def __init__(self, *, hidden_size: int, num_heads: int, head_dim: int, n: int = 64, k: int = 4):
         super().__init__()

@@ -49,6 +49,9 @@ class MemoryModule(nn.Module):
     key_value_parameters: ClassVar[tuple[str, ...]]
     """Names of the parameters that are keys and values: trained at a constant rate, without weight decay."""
 
+    value_parameters: ClassVar[tuple[str, ...]]
+    """Those of `key_value_parameters` that are values."""
+
     @classmethod
     def from_config(cls, config: PreTrainedConfig, options: Any) -> "MemoryModule":
         """Build the layer for a model of `config`."""

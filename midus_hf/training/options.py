@@ -1,0 +1,143 @@
+"""What a training run may be told."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(kw_only=True)
+class CorpusOptions:
+    """Where the text comes from.
+
+    Args:
+        path: A text file, a folder of them, or the id of a dataset on the Hub. Plain text (`.txt`, `.md`, or a file
+            with any other ending) is one document a file; `.jsonl` and `.parquet` hold one document a row. A folder
+            is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files.
+        config: The configuration of a dataset. Default: its own.
+        split: The split of a dataset. Default: `"train"`.
+        column: The column, or JSON key, that holds the text. Default: `"text"`.
+        encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
+        streaming: Read while training instead of before it; needs `max_steps`. Default: false.
+        shuffle_buffer: Documents of a streamed dataset held at a time to draw from in random order; 0 keeps the
+            dataset's order. Default: 0.
+
+    Raises:
+        ValueError: If an option contradicts another.
+    """
+
+    path: str
+    config: str | None = None
+    split: str = "train"
+    column: str = "text"
+    encoding: str = "utf-8"
+    streaming: bool = False
+    shuffle_buffer: int = 0
+
+    def __post_init__(self):
+        if not self.path:
+            raise ValueError("corpus.path is empty; expected a file, a folder or a dataset id.")
+        if self.shuffle_buffer < 0:
+            raise ValueError(f"corpus.shuffle_buffer is {self.shuffle_buffer}; expected 0 or more documents.")
+        if self.shuffle_buffer and not self.streaming:
+            raise ValueError(
+                "corpus.shuffle_buffer needs corpus.streaming: true; text read beforehand is always shuffled."
+            )
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainConfig:
+    """One run of continual pretraining.
+
+    Args:
+        model: Folder or Hub id of the model to train.
+        output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
+        corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them.
+        sequence_length: T, tokens a sequence. Default: 2048.
+        document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
+            are concatenated and a sequence is one context.
+        trainable: `"new"` trains the layers that were added to the base, `"all"` everything. Default: `"new"`.
+        learning_rate: Maximum rate of everything but keys and values. Default: 1e-4.
+        key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
+        value_learning_rate: Rate of memory values alone, constant. Default: `key_value_learning_rate`.
+        weight_decay: Decay of matrices; norms, biases, keys and values have none. Default: 0.
+        warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
+        schedule: Course of the rate after that: `"cosine"` or `"linear"` to zero, or `"constant_with_warmup"`.
+            Default: `"cosine"`.
+        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
+        max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
+        epochs: Passes over the corpus.
+        batch_size: Sequences a device and forward pass. Default: 8.
+        gradient_accumulation: Forward passes a step. Default: 1.
+        precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
+            float32. Default: `"bf16"`.
+        attn_implementation: As in `from_pretrained`. Default: transformers' choice.
+        activation_checkpointing: Recompute activations in the backward pass to save memory. Default: false.
+        save_every: Steps between checkpoints. Default: none, only the trained model is saved.
+        keep_checkpoints: Latest checkpoints to keep. Default: 2; null keeps all.
+        log_every: Steps between log events. Default: 10.
+        report_to: `"tensorboard"`, `"trackio"` or `"none"`, beside `log.jsonl`. Default: `"none"`.
+        seed: Seed of the order of sequences and of anything random. Default: 0.
+        resume: True for the latest checkpoint in `output`, or the path of one. Default: false.
+        overwrite: Whether to replace an earlier run in `output`. Default: false.
+
+    Raises:
+        ValueError: If a value lies outside its range or contradicts another.
+    """
+
+    model: str
+    output: str
+    corpus: CorpusOptions
+    sequence_length: int = 2048
+    document_mask: bool = False
+    trainable: Literal["new", "all"] = "new"
+    learning_rate: float = 1e-4
+    key_value_learning_rate: float | None = None
+    value_learning_rate: float | None = None
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.1
+    schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
+    max_grad_norm: float = 1.0
+    max_steps: int | None = None
+    epochs: float | None = None
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    precision: Literal["bf16", "fp32"] = "bf16"
+    attn_implementation: str | None = None
+    activation_checkpointing: bool = False
+    save_every: int | None = None
+    keep_checkpoints: int | None = 2
+    log_every: int = 10
+    report_to: Literal["none", "tensorboard", "trackio"] = "none"
+    seed: int = 0
+    resume: bool | str = False
+    overwrite: bool = False
+
+    def __post_init__(self):
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
+        for name in (
+            "batch_size",
+            "gradient_accumulation",
+            "max_steps",
+            "save_every",
+            "keep_checkpoints",
+            "log_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1.")
+        for name in ("learning_rate", "key_value_learning_rate", "value_learning_rate", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; expected a number above 0.")
+        for name in ("weight_decay", "max_grad_norm", "seed"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more.")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ValueError(f"warmup_ratio is {self.warmup_ratio}; expected a share of the steps, 0 <= ratio < 1.")
+        if self.max_steps is not None and self.epochs is not None:
+            raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
+        if self.corpus.streaming and self.max_steps is None:
+            raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")

@@ -1,0 +1,188 @@
+"""Documents into sequences of one length.
+
+Every document is tokenised as its tokenizer does by default, ends in EOS, and is laid end to end with the others; the
+row is cut every `sequence_length` tokens and what is left over at the end is dropped, as is usual in continual
+pretraining. With a document mask, positions restart where a document begins; given those, and neither an attention mask
+nor a cache, the models attend within each document alone.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from midus_hf.training.corpus import CorpusError
+
+IGNORED_LABEL = -100
+"""The label that transformers' losses leave out."""
+
+_DOCUMENTS_A_BATCH = 64
+
+
+class PackedSequence(NamedTuple):
+    """One sequence: `tokens` `[T]`, int32, and `starts` `[T]`, bool, true where a document begins."""
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+
+
+def tokenise(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
+) -> Iterator[list[int]]:
+    """Turn documents into token ids, each ending in EOS.
+
+    Args:
+        documents: Texts.
+        tokenizer: With the special tokens that it adds by default, and an EOS token.
+        vocab_size: Number of ids the model embeds. Default: unchecked.
+
+    Raises:
+        ValueError: If the tokenizer has no EOS token, or yields an id that the model does not embed.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
+    documents = iter(documents)
+    while batch := list(itertools.islice(documents, _DOCUMENTS_A_BATCH)):
+        for ids in tokenizer(batch, return_attention_mask=False, verbose=False)["input_ids"]:
+            ids = ids if ids and ids[-1] == eos else [*ids, eos]
+            if vocab_size is not None and max(ids) >= vocab_size:
+                raise ValueError(
+                    f"the tokenizer yields id {max(ids)}, but the model embeds {vocab_size} ids; "
+                    "use the tokenizer that the model was made with."
+                )
+            yield ids
+
+
+def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[PackedSequence]:
+    """Lay token lists end to end and cut them into sequences; the remainder is dropped.
+
+    Args:
+        token_lists: Token ids of each document.
+        sequence_length: T.
+    """
+    pending: list[int] = []
+    starts: list[int] = []
+    for tokens in token_lists:
+        starts.append(len(pending))
+        pending += tokens
+        full = len(pending) // sequence_length * sequence_length
+        if full:
+            is_start = torch.zeros(full, dtype=torch.bool)
+            is_start[[start for start in starts if start < full]] = True
+            cut = torch.tensor(pending[:full], dtype=torch.int32)
+            yield from map(PackedSequence, cut.split(sequence_length), is_start.split(sequence_length))
+            del pending[:full]
+            starts = [start - full for start in starts if start >= full]
+
+
+def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str, torch.Tensor]:
+    """What a causal language model takes for one sequence.
+
+    Args:
+        sequence: Tokens and starts of documents.
+        document_mask: Whether to add positions that restart with each document. The first token of a document then is
+            no label, since nothing that it attends to foretells it.
+
+    Returns:
+        `input_ids` and `labels` `[T]`, int64 (the model shifts labels itself), and `position_ids` `[T]` if asked.
+    """
+    tokens = sequence.tokens.long()  # [T]
+    if not document_mask:
+        return {"input_ids": tokens, "labels": tokens.clone()}
+    index = torch.arange(len(tokens))  # [T]
+    begin = torch.where(sequence.starts, index, 0).cummax(0).values  # [T]
+    labels = tokens.masked_fill(sequence.starts, IGNORED_LABEL)
+    return {"input_ids": tokens, "labels": labels, "position_ids": index - begin}
+
+
+class CorpusPass:
+    """One pass over a corpus: iterating yields its sequences, and counts what it read.
+
+    Args:
+        documents: Texts.
+        tokenizer: As in `tokenise`.
+        sequence_length: T.
+        vocab_size: As in `tokenise`. Default: unchecked.
+
+    Raises:
+        CorpusError: At the end of the pass, if the corpus is empty or shorter than one sequence.
+        ValueError: As in `tokenise`.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[str],
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        vocab_size: int | None = None,
+    ):
+        self.token_lists = tokenise(documents, tokenizer, vocab_size)
+        self.sequence_length = sequence_length
+        self.num_documents = self.num_tokens = 0
+
+    def __iter__(self) -> Iterator[PackedSequence]:
+        yield from pack(self._counted(), self.sequence_length)
+        if self.num_documents == 0:
+            raise CorpusError("the corpus is empty: it has no document with a visible character. Add text to it.")
+        if self.num_tokens < self.sequence_length:
+            raise CorpusError(
+                f"the corpus has {self.num_tokens} tokens; expected at least one sequence of sequence_length = "
+                f"{self.sequence_length}. Add text, or lower sequence_length."
+            )
+
+    def _counted(self) -> Iterator[list[int]]:
+        for tokens in self.token_lists:
+            self.num_documents += 1
+            self.num_tokens += len(tokens)
+            yield tokens
+
+
+class PackedDataset(Dataset):
+    """A corpus packed in memory, five bytes a token.
+
+    Args:
+        corpus: One pass over it, which is made here.
+        document_mask: As in `training_example`. Default: false.
+
+    Raises:
+        CorpusError: If the corpus is empty or shorter than one sequence.
+        ValueError: As in `tokenise`.
+    """
+
+    def __init__(self, corpus: CorpusPass, document_mask: bool = False):
+        self.sequences = list(corpus)
+        self.num_documents, self.num_tokens = corpus.num_documents, corpus.num_tokens
+        self.document_mask = document_mask
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return training_example(self.sequences[index], self.document_mask)
+
+
+class PackedStream(IterableDataset):
+    """A corpus packed while it is read, over and over without end, always in the same order.
+
+    Without end, since a step count ends the run: the n-th sequence is then the same whichever step a run resumes from.
+
+    Args:
+        start_pass: Starts a pass over the corpus.
+        document_mask: As in `training_example`. Default: false.
+
+    Raises:
+        CorpusError: When read, if the corpus is empty or shorter than one sequence.
+        ValueError: When read, as in `tokenise`.
+    """
+
+    def __init__(self, start_pass: Callable[[], CorpusPass], document_mask: bool = False):
+        self.start_pass, self.document_mask = start_pass, document_mask
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            for sequence in self.start_pass():
+                yield training_example(sequence, self.document_mask)

@@ -1,0 +1,51 @@
+"""The log of a run: one JSON object a line, one line a log event."""
+
+import json
+import os
+from pathlib import Path
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class TrainingLog(TrainerCallback):
+    """Write every log event of a Trainer to a file; a resumed run continues the file from the step it resumes at.
+
+    Events also fall on the steps that save a checkpoint. A logged loss is the mean since the event before, so the
+    losses of a resumed run are those of the uninterrupted one, event for event.
+
+    Args:
+        path: The file, in a folder that exists.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.is_world_process_zero:
+            kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
+            text = "".join(json.dumps(event) + "\n" for event in kept)
+            partial = self.path.with_name(f"{self.path.name}.partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if control.should_save:
+            control.should_log = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.is_world_process_zero:
+            with self.path.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(state.log_history[-1]) + "\n")
+
+
+def read_log(path: str | os.PathLike) -> list[dict]:
+    """The events of a log, `[]` if there is none; a last line that was cut short is left out.
+
+    Args:
+        path: The file that a `TrainingLog` writes.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in whole_lines]

@@ -1,0 +1,8 @@
+"""Continue the pretraining of a model: `python scripts/train_cpt.py CONFIG.yaml [key=value ...]`."""
+
+import sys
+
+from midus_hf.training.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

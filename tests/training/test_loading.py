@@ -1,0 +1,61 @@
+"""What a run names must be a whole model with a tokenizer, and have what is to be trained."""
+
+import re
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from training.tiny_run import tiny_config
+
+from midus_hf.training import train
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda model: (model / "config.json").unlink(), "expected the folder or Hub id of a language model: "),
+        (lambda model: (model / "config.json").write_text("{"), "expected the folder or Hub id of a language model: "),
+        (lambda model: (model / "model.safetensors").unlink(), "expected the folder or Hub id of a language model: "),
+        (
+            lambda model: (model / "model.safetensors").write_bytes(b"torn"),
+            "expected the folder or Hub id of a language model: ",
+        ),
+        (lambda model: [path.unlink() for path in model.glob("tokenizer*")], "which has no tokenizer: "),
+    ],
+    ids=["no_config", "torn_config", "no_weights", "torn_weights", "no_tokenizer"],
+)
+def test_a_model_that_cannot_be_loaded_is_refused(upscaled, corpus, tmp_path, spoil, message):
+    model = tmp_path / "model"
+    shutil.copytree(upscaled("llama"), model)
+    spoil(model)
+    with pytest.raises(ValueError, match=f"^model is '{re.escape(str(model))}'.*{message}") as refusal:
+        train(tiny_config(model, corpus, tmp_path / "out"))
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_lack_a_tensor_are_refused(upscaled, corpus, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(upscaled("llama"), model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.memory.value_bank"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"whose weights lack 1 tensors, such as 'model.layers.1.memory.value_bank'"):
+        train(tiny_config(model, corpus, tmp_path / "out"))
+
+
+def test_a_base_that_was_not_upscaled_has_no_new_layers_to_train(upscaled, corpus, tmp_path):
+    base = upscaled("llama").parent / "base"
+    with pytest.raises(
+        ValueError, match=r"records no new layers in upscale.new_layers; upscale the model first, or set"
+    ):
+        train(tiny_config(base, corpus, tmp_path / "out"))
+    assert train(tiny_config(base, corpus, tmp_path / "out", trainable="all", max_steps=1)).steps == 1
+
+
+def test_a_logger_that_is_not_installed_is_named(upscaled, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"report_to is 'trackio', which is not installed; pip install trackio, or set"
+    ):
+        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", report_to="trackio"))

@@ -1,0 +1,142 @@
+"""Options come from YAML and `key=value` words, and what is not understood is refused with a remedy."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from midus_hf.training import CorpusOptions, TrainConfig
+from midus_hf.training.config_file import from_mapping, read_config
+
+NEEDED = {"model": "m", "output": "o", "corpus": "c"}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "train.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
+    path = write(tmp_path, "model: m\noutput: o\ncorpus: c\nlearning_rate: 1e-4\nmax_steps: 7\n")
+    config = read_config(TrainConfig, path, ["max_steps=9", "warmup_ratio=0", "resume=true", "trainable=all"])
+    assert config == TrainConfig(
+        model="m",
+        output="o",
+        corpus=CorpusOptions(path="c"),
+        learning_rate=1e-4,
+        max_steps=9,
+        warmup_ratio=0.0,
+        resume=True,
+        trainable="all",
+    )
+
+
+def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tmp_path):
+    config = read_config(
+        TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c\nlearning_rate: 3e-5\nmax_steps: 1e3")
+    )
+    assert config.learning_rate == 3e-5
+    assert config.max_steps == 1000 and isinstance(config.max_steps, int)
+
+
+def test_null_stands_for_no_limit(tmp_path):
+    config = read_config(TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c"), ["keep_checkpoints=null"])
+    assert config.keep_checkpoints is None
+
+
+def test_a_path_stands_for_a_whole_corpus_and_words_reach_inside_it(tmp_path):
+    path = write(tmp_path, "model: m\noutput: o\ncorpus: texts")
+    assert read_config(TrainConfig, path).corpus == CorpusOptions(path="texts")
+    assert read_config(TrainConfig, path, ["corpus.column=body"]).corpus == CorpusOptions(path="texts", column="body")
+    assert read_config(TrainConfig, path, ["corpus.column=body", "corpus=other"]).corpus == CorpusOptions(path="other")
+
+
+def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
+    path = write(tmp_path, "model: m\noutput: o\nmax_steps: 1\ncorpus:\n  path: a/b\n  config: x\n  streaming: true")
+    assert read_config(TrainConfig, path).corpus == CorpusOptions(path="a/b", config="x", streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rte": 1}, "config has an unknown key 'learning_rte'. Did you mean 'learning_rate'"),
+        ({"zzz": 1}, "config has an unknown key 'zzz'. It knows activation_checkpointing, attn_implementation, "),
+        ({"corpus": {"path": "c", "colum": "x"}}, "unknown key 'corpus.colum'. Did you mean 'column'"),
+        (
+            {"corpus": {"column": "x"}},
+            "config has no 'corpus.path'; set it in the file, or as corpus.path=... after it.",
+        ),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'; expected a number."),
+        ({"learning_rate": float("inf")}, "learning_rate is inf; expected a number."),
+        ({"learning_rate": True}, "learning_rate is True; expected a number."),
+        ({"max_steps": 1.5}, "max_steps is 1.5; expected a whole number or null."),
+        ({"document_mask": 1}, "document_mask is 1; expected true or false."),
+        ({"precision": "fp16"}, "precision is 'fp16'; expected 'bf16' or 'fp32'."),
+        ({"model": 3}, "model is 3; expected a string."),
+        ({"resume": 3}, "resume is 3; expected true or false or a string."),
+        ({"corpus": None}, "corpus is None; expected a mapping with path, config, split, column, "),
+        ({"corpus": ""}, "corpus.path is empty; expected a file, a folder or a dataset id."),
+        (
+            {"corpus": {"path": "c", "shuffle_buffer": -1}},
+            "corpus.shuffle_buffer is -1; expected 0 or more documents.",
+        ),
+        ({"corpus": {"path": "c", "shuffle_buffer": 5}}, "corpus.shuffle_buffer needs corpus.streaming: true"),
+        ({"corpus": {"path": "c", "streaming": True}}, "corpus.streaming needs max_steps"),
+        ({"sequence_length": 1}, "sequence_length is 1; expected at least 2 tokens."),
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1."),
+        ({"gradient_accumulation": 0}, "gradient_accumulation is 0; expected at least 1."),
+        ({"max_steps": 0}, "max_steps is 0; expected at least 1."),
+        ({"save_every": 0}, "save_every is 0; expected at least 1."),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0; expected at least 1."),
+        ({"log_every": 0}, "log_every is 0; expected at least 1."),
+        ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
+        ({"key_value_learning_rate": -1}, "key_value_learning_rate is -1.0; expected a number above 0."),
+        ({"value_learning_rate": 0}, "value_learning_rate is 0.0; expected a number above 0."),
+        ({"epochs": 0}, "epochs is 0.0; expected a number above 0."),
+        ({"weight_decay": -1}, "weight_decay is -1.0; expected 0 or more."),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1.0; expected 0 or more."),
+        ({"seed": -1}, "seed is -1; expected 0 or more."),
+        ({"warmup_ratio": 1}, "warmup_ratio is 1.0; expected a share of the steps, 0 <= ratio < 1."),
+        ({"max_steps": 2, "epochs": 1}, "max_steps is 2 and epochs is 1.0; give one of them."),
+        ({"resume": True, "overwrite": True}, "resume and overwrite are both set"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_mapping(TrainConfig, {**NEEDED, **values})
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_what_a_run_cannot_do_without_is_asked_for(missing):
+    with pytest.raises(
+        ValueError, match=f"config has no '{missing}'; set it in the file, or as {missing}=... after it."
+    ):
+        from_mapping(TrainConfig, {key: value for key, value in NEEDED.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("max_steps", "override is 'max_steps'; expected key=value."),
+        ("=3", "override is '=3'; expected key=value."),
+        ("model.path=3", "override is 'model.path=3', but 'model' has no keys of its own."),
+        ("nothing.path=3", "override is 'nothing.path=3', but 'nothing' has no keys of its own."),
+        ("model=[", "override is 'model=[', whose value is not YAML; quote it."),
+        ("modle=x", "config has an unknown key 'modle'. Did you mean 'model'"),
+    ],
+)
+def test_a_word_that_sets_nothing_is_refused(tmp_path, word, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c"), [word])
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"which cannot be read \(No such file or directory\); give a YAML file"):
+        read_config(TrainConfig, tmp_path / "absent.yaml")
+    with pytest.raises(ValueError, match=r"is not YAML: .*Correct it there"):
+        read_config(TrainConfig, write(tmp_path, "model: [m"))
+    with pytest.raises(ValueError, match=r"holds a list; expected a mapping"):
+        read_config(TrainConfig, write(tmp_path, "- model"))
+    with pytest.raises(ValueError, match=r"config has no 'model'"):
+        read_config(TrainConfig, write(tmp_path, ""))

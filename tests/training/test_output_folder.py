@@ -1,0 +1,161 @@
+"""A run writes where it may, resumes what is whole and its own, and never leaves half a model."""
+
+import os
+from pathlib import Path
+
+import pytest
+from training.tiny_run import tiny_config
+
+from midus_hf.training import train
+from midus_hf.training.output_folder import PARTIAL_NAME, check_output, last_checkpoint, publish
+from midus_hf.training.run import prepare
+
+
+def checkpoint(output: Path, step: int, state: str | None = "{}") -> Path:
+    folder = output / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    if state is not None:
+        (folder / "trainer_state.json").write_text(state)
+    return folder
+
+
+def config(tmp_path: Path, **changes):
+    return tiny_config(tmp_path / "model", tmp_path / "corpus", tmp_path / "out", **changes)
+
+
+def test_the_latest_checkpoint_is_the_highest_one_that_is_whole(tmp_path):
+    assert last_checkpoint(tmp_path / "absent") is None
+    expected = checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 9)
+    checkpoint(tmp_path, 20, state=None)
+    checkpoint(tmp_path, 30, state='{"global_st')
+    assert last_checkpoint(tmp_path) == expected
+
+
+def test_an_output_that_exists_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert check_output(config(tmp_path)) is None, "an empty folder is free"
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(ValueError, match=r"which exists; choose another, or set resume or overwrite: true."):
+        check_output(config(tmp_path))
+
+
+def test_only_an_earlier_run_is_overwritten(upscaled, corpus, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "precious").touch()
+    options = {"max_steps": 1, "overwrite": True}
+    with pytest.raises(ValueError, match=r"which no run of ours wrote: it has no train_config.yaml"):
+        train(tiny_config(upscaled("llama"), corpus, output, **options))
+    assert (output / "precious").exists()
+    (output / "train_config.yaml").touch()
+    train(tiny_config(upscaled("llama"), corpus, output, **options))
+    assert not (output / "precious").exists() and (output / "config.json").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(ValueError, match=r"a file; expected a folder."):
+        check_output(config(tmp_path))
+
+
+@pytest.mark.parametrize("held", ["model", "corpus"])
+def test_an_output_that_holds_an_input_is_refused(tmp_path, held):
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    changed = config(tmp_path, overwrite=True)
+    if held == "model":
+        changed.model = str(tmp_path / "out" / "inner")
+    else:
+        changed.corpus.path = str(tmp_path / "out")
+    with pytest.raises(ValueError, match=f"which holds the {held} '.*'; choose another folder."):
+        check_output(changed)
+
+
+def test_resuming_needs_a_whole_checkpoint(tmp_path):
+    checkpoint(tmp_path / "out", 5, state=None)
+    with pytest.raises(
+        ValueError, match=r"resume is true, but output '.*' holds no complete checkpoint; start the run"
+    ):
+        check_output(config(tmp_path, resume=True))
+    with pytest.raises(ValueError, match=r"which is no complete checkpoint; expected a folder checkpoint-N."):
+        check_output(config(tmp_path, resume=str(tmp_path / "out" / "checkpoint-5")))
+
+
+def test_a_checkpoint_can_be_named(tmp_path):
+    named = checkpoint(tmp_path / "elsewhere", 5)
+    checkpoint(tmp_path / "out", 7)
+    assert check_output(config(tmp_path, resume=str(named))) == named
+
+
+@pytest.mark.parametrize("around", ["model", "corpus"])
+def test_an_output_inside_an_input_is_refused(tmp_path, around):
+    (tmp_path / around).mkdir()
+    changed = config(tmp_path)
+    changed.output = str(tmp_path / around / "out")
+    with pytest.raises(ValueError, match=rf"which lies in the {around} '.*'; choose another folder\."):
+        check_output(changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"learning_rate": 0.5},
+            "learning_rate is 0.5, but the run to resume has 0.01; give the same, or start a new run",
+        ),
+        ({"max_steps": 30}, "max_steps is 30, but the run to resume has 20"),
+        ({"corpus_options": {"column": "body"}}, "corpus is {.*'column': 'body'.*}, but the run to resume has {"),
+    ],
+)
+def test_a_resumed_run_keeps_the_options_that_it_began_with(upscaled, corpus, tmp_path, changes, message):
+    prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+    checkpoint(tmp_path / "out", 5)
+    with pytest.raises(ValueError, match=message):
+        check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **changes))
+    free = {"log_every": 3, "save_every": 2, "keep_checkpoints": 1, "activation_checkpointing": True}
+    assert check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **free))
+
+
+def test_a_wrong_request_writes_nothing(upscaled, corpus, tmp_path):
+    wrong = tiny_config(upscaled("llama"), corpus, tmp_path / "out", sequence_length=100_000)
+    with pytest.raises(ValueError, match=r"the corpus has 1220 tokens; expected at least one sequence"):
+        train(wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_config_of_a_published_model_comes_last_and_the_old_one_goes_first(tmp_path, monkeypatch):
+    partial = tmp_path / PARTIAL_NAME
+    (partial / "templates").mkdir(parents=True)
+    for name in ("config.json", "a.json", "model.safetensors", "z.json", "templates/chat.jinja"):
+        (partial / name).write_text("new")
+    (tmp_path / "config.json").write_text("old")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "old.jinja").touch()
+    moved: list[str] = []
+    replace = os.replace
+
+    def watched(source, target):
+        assert not (tmp_path / "config.json").exists()
+        moved.append(Path(source).name)
+        replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    extra = tmp_path / "elsewhere.json"
+    extra.write_text("extra")
+    publish(partial, tmp_path, [extra])
+    assert moved[-1] == "config.json" and len(moved) == 6
+    assert (tmp_path / "config.json").read_text() == "new"
+    assert [path.name for path in (tmp_path / "templates").iterdir()] == ["chat.jinja"]
+    assert not partial.exists()
+
+
+def test_what_a_killed_run_left_of_a_model_is_cleared(upscaled, corpus, tmp_path):
+    options = {"max_steps": 4, "save_every": 2}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    (tmp_path / "out" / PARTIAL_NAME).mkdir()
+    (tmp_path / "out" / PARTIAL_NAME / "stale.safetensors").touch()
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **options))
+    assert not list((tmp_path / "out").rglob("*stale*"))
+    assert (result.steps, result.tokens, result.tokens_per_second) == (4, 4 * 2 * 16, None), "the run was finished"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

@@ -1,0 +1,104 @@
+"""Keys and values keep one rate and do not decay; everything else follows the schedule."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+
+from midus_hf.memory import MemoryModule
+from midus_hf.training import parameter_groups, set_trainable
+from midus_hf.training.parameter_groups import group_schedules
+
+KEYS = ("row_keys", "column_keys")
+
+
+@pytest.fixture
+def model(family, upscaled):
+    model = AutoModelForCausalLM.from_pretrained(upscaled(family))
+    set_trainable(model, "new")
+    return model
+
+
+def names_in(model, group) -> set[str]:
+    inside = {id(parameter) for parameter in group["params"]}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in inside}
+
+
+def memory_parameters(model, wanted) -> set[str]:
+    memories = [name for name, module in model.named_modules() if isinstance(module, MemoryModule)]
+    return {f"{memory}.{name}" for memory in memories for name in wanted}
+
+
+def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model):
+    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)
+    assert [group["name"] for group in groups] == ["decay", "no_decay", "keys_and_values"]
+    decay, no_decay, keys_and_values = (names_in(model, group) for group in groups)
+    assert keys_and_values == memory_parameters(model, (*KEYS, "value_bank"))
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    flat = {name for name in trains if "norm" in name or name.endswith("bias")}
+    assert no_decay == flat and flat
+    assert decay == trains - flat - keys_and_values
+    assert memory_parameters(model, ["value_transform"]) <= decay
+
+
+def test_the_groups_have_the_rates_and_the_decay_they_were_given(model):
+    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, key_value_learning_rate=2e-3)
+    assert [(group["lr"], group["weight_decay"], group["scheduled"]) for group in groups] == [
+        (1e-3, 0.1, True),
+        (1e-3, 0.0, True),
+        (2e-3, 0.0, False),
+    ]
+
+
+def test_keys_and_values_take_the_maximum_rate_unless_told_otherwise(model):
+    assert parameter_groups(model, learning_rate=1e-3)[-1]["lr"] == 1e-3
+
+
+def test_values_can_have_a_rate_of_their_own(model):
+    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, value_learning_rate=1e-2)
+    assert [group["name"] for group in groups] == ["decay", "no_decay", "keys", "values"]
+    assert names_in(model, groups[2]) == memory_parameters(model, KEYS)
+    assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank"])
+    assert [(group["lr"], group["weight_decay"], group["scheduled"]) for group in groups[2:]] == [
+        (1e-3, 0.0, False),
+        (1e-2, 0.0, False),
+    ]
+
+
+def test_no_parameter_is_in_two_groups_or_in_none_when_everything_trains(model):
+    set_trainable(model, "all")
+    grouped = [id(p) for group in parameter_groups(model, learning_rate=1e-3) for p in group["params"]]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {id(parameter) for parameter in model.parameters()}
+
+
+def test_a_wrapper_that_renames_parameters_changes_no_group(model):
+    inner = parameter_groups(model, learning_rate=1e-3)
+    outer = parameter_groups(torch.nn.ModuleDict({"wrapped": model}), learning_rate=1e-3)
+    assert [[id(p) for p in group["params"]] for group in outer] == [[id(p) for p in g["params"]] for g in inner]
+
+
+def test_without_keys_and_values_there_is_no_group_for_them():
+    groups = parameter_groups(torch.nn.Linear(2, 2), learning_rate=1e-3)
+    assert [group["name"] for group in groups] == ["decay", "no_decay"]
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(ValueError, match=r"no parameter requires a gradient; call set_trainable on the model first."):
+        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), learning_rate=1e-3)
+
+
+def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_stay():
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": weights[:1], "scheduled": True}, {"params": weights[1:], "scheduled": False}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    reference_optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
+    scheduler = group_schedules(optimizer, "cosine", warmup_steps=3, total_steps=20)
+    reference = get_cosine_schedule_with_warmup(reference_optimizer, 3, 20)
+    rates = []
+    for _ in range(21):
+        rates.append(scheduler.get_last_lr())
+        assert rates[-1] == [reference.get_last_lr()[0], 0.5]
+        for stepped in (optimizer, reference_optimizer, scheduler, reference):
+            stepped.step()
+    scheduled = [rate for rate, _ in rates]
+    assert scheduled[0] == 0 and max(scheduled) == scheduled[3] == 0.5 and scheduled[20] == 0

@@ -1,0 +1,121 @@
+"""`scripts/train_cpt.py` from the outside: what it prints, what it writes, how it exits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training.tiny_run import tiny_config
+from transformers import AutoModelForCausalLM
+
+from midus_hf.training.cli import main
+from midus_hf.training.training_log import read_log
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = ["sequence_length=16", "batch_size=2", "precision=fp32", "log_every=1"]
+
+
+def run_script(words: list[str], launcher: list[str] | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*(launcher or [sys.executable]), REPOSITORY / "scripts" / "train_cpt.py", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+    )
+
+
+@pytest.fixture
+def words(upscaled, corpus, tmp_path) -> list[str]:
+    """A recipe and what it needs: config, model, corpus, output."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 5\nlearning_rate: 1e-2\n")
+    return [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}", *TINY]
+
+
+def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
+    first = run_script([*words, "save_every=3"])
+    assert first.returncode == 0, first.stderr
+    assert "Training the new layers alone: " in first.stdout and "layers 1, 4" in first.stdout
+    assert "20 documents, 1,220 tokens: 76 sequences of 16 (4 tokens left over)" in first.stdout
+    assert first.stdout.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 5 steps, 160 tokens, loss ")
+    log = [event for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event]
+    assert [event["step"] for event in log] == [1, 2, 3, 4, 5]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    assert main([*words, "save_every=3", f"resume={tmp_path / 'out' / 'checkpoint-3'}"]) == 0
+    relog = [event for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event]
+    assert [event["loss"] for event in relog] == [event["loss"] for event in log]
+
+
+def test_two_processes_share_a_batch_and_train_as_one_would(words, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    shared = run_script([*words, "batch_size=1", f"output={tmp_path / 'shared'}"], launcher)
+    assert shared.returncode == 0, shared.stderr
+    assert shared.stdout.count("Training the new layers alone: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
+    assert main(words) == 0
+    losses = [
+        [event["loss"] for event in read_log(tmp_path / name / "log.jsonl") if "loss" in event]
+        for name in ("shared", "out")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 5
+
+
+def test_a_wrong_request_exits_with_2_and_one_line(words, tmp_path):
+    result = run_script([*words, "sequence_length=5000"])
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: the corpus has 1220 tokens; expected at least one sequence of sequence_length = 5000. "
+        "Add text, or lower sequence_length.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("learning_rte=1", "error: config has an unknown key 'learning_rte'. Did you mean 'learning_rate'"),
+        (
+            "sequence_length=5000",
+            "error: the corpus has 1220 tokens; expected at least one sequence of sequence_length = 5000.",
+        ),
+        ("model=absent/model", "error: model is 'absent/model'; expected the folder or Hub id of a language model: "),
+        (
+            "corpus=/absent",
+            "error: corpus is '/absent', which does not exist; expected a file, a folder or a dataset id.",
+        ),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, capsys, word, message):
+    assert main([*words, word]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_that_turns_out_wrong_while_it_streams_is_a_wrong_request(words, corpus, tmp_path, capsys):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for index in range(80):
+        (texts / f"{index:02}.txt").write_bytes((corpus / "000.txt").read_bytes() if index < 79 else b"\xff\xff")
+    assert main([*words, f"corpus={texts}", "corpus.streaming=true", "max_steps=400"]) == 2
+    assert "79.txt' is not text in utf-8" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_failure_of_the_work_raises(words, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("broken inside")
+
+    monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", fail)
+    with pytest.raises(ValueError, match=r"broken inside"):
+        main(words)
+
+
+def test_help_describes_every_key(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    config = tiny_config(Path("m"), Path("c"), Path("o"))
+    assert all(f"{key}: " in text for key in (*vars(config), *vars(config.corpus)))

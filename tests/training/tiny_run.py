@@ -1,0 +1,71 @@
+"""What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from tiny import save_tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from midus_hf.training import CorpusOptions, TrainConfig
+from upscalers import upscale
+
+NEW_LAYERS = [1, 4]
+"""Where the Distributed policy puts two blocks among four layers."""
+
+EOS_ID = 2
+
+
+def tiny_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words `w3` to `w127`, each with the id in its name."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": EOS_ID} | {f"w{i}": i for i in range(3, 128)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{"pad_token": "<pad>", "eos_token": "<eos>", **special_tokens}
+    )
+
+
+def document(length: int, seed: int) -> str:
+    """A text of `length` words, each depending on the one before, so that there is something to learn."""
+    choice = random.Random(seed)
+    word, words = 3, []
+    for _ in range(length):
+        word = 3 + (word * 7 + choice.randrange(4)) % 125
+        words.append(f"w{word}")
+    return " ".join(words)
+
+
+def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
+    """Write a folder of text files."""
+    folder.mkdir(parents=True)
+    for index in range(documents):
+        (folder / f"{index:03}.txt").write_text(document(length, index), encoding="utf-8")
+    return folder
+
+
+def save_upscaled(family: str, folder: Path, **base_options: Any) -> Path:
+    """Save a tiny base with its tokenizer, and upscale it to `folder / "model"`."""
+    base = save_tiny_model(family, folder / "base", **base_options)
+    tiny_tokenizer().save_pretrained(base)
+    options = {"n": 8, "k": 2}
+    upscale(base=base, method="midus-hml", output=folder / "model", num_new_layers=2, options=options, verify=False)
+    return folder / "model"
+
+
+def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> TrainConfig:
+    """A run of 20 steps of 2 sequences of 16 tokens, with rates that move a tiny model."""
+    options: dict[str, Any] = {
+        "sequence_length": 16,
+        "batch_size": 2,
+        "max_steps": 20,
+        "learning_rate": 1e-2,
+        "precision": "fp32",
+        "log_every": 1,
+        **changes,
+    }
+    corpus_options = options.pop("corpus_options", {})
+    return TrainConfig(
+        model=str(model), output=str(output), corpus=CorpusOptions(path=str(corpus), **corpus_options), **options
+    )
