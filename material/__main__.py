@@ -1,0 +1,35 @@
+"""`python -m material NAME...`: fetch, and print one path a name."""
+
+import argparse
+import sys
+
+from material.addresses import addresses
+from material.benchmarks import benchmarks
+from material.registry import MaterialError
+from material.retention import retention_text
+from material.smollm2 import smollm2_135m, smollm2_gguf
+
+FETCH = {
+    "smollm2": smollm2_135m,
+    "smollm2-gguf": smollm2_gguf,
+    "addresses": lambda: addresses().train.parent,
+    "benchmarks": benchmarks,
+    "retention": retention_text,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fetch what is named; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m material", description="Fetch material and print where it lies.")
+    parser.add_argument("names", nargs="+", choices=FETCH, metavar="NAME", help=", ".join(FETCH))
+    for name in parser.parse_args(arguments).names:
+        try:
+            print(FETCH[name](), flush=True)
+        except MaterialError as error:
+            print(f"material: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

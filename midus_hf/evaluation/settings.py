@@ -1,0 +1,107 @@
+"""What an evaluation measures and how, from the command line or a YAML file."""
+
+import dataclasses
+import difflib
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """What to measure and how. Every key is also an option of `midus-eval`. Paths are relative to where it runs.
+
+    Args:
+        text: File or folder to measure perplexity on. Default: none.
+        sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
+        stride: Tokens predicted a window. Default: `sequence_length`.
+        max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
+        tasks: Tasks of lm-evaluation-harness. Default: none.
+        data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
+        include_path: Folder with more task files. Default: none.
+        num_fewshot: Worked examples before a question. Default: what the task says, else 0.
+        limit: Questions a task. Default: all.
+        batch_size: Windows or requests a forward pass. Default: 4.
+        dtype: What the weights are loaded as: `auto` (as saved), `float32`, `bfloat16` or `float16`. Default: `auto`.
+        device: Such as `cpu` or `cuda:0`. Default: the first GPU if there is one.
+        trust_remote_code: Whether to run code that comes with a checkpoint. Models of this package need none.
+        seed: Of the choice of worked examples. Default: 0.
+
+    Raises:
+        ValueError: If there is nothing to measure, or an option is out of range or without what it belongs to.
+    """
+
+    text: str | None = None
+    sequence_length: int | None = None
+    stride: int | None = None
+    max_tokens: int | None = None
+    tasks: list[str] = dataclasses.field(default_factory=list)
+    data: str | None = None
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 4
+    dtype: str = "auto"
+    device: str | None = None
+    trust_remote_code: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.text is None and not self.tasks:
+            raise ValueError("there is nothing to measure; give a text, tasks, or both.")
+        for name in ("sequence_length", "stride", "max_tokens"):
+            if self.text is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there is no text to measure.")
+        for name in ("data", "include_path", "num_fewshot", "limit"):
+            if not self.tasks and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there are no tasks; name them.")
+        for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}.")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype is {self.dtype!r}; expected auto, float32, bfloat16 or float16.")
+
+
+def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> EvaluationSettings:
+    """Read settings from a YAML file and put what is given beside it on top.
+
+    Args:
+        path: A mapping from keys of `EvaluationSettings` to values. None: only the overrides count.
+        overrides: Settings that are not None replace those of the file.
+
+    Raises:
+        ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
+    """
+    values = {} if path is None else _read_mapping(Path(path))
+    fields = {field.name for field in dataclasses.fields(EvaluationSettings)}
+    hints = typing.get_type_hints(EvaluationSettings)
+    for key, value in values.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(sorted(fields))}."
+            raise ValueError(f"{path} has the unknown key {key!r}. {hint}")
+        if not _has_type(value, hints[key]):
+            expected = hints[key] if typing.get_origin(hints[key]) else hints[key].__name__
+            raise ValueError(f"{key} is {value!r} in {path}; expected {expected}.")
+    return EvaluationSettings(**{**values, **{key: value for key, value in overrides.items() if value is not None}})
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"config is {str(path)!r}, which is no readable YAML: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(f"config is {str(path)!r}; expected a mapping of settings in it.")
+    return values
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

@@ -1,0 +1,44 @@
+"""Tiny models that read bytes: a tokenizer of one token a byte, and checkpoints that hold it."""
+
+from pathlib import Path
+
+from tiny import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from upscalers import upscale
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+VOCABULARY_SIZE = len(SPECIAL_TOKENS) + 256
+
+
+def byte_tokenizer(*, writes_bos: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, with or without the habit of writing BOS before a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if writes_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=128
+    )
+
+
+def byte_model(family: str, **changes) -> PreTrainedModel:
+    """`tiny_model` with a vocabulary of bytes."""
+    return tiny_model(family, **{"vocab_size": VOCABULARY_SIZE, "eos_token_id": 2, **changes})
+
+
+def save_byte_model(family: str, folder: Path, *, writes_bos: bool = False, **changes) -> Path:
+    """Save a model of bytes and its tokenizer."""
+    byte_model(family, **changes).save_pretrained(folder)
+    byte_tokenizer(writes_bos=writes_bos).save_pretrained(folder)
+    return folder
+
+
+def save_upscaled(base: Path, folder: Path) -> Path:
+    """Give a saved model two blocks of head-wise memory, whose values are zero."""
+    upscale(base=base, method="midus-hml", output=folder, num_new_layers=2, options={"n": 8, "k": 2})
+    return folder

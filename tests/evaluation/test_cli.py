@@ -1,0 +1,173 @@
+"""The `midus-eval` command: what it prints, where, and its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.questions import write_questions
+from transformers import AutoModelForCausalLM
+
+from midus_hf.evaluation import cli, perplexity
+
+TEXT = "A text of the ordinary kind, for measuring. " * 10
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """A folder with a base, its upscaled model, a text and questions."""
+    folder = tmp_path_factory.mktemp("room")
+    save_byte_model("qwen2", folder / "base", max_position_embeddings=256)
+    save_upscaled(folder / "base", folder / "upscaled")
+    (folder / "text.txt").write_text(TEXT)
+    write_questions(folder / "questions")
+    return folder
+
+
+def run(*arguments) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, offline."""
+    return subprocess.run(
+        [sys.executable, "-m", "midus_hf.evaluation.cli", *map(str, arguments)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_json_is_one_object_on_standard_output_and_nothing_else_is(room):
+    done = run(
+        *(room / "base", room / "upscaled", "--text", room / "text.txt", "--sequence-length", 32),
+        *("--tasks", "piqa, boolq", "--data", room / "questions", "--limit", 2, "--device", "cpu", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    base, upscaled = report["models"]
+    assert base["model_type"] == "qwen2"
+    assert upscaled["model_type"] == "midus_qwen2"
+    assert upscaled["parameters"] > base["parameters"]
+    for measure in ("perplexity", "bits_per_byte", "bits_per_character", "tokens"):
+        assert upscaled["perplexity"][measure] == base["perplexity"][measure]
+    assert base["perplexity"]["tokens"] == len(TEXT) - 1
+    assert list(base["tasks"]) == ["piqa", "boolq"]
+    assert base["tasks"]["piqa"]["num_questions"] == 2
+    assert upscaled["tasks"] == base["tasks"]
+    assert report["settings"]["tasks"] == ["piqa", "boolq"]
+
+    model = AutoModelForCausalLM.from_pretrained(room / "base")
+    expected = perplexity(model, byte_tokenizer(), [TEXT], sequence_length=32)
+    assert base["perplexity"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+
+
+def test_a_table_compares_models_side_by_side(room, capsys):
+    cli.main([str(room / "base"), str(room / "upscaled"), "--text", str(room / "text.txt"), "--sequence-length", "32"])
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if "measure" in line)
+    assert "base" in header
+    assert "upscaled" in header
+    cells = [cell.strip() for cell in next(line for line in lines if " perplexity " in line).split("│")[1:-1]]
+    assert cells[0] == "perplexity"
+    assert float(cells[1]) > 1
+    assert cells[1] == cells[2]
+
+
+def test_models_of_one_name_are_told_apart_by_their_paths(room, tmp_path, capsys):
+    (tmp_path / "base").symlink_to(room / "base")
+    cli.main([str(room / "base"), str(tmp_path / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32"])
+    printed = capsys.readouterr().out.replace("│", "").split()
+    assert printed.count("base") == 0
+
+
+def test_a_table_shows_accuracies_with_their_errors(room, capsys):
+    cli.main([str(room / "base"), "--tasks", "openbookqa", "--data", str(room / "questions")])
+    printed = capsys.readouterr().out
+    assert "openbookqa acc (0-shot)" in printed
+    assert "openbookqa acc_norm (0-shot)" in printed
+    assert "±" in printed
+
+
+def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(f"text: {room / 'text.txt'}\nsequence_length: 16\nbatch_size: 2\n")
+    cli.main([str(room / "base"), "--config", str(tmp_path / "a.yaml"), "--sequence-length", "32", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["models"][0]["perplexity"]["sequence_length"] == 32
+    assert report["settings"]["batch_size"] == 2
+
+
+def test_tasks_are_written_for_the_harness_without_any_model(room, tmp_path, capsys):
+    cli.main(["--write-tasks", str(tmp_path / "tasks"), "--data", str(room / "questions")])
+    assert len(capsys.readouterr().out.split()) == len(list((tmp_path / "tasks").glob("midus_*.yaml"))) == 6
+
+
+def refusal(capsys, *arguments) -> tuple[int, str]:
+    """Exit status and the single line that is said."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    return exit_.value.code, printed.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "x"], "no model is given; expected one or more folders or hub ids"),
+        (["{base}"], "there is nothing to measure; give a text, tasks, or both"),
+        (["{base}", "--text", "{room}/absent"], "which does not exist; expected a text file or a folder of them"),
+        (["{room}", "--text", "{text}"], "a folder without config.json; expected a saved model"),
+        (["{room}/a/b", "--text", "{text}"], "expected the folder of a saved model, or a hub id"),
+        (["{text}", "--text", "{text}"], "expected the folder of a saved model, or a hub id"),
+        (["{base}", "--text", "{text}", "--sequence-length", "1000"], "made for at most 256 tokens"),
+        (["{base}", "--text", "{text}", "--max-tokens", "3"], "max_tokens is 3; expected at least one window"),
+        (["{base}", "--text", "{text}", "--dtype", "int8"], "dtype is 'int8'; expected auto, float32"),
+        (["{base}", "--text", "{text}", "--device", "gpu"], "device is 'gpu'; expected a device of PyTorch"),
+        (["{base}", "--text", "{text}", "--limit", "many"], "Invalid value for '--limit'"),
+        (["{base}", "--txet", "{text}"], "No such option: --txet"),
+        (["{base}", "--tasks", "bolq", "--data", "{room}/questions"], "Did you mean 'boolq'"),
+        (["{base}", "--tasks", "boolq", "--data", "{room}"], "holds no boolq.jsonl"),
+        (["{base}", "--config", "{room}/absent.yaml"], "absent.yaml', which is no readable YAML"),
+        (["--write-tasks", "{room}/tasks"], "write_tasks needs data"),
+    ],
+)
+def test_a_wrong_request_gets_one_line_and_status_2(room, capsys, arguments, message):
+    places = {"room": room, "base": room / "base", "text": room / "text.txt"}
+    status, line = refusal(capsys, *(argument.format(**places) for argument in arguments))
+    assert status == 2
+    assert line.startswith("midus-eval: ")
+    assert message in line
+
+
+def test_a_model_that_cannot_be_loaded_gets_one_line_and_status_2(room, tmp_path, capsys):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_bytes((room / "base" / "config.json").read_bytes())
+    status, line = refusal(capsys, tmp_path / "broken", "--text", room / "text.txt")
+    assert status == 2
+    assert "which cannot be loaded" in line
+
+
+def test_work_that_fails_gets_one_line_and_status_1(room, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(room / "base")
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    status, line = refusal(capsys, tmp_path, "--text", room / "text.txt", "--sequence-length", 32)
+    assert status == 1
+    assert "RuntimeError: the perplexity is nan" in line
+
+
+def test_without_the_harness_tasks_name_the_extra_to_install(room, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "midus_hf.evaluation.harness", raising=False)
+    status, line = refusal(capsys, room / "base", "--tasks", "piqa", "--data", room / "questions")
+    assert status == 2
+    assert line == "midus-eval: tasks need lm-evaluation-harness (lm_eval is missing): pip install 'midus-hf[eval]'"
+
+
+def test_perplexity_needs_no_harness(room, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    cli.main([str(room / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32", "--json"])
+    assert json.loads(capsys.readouterr().out)["models"][0]["tasks"] == {}

@@ -1,0 +1,36 @@
+"""The harness's own command on a saved model, where this project is not installed."""
+
+import json
+
+from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.questions import write_questions
+from models.fresh_process import run_python
+from transformers import AutoModelForCausalLM
+
+from midus_hf.evaluation.harness import Tasks
+from midus_hf.evaluation.local_tasks import write_local_tasks
+
+_LM_EVAL = """
+import sys
+sys.argv = ["lm_eval", *{arguments!r}]
+from lm_eval.__main__ import cli_evaluate
+cli_evaluate()
+assert "midus_hf" not in sys.modules
+"""
+
+
+def test_plain_lm_eval_scores_a_saved_model_without_this_project(tmp_path):
+    base = save_byte_model("gemma3", tmp_path / "base", max_position_embeddings=256)
+    upscaled = save_upscaled(base, tmp_path / "upscaled")
+    data = write_questions(tmp_path / "questions")
+    write_local_tasks(tmp_path / "tasks", data)
+    arguments = ["run", "--model", "hf", "--model_args", f"pretrained={upscaled},trust_remote_code=True"]
+    arguments += ["--tasks", "midus_piqa,midus_boolq", "--include_path", str(tmp_path / "tasks")]
+    arguments += ["--device", "cpu", "--output_path", str(tmp_path / "scores.json")]
+    run_python(_LM_EVAL.format(arguments=arguments), tmp_path, package_present=False)
+
+    (written,) = tmp_path.glob("scores*.json")
+    results = json.loads(written.read_text())["results"]
+    expected = Tasks(["piqa", "boolq"], data=data).run(AutoModelForCausalLM.from_pretrained(base), byte_tokenizer())
+    for task, metric in (("piqa", "acc"), ("piqa", "acc_norm"), ("boolq", "acc")):
+        assert results[f"midus_{task}"][f"{metric},none"] == expected[task][metric]

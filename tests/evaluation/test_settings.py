@@ -1,0 +1,74 @@
+"""What an evaluation may be told, and the recipes in configs/eval."""
+
+from pathlib import Path
+
+import pytest
+
+from midus_hf.evaluation.settings import EvaluationSettings, read_settings
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "eval").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_read(recipe):
+    settings = read_settings(recipe, {"text": "text.txt"})
+    assert settings.tasks
+    assert settings.text == "text.txt"
+
+
+@pytest.mark.parametrize(("recipe", "shots"), [("general", 0), ("math", 5), ("local", 0)])
+def test_the_general_suite_is_zero_shot_and_mathematics_five_shot(recipe, shots):
+    settings = read_settings(next(path for path in RECIPES if path.stem == recipe), {})
+    assert settings.num_fewshot == shots
+
+
+def test_what_is_given_beside_a_file_wins(tmp_path):
+    (tmp_path / "a.yaml").write_text("tasks: [piqa]\nlimit: 5\nbatch_size: 2\n")
+    settings = read_settings(tmp_path / "a.yaml", {"limit": 7, "batch_size": None})
+    assert settings == EvaluationSettings(tasks=["piqa"], limit=7, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task: [piqa]", r"has the unknown key 'task'\. Did you mean 'tasks'\?"),
+        ("zzz: 1", r"has the unknown key 'zzz'\. Known are batch_size, "),
+        ("tasks: piqa", r"tasks is 'piqa' in .*a\.yaml; expected list\[str\]"),
+        ("tasks: [1]", r"tasks is \[1\] in .*; expected list\[str\]"),
+        ("text: a\nstride: '5'", r"stride is '5' in .*; expected int \| None"),
+        ("text: a\nbatch_size: true", r"batch_size is True in .*; expected int"),
+        ("text: a\ntrust_remote_code: 1", r"trust_remote_code is 1 in .*; expected bool"),
+        ("- piqa", "expected a mapping of settings in it"),
+        ("a: [", "which is no readable YAML: while parsing"),
+        ("", "expected a mapping of settings in it"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_settings(tmp_path / "a.yaml", {})
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config is '.*absent\.yaml', which is no readable YAML: .*No such file"):
+        read_settings(tmp_path / "absent.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "there is nothing to measure; give a text, tasks, or both"),
+        ({"tasks": ["piqa"], "stride": 4}, "stride is 4, but there is no text to measure"),
+        ({"tasks": ["piqa"], "max_tokens": 4}, "max_tokens is 4, but there is no text to measure"),
+        ({"text": "a", "limit": 4}, "limit is 4, but there are no tasks; name them"),
+        ({"text": "a", "data": "d"}, "data is d, but there are no tasks; name them"),
+        ({"tasks": ["piqa"], "limit": 0}, "limit is 0; expected at least 1"),
+        ({"text": "a", "batch_size": 0}, "batch_size is 0; expected at least 1"),
+        ({"tasks": ["piqa"], "num_fewshot": -1}, "num_fewshot is -1; expected at least 0"),
+        ({"text": "a", "seed": -1}, "seed is -1; expected at least 0"),
+        ({"text": "a", "dtype": "int8"}, "dtype is 'int8'; expected auto, float32, bfloat16 or float16"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationSettings(**options)

@@ -1,0 +1,154 @@
+"""Tasks: their prompts, their scores, and what is said of those that do not exist."""
+
+import pytest
+import torch
+import yaml
+from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
+from evaluation.questions import QUESTIONS, write_questions
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM
+
+from midus_hf.evaluation.harness import Tasks
+from midus_hf.evaluation.local_tasks import load_local_task, local_task_names, write_local_tasks
+
+PROMPTS = {
+    "piqa": ("Question: Open a jar\nAnswer:", ["Twist the lid.", "Shout at it."]),
+    "openbookqa": ("Predators eat", ["lions", "humans", "bunnies", "grass"]),
+    "commonsenseqa": (
+        "Question: Where is a book?\nA. sea\nB. sky\nC. shelf\nD. stove\nE. soup\nAnswer:",
+        ["A", "B", "C", "D", "E"],
+    ),
+    "boolq": ("Sky -- It is blue.\nQuestion: is the sky blue?\nAnswer:", ["no", "yes"]),
+    "logiqa": (
+        "Passage: A is B.\nQuestion: So?\nChoices:\nA. B is A\nB. A is B\nC. no A\nD. no B\nAnswer:",
+        ["B is A", "A is B", "no A", "no B"],
+    ),
+    "mmlu": ("2 + 2 =\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:", ["A", "B", "C", "D"]),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_questions(tmp_path_factory.mktemp("questions"))
+
+
+def test_there_are_six_local_tasks():
+    assert local_task_names() == sorted(QUESTIONS)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_local_task_asks_as_the_harness_does(name, data):
+    task = Tasks([name], data=data).manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+    document = task.test_docs()[0]
+    prompt, continuations = PROMPTS[name]
+    assert task.doc_to_text(document) == prompt
+    assert task.doc_to_choice(document) == continuations
+    assert task.doc_to_target(document) == QUESTIONS[name][0]["gold"]
+    requests = task.construct_requests(document, prompt, metadata=(f"midus_{name}", 0, 1))
+    assert [request.args for request in requests] == [(prompt, f" {text}") for text in continuations]
+
+
+def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
+    """Of the continuation after the prompt, token by token in float64."""
+    ids = tokenizer(prompt).input_ids
+    total = 0.0
+    for token in tokenizer(continuation, add_special_tokens=False).input_ids:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1].double()
+        total += torch.log_softmax(logits, dim=-1)[token].item()
+        ids = [*ids, token]
+    return total
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_accuracy_is_the_share_of_questions_whose_right_choice_is_the_likeliest(family, name, data):
+    model, tokenizer = byte_model(family, max_position_embeddings=256), byte_tokenizer()
+    tokenizer.model_max_length = 256
+    tasks = Tasks([name], data=data)
+    task = tasks.manager.load([load_local_task(name, data)])["tasks"][f"midus_{name}"]
+    right, right_by_length = [], []
+    for document in task.test_docs():
+        texts = task.doc_to_choice(document)
+        values = [log_likelihood(model, tokenizer, task.doc_to_text(document), f" {text}") for text in texts]
+        by_length = [value / len(text) for value, text in zip(values, texts, strict=True)]
+        right.append(values.index(max(values)) == document["gold"])
+        right_by_length.append(by_length.index(max(by_length)) == document["gold"])
+
+    scores = tasks.run(model, tokenizer, batch_size=3)[name]
+    assert scores["acc"] == pytest.approx(sum(right) / len(right))
+    if "acc_norm" in scores:
+        assert scores["acc_norm"] == pytest.approx(sum(right_by_length) / len(right))
+    assert (scores["num_fewshot"], scores["num_questions"]) == (0, len(QUESTIONS[name]))
+
+
+def test_limit_and_worked_examples_reach_the_harness(data):
+    tasks = Tasks(["midus_piqa", "boolq"], data=data)
+    scores = tasks.run(byte_model("llama", max_position_embeddings=512), byte_tokenizer(), num_fewshot=1, limit=2)
+    assert list(scores) == ["midus_piqa", "boolq"]
+    assert {(score["num_fewshot"], score["num_questions"]) for score in scores.values()} == {(1, 2)}
+
+
+def test_an_upscaled_model_scores_as_its_base(family, data, tmp_path):
+    base = save_byte_model(family, tmp_path / "base", max_position_embeddings=256)
+    upscaled = save_upscaled(base, tmp_path / "upscaled")
+    tasks = Tasks(["piqa", "openbookqa"], data=data)
+    first, second = (
+        tasks.run(AutoModelForCausalLM.from_pretrained(folder), byte_tokenizer()) for folder in (base, upscaled)
+    )
+    assert first == second
+
+
+def test_the_harness_loads_an_upscaled_model_as_midus_without_trusting_its_code(data, tmp_path):
+    upscaled = save_upscaled(save_byte_model("qwen3", tmp_path / "base", max_position_embeddings=256), tmp_path / "up")
+    results = simple_evaluate(
+        model="midus",
+        model_args={"pretrained": str(upscaled), "device": "cpu"},
+        tasks=[load_local_task("piqa", data)],
+        task_manager=TaskManager(include_defaults=False),
+    )
+    expected = Tasks(["piqa"], data=data).run(AutoModelForCausalLM.from_pretrained(upscaled), byte_tokenizer())
+    assert results["results"]["midus_piqa"]["acc,none"] == expected["piqa"]["acc"]
+    assert results["config"]["model"] == "midus"
+
+
+def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_path):
+    paths = write_local_tasks(tmp_path / "tasks", data)
+    assert [path.name for path in paths] == [f"midus_{name}.yaml" for name in sorted(QUESTIONS)]
+    for name, path in zip(sorted(QUESTIONS), paths, strict=True):
+        assert yaml.safe_load(path.read_text()) == load_local_task(name, data)
+    tasks = Tasks(["midus_piqa"], include_path=tmp_path / "tasks")
+    model = byte_model("llama", max_position_embeddings=256)
+    by_path = tasks.run(model, byte_tokenizer())["midus_piqa"]
+    assert by_path == Tasks(["piqa"], data=data).run(model, byte_tokenizer())["piqa"]
+
+
+def test_an_unknown_task_is_refused_with_near_matches(data):
+    with pytest.raises(ValueError, match=r"task is 'piqqa'; expected boolq, .*piqa or a task of lm-eval\. .*'piqa'"):
+        Tasks(["piqqa"], data=data)
+    with pytest.raises(
+        ValueError, match=r"task is 'hellaswagg'; expected a task of lm-eval\. Did you mean 'hellaswag'"
+    ):
+        Tasks(["hellaswagg"])
+
+
+def test_a_local_task_without_data_says_what_is_missing():
+    with pytest.raises(
+        ValueError, match=r"task is 'midus_piqa', whose questions are local; give the folder that holds"
+    ):
+        Tasks(["midus_piqa"])
+
+
+def test_a_task_given_twice_is_refused(data):
+    with pytest.raises(ValueError, match="task 'midus_piqa' is given twice"):
+        Tasks(["piqa", "midus_piqa"], data=data)
+
+
+def test_a_folder_without_the_questions_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON a question"):
+        Tasks(["piqa"], data=tmp_path)
+
+
+def test_an_include_path_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"include_path is '.*absent'; expected a folder of task files"):
+        Tasks(["piqa"], include_path=tmp_path / "absent")

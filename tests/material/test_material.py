@@ -1,0 +1,116 @@
+"""The real material: what is fetched is what it is said to be."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from material.addresses import addresses
+from material.benchmarks import BENCHMARKS, benchmarks
+from material.registry import check_sha256
+from material.retention import retention_text
+from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
+from midus_hf.evaluation import perplexity
+from midus_hf.evaluation.documents import read_documents
+from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
+
+pytestmark = pytest.mark.material
+
+ROWS = {"piqa": 1500, "openbookqa": 500, "commonsenseqa": 1217, "boolq": 3270, "logiqa": 1000, "mmlu": 2850}
+CHOICES = {"piqa": 2, "openbookqa": 4, "commonsenseqa": 5, "boolq": 2, "logiqa": 4, "mmlu": 4}
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    folder = smollm2_135m()
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_quantised_model_is_the_published_one():
+    check_sha256(smollm2_gguf(), GGUF_SHA256)
+
+
+def test_the_converted_model_is_a_plain_float32_llama(smollm2):
+    model, tokenizer = smollm2
+    assert model.config.model_type == "llama"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.num_parameters() == 134_515_008
+    assert tokenizer.chat_template
+    assert sorted(path.suffix for path in smollm2_135m().iterdir() if path.stat().st_size > 50_000_000) == [
+        ".safetensors"
+    ]
+
+
+def test_the_converted_model_continues_a_sentence_sensibly(smollm2):
+    model, tokenizer = smollm2
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(output[0, -1]) == " Paris"
+
+
+def test_words_in_order_are_far_likelier_than_words_in_disorder(smollm2):
+    model, tokenizer = smollm2
+    words = read_documents(addresses().held_out)[-1].split()[:400]
+    disorder = [words[index] for index in torch.randperm(len(words), generator=torch.Generator().manual_seed(0))]
+    in_order, shuffled = (
+        perplexity(model, tokenizer, [" ".join(text)], sequence_length=256, max_tokens=256)
+        for text in (words, disorder)
+    )
+    assert in_order.perplexity * 10 < shuffled.perplexity
+
+
+def test_every_tenth_address_is_held_out_and_none_is_in_both_parts():
+    parts = addresses()
+    train, held_out = ({path.name for path in folder.iterdir()} for folder in (parts.train, parts.held_out))
+    assert (len(train), len(held_out)) == (210, 23)
+    assert not train & held_out
+    assert sorted(train | held_out)[9::10] == sorted(held_out)
+    texts = [path.read_text() for folder in (parts.train, parts.held_out) for path in folder.iterdir()]
+    assert len(set(texts)) == 233
+    assert 10_000_000 < sum(map(len, texts)) < 11_000_000
+
+
+def test_retention_text_is_plain_prose():
+    text = retention_text().read_text(encoding="utf-8")
+    assert 1_500_000 < len(text) < 2_100_000
+    assert "<doc" not in text
+    assert "</doc" not in text
+
+
+def test_there_is_a_benchmark_for_every_local_task():
+    assert sorted(BENCHMARKS) == local_task_names()
+    for name in BENCHMARKS:
+        assert Path(load_local_task(name, benchmarks())["dataset_kwargs"]["data_files"]["test"]).is_file()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_gold_index_is_that_of_a_choice_and_every_choice_is_gold_somewhere(name):
+    lines = (benchmarks() / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    assert len(rows) == ROWS[name]
+    for row in rows:
+        assert len(row["choices"]) == CHOICES[name]
+        assert all(choice.strip() == choice != "" for choice in row["choices"])
+        assert 0 <= row["gold"] < CHOICES[name]
+        assert row["question"]
+    assert {row["gold"] for row in rows} == set(range(CHOICES[name]))
+
+
+def test_malformed_rows_were_counted():
+    dropped = json.loads((benchmarks() / "dropped.json").read_text())
+    assert dropped == {name: 4 if name == "commonsenseqa" else 0 for name in ROWS}
+
+
+def test_the_command_prints_where_material_lies():
+    done = subprocess.run(
+        [sys.executable, "-m", "material", "addresses", "benchmarks"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [str(addresses().train.parent), str(benchmarks())]

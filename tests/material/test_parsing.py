@@ -1,0 +1,80 @@
+"""Reading benchmarks and articles as their packages write them."""
+
+import json
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
+from material.retention import plain_text
+
+choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
+
+
+@given(texts=st.lists(choice_texts, min_size=2, max_size=10), data=st.data())
+def test_the_gold_index_is_that_of_the_answer(texts, data):
+    gold = data.draw(st.integers(0, len(texts) - 1))
+    letters = string.ascii_uppercase
+    row = {
+        "question": " What? ",
+        "options": data.draw(st.sampled_from(["", "\n"]))
+        + "\n".join(f"{letter}. {text}" for letter, text in zip(letters, texts, strict=False)),
+        "answer": f"{letters[gold]}. {texts[gold]}",
+    }
+    assert multiple_choice_row(row, len(texts)) == {"question": "What?", "choices": texts, "gold": gold}
+
+
+def test_a_line_that_begins_with_another_letter_stays_in_its_choice():
+    assert parse_choices("A. one\nC. still one\nB. two\nA. still two") == ["one\nC. still one", "two\nA. still two"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": "A. x\nB. y\nC. z"},
+        {"options": "A. x"},
+        {"options": ""},
+        {"options": "A. x\nB. "},
+        {"answer": "C. z"},
+        {"answer": "B. z"},
+        {"answer": "y"},
+        {"answer": ""},
+    ],
+)
+def test_a_row_that_contradicts_itself_is_malformed(change):
+    row = {"question": "?", "options": "A. x\nB. y", "answer": "B. y"}
+    assert multiple_choice_row(row, 2) == {"question": "?", "choices": ["x", "y"], "gold": 1}
+    assert multiple_choice_row({**row, **change}, 2) is None
+
+
+def test_a_passage_is_kept():
+    row = {"question": "?", "options": "A. x\nB. y", "answer": "A. x", "passage": " Once. "}
+    assert multiple_choice_row(row, 2)["passage"] == "Once."
+
+
+@pytest.mark.parametrize(("answer", "gold"), [("True", 1), ("False", 0), (True, 1), (False, 0)])
+def test_yes_and_no_become_choices(answer, gold):
+    row = {"question": "is it", "title": "It", "passage": "It is.", "answer": answer}
+    assert boolq_row(row) == {"question": "is it", "choices": ["no", "yes"], "gold": gold, "passage": "It -- It is."}
+
+
+def test_yes_and_no_questions_without_an_answer_or_a_passage_are_malformed():
+    row = {"question": "is it", "title": "It", "passage": "It is.", "answer": "True"}
+    assert boolq_row({**row, "answer": None}) is None
+    assert boolq_row({**row, "passage": " "}) is None
+
+
+def test_malformed_lines_are_dropped_and_counted():
+    good = {"question": "?", "options": "A. x\nB. y", "answer": "B. y"}
+    lines = [json.dumps(good), "{broken", json.dumps({"question": "?"}), json.dumps({**good, "answer": "?"})]
+    rows, dropped = parse_rows(lines, lambda row: multiple_choice_row(row, 2))
+    assert [row["gold"] for row in rows] == [1]
+    assert dropped == 3
+
+
+def test_articles_lose_their_marks_and_titles_without_text_are_left_out():
+    marked = '<doc id="1" title="A">\nA\n\nText of A.\n\n</doc>\n<doc id="2" title="B">\nB\n\n\n</doc>\n'
+    marked += '<doc id="3" title="C">\nC\n\nText of C.\n</doc>\n'
+    assert plain_text(marked) == "A\n\nText of A.\n\nC\n\nText of C.\n"
