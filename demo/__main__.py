@@ -20,7 +20,7 @@ from material.smollm2 import smollm2_135m
 _BIN = Path(sys.executable).parent
 _CONFIGS = Path(__file__).parent.parent / "configs"
 _SCRIPTS = Path(__file__).parent.parent / "scripts"
-PROMPT = "Fellow-citizens of the Senate and House of Representatives:"
+PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
 
 
 def main() -> None:

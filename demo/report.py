@@ -94,18 +94,22 @@ def write_report(
 
 def _table(models: dict[str, dict], samples: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
     tasks = list(next(iter(models.values()))["tasks"])
-    head = ["", "held-out perplexity", *(f"{task} acc" for task in tasks), "parameters", "generated tokens/s"]
+    head = ["", "perplexity of held-out addresses", *(f"{task} accuracy" for task in tasks), "parameters", "generated tokens/s"]
     rows = [
         [
             name,
             f"{model['perplexity']['perplexity']:.4f}",
-            *(f"{model['tasks'][task]['acc,none']:.3f}" for task in tasks),
+            *(_accuracy(model["tasks"][task]) for task in tasks),
             f"{model['parameters'] / 1e6:.1f} M",
             f"{samples[name]['tokens_per_second']:.1f}",
         ]
         for name, model in models.items()
     ]
     return head, rows
+
+
+def _accuracy(scores: dict[str, Any]) -> str:
+    return f"{scores['acc_norm']:.3f} ± {scores['acc_norm_stderr']:.3f}"
 
 
 def _html_table(head: list[str], rows: list[list[str]]) -> str:
