@@ -23,6 +23,8 @@ class MemoryConfig:
     """
 
     memory: list | None
+    # A memory reads whole heads, which the families' tensor-parallel plans would split over devices.
+    base_model_tp_plan = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -41,9 +43,17 @@ class MemoryConfig:
         """As `PreTrainedConfig.to_dict`; `auto_map` names the code saved beside the config, wherever it came from."""
         return {**super().to_dict(), "auto_map": auto_map(type(self).__name__.removesuffix("Config"))}
 
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> Any:
+        """Save the config, and beside it the code that its `auto_map` names.
+
+        A model saves its config as well, so the code is there for `trust_remote_code=True` however it was saved.
+        """
+        write_code(save_directory, self)
+        return super().save_pretrained(save_directory, **kwargs)
+
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` of the model writes the code, and `auto_map` is always set."""
+        """Do nothing: `save_pretrained` writes the code, and `auto_map` is always set."""
 
     def inserted_layers(self) -> dict[int, dict[str, Any]]:
         """The memory entry of each layer that was inserted for one, by layer index."""
@@ -62,21 +72,21 @@ class MemoryConfig:
         return entry_of_layer
 
 
-class SavesItsCode:
-    """Mixin that writes the modules a checkpoint needs beside its weights, for environments without this package."""
+class HostsMemory:
+    """Mixin that both a stack and a language model need."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy the code a second time and point `auto_map` past the entry module."""
 
-    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> Any:
-        """Save as `PreTrainedModel.save_pretrained` does, and the code that `trust_remote_code=True` then loads."""
-        if is_main_process:
-            write_code(save_directory, self.config)
-        return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MemoryModule):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
 
 
-class MemoryModel(SavesItsCode):
+class MemoryModel(HostsMemory):
     """Mixin for a family's decoder stack: its layers at the inserted places become memory blocks."""
 
     memory_block_class: ClassVar[type[nn.Module]]
@@ -88,14 +98,8 @@ class MemoryModel(SavesItsCode):
         self._no_split_modules = {*self._no_split_modules, self.memory_block_class.__name__}
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MemoryModule):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
 
-
-class MemoryForCausalLM(SavesItsCode):
+class MemoryForCausalLM(HostsMemory):
     """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
 
     model_class: ClassVar[type[PreTrainedModel]]
@@ -106,9 +110,3 @@ class MemoryForCausalLM(SavesItsCode):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MemoryModule):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
