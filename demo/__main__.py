@@ -15,6 +15,7 @@ from pathlib import Path
 from demo.report import write_report
 from material.addresses import addresses
 from material.benchmarks import benchmarks
+from material.registry import MaterialError
 from material.smollm2 import smollm2_135m
 
 _BIN = Path(sys.executable).parent
@@ -32,7 +33,10 @@ def main() -> None:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
 
-    base, corpus, questions = smollm2_135m(), addresses(), benchmarks()
+    try:
+        base, corpus, questions = smollm2_135m(), addresses(), benchmarks()
+    except MaterialError as error:
+        sys.exit(f"demo: {error}")
     upscaled, trained = output / "upscaled", output / "trained"
     started = time.perf_counter()
     commands: list[str] = []

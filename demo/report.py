@@ -12,12 +12,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+_MEAN_OVER = 10
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Head-wise memory in a pretrained model</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 3rem auto; padding: 0 1rem; color: #1c1e21; }}
 table {{ border-collapse: collapse; margin: 1.5rem 0; }}
-th, td {{ padding: .35rem .9rem; border-bottom: 1px solid #d8dbe0; text-align: right; }}
+th, td {{ white-space: nowrap; padding: .35rem .7rem; border-bottom: 1px solid #d8dbe0; text-align: right; }}
+th {{ white-space: normal; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; }}
 pre, blockquote {{ background: #f4f5f7; padding: .8rem 1rem; margin: .5rem 0 1rem; overflow-x: auto; white-space: pre-wrap; }}
@@ -59,7 +61,15 @@ def write_report(
 
     Returns:
         The table, as Markdown.
+
+    Raises:
+        ValueError: If the upscaled model does not measure exactly what the base does.
     """
+    for measure in ("perplexity", "tasks"):
+        if _timeless(models["base"][measure]) != _timeless(models["upscaled"][measure]):
+            raise ValueError(
+                f"the upscaled model's {measure} differ from the base's; expected equality to the last digit."
+            )
     head, rows = _table(models, samples)
     markdown = "\n".join(
         [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
@@ -92,9 +102,19 @@ def write_report(
     return markdown
 
 
+def _timeless(measured: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in measured.items() if key not in ("seconds", "tokens_per_second")}
+
+
 def _table(models: dict[str, dict], samples: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
     tasks = list(next(iter(models.values()))["tasks"])
-    head = ["", "perplexity of held-out addresses", *(f"{task} accuracy" for task in tasks), "parameters", "generated tokens/s"]
+    head = [
+        "",
+        "perplexity of held-out addresses",
+        *(f"{task} accuracy" for task in tasks),
+        "parameters",
+        "generated tokens/s",
+    ]
     rows = [
         [
             name,
@@ -120,13 +140,18 @@ def _html_table(head: list[str], rows: list[list[str]]) -> str:
 
 def _loss_curve(log: Path) -> bytes:
     events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    points = [(event["step"], event["loss"]) for event in events if "loss" in event]
+    events = [event for event in events if "loss" in event]
+    tokens = [event["num_input_tokens_seen"] / 1000 for event in events]
+    losses = [event["loss"] for event in events]
+    means = [sum(losses[max(0, i - _MEAN_OVER + 1) : i + 1]) / min(i + 1, _MEAN_OVER) for i in range(len(losses))]
     figure, axes = plt.subplots(figsize=(7.5, 3.6), dpi=120)
-    axes.plot([step for step, _ in points], [loss for _, loss in points], color="#2458a8", linewidth=1.6)
-    axes.set_xlabel("step (1,024 tokens each)")
+    axes.plot(tokens, losses, color="#9db7dd", linewidth=1, label="a step")
+    axes.plot(tokens, means, color="#2458a8", linewidth=2, label=f"mean of the last {_MEAN_OVER} steps")
+    axes.set_xlabel("thousand tokens")
     axes.set_ylabel("training loss (nats a token)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
     figure.tight_layout()
     image = io.BytesIO()
     figure.savefig(image, format="png")

@@ -1,0 +1,53 @@
+"""The demo's report holds what was measured, and refuses an upscaled model that is not its base."""
+
+import copy
+import json
+
+import pytest
+from demo.report import write_report
+
+MEASURED = {
+    "perplexity": {"perplexity": 33.8613, "tokens": 100, "seconds": 2.0, "tokens_per_second": 50.0},
+    "tasks": {"piqa": {"acc": 0.6, "acc_norm": 0.7, "acc_norm_stderr": 0.06}},
+    "parameters": 134_515_008,
+}
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    log = tmp_path / "log.jsonl"
+    events = [{"step": step, "loss": 4.0 - 0.1 * step, "num_input_tokens_seen": 1024 * step} for step in range(1, 15)]
+    log.write_text("".join(json.dumps(event) + "\n" for event in [*events, {"step": 14, "train_loss": 3.3}]))
+    slower = copy.deepcopy(MEASURED) | {"parameters": 143_409_088}
+    slower["perplexity"]["seconds"] = 3.0
+    trained = copy.deepcopy(slower)
+    trained["perplexity"]["perplexity"] = 28.5646
+    return {
+        "models": {"base": copy.deepcopy(MEASURED), "upscaled": slower, "trained": trained},
+        "samples": {
+            name: {"text": f"{name} <text>", "tokens_per_second": 6.4} for name in ("base", "upscaled", "trained")
+        },
+        "prompt": "Fellow-citizens",
+        "log": log,
+        "upscale_record": {"new_layers": [1, 4], "parameters": {"trainable": 8_894_080, "total": 143_409_088}},
+        "commands": ["upscale --base a --output b"],
+        "seconds": 480.0,
+    }
+
+
+def test_the_report_shows_every_measure_of_every_model(tmp_path, arguments):
+    table = write_report(tmp_path, **arguments)
+    assert "| base | 33.8613 | 0.700 ± 0.060 | 134.5 M | 6.4 |" in table
+    assert "| trained | 28.5646 | 0.700 ± 0.060 | 143.4 M | 6.4 |" in table
+    page = (tmp_path / "report.html").read_text()
+    assert "upscaled &lt;text&gt;" in page and "upscale --base a" in page and "8.0 minutes" in page
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "results.json").read_text())["seconds"] == 480.0
+
+
+@pytest.mark.parametrize("measure", ["perplexity", "tasks"])
+def test_an_upscaled_model_that_measures_otherwise_than_its_base_is_refused(tmp_path, arguments, measure):
+    first = next(iter(arguments["models"]["upscaled"][measure]))
+    arguments["models"]["upscaled"][measure][first] = 0.123
+    with pytest.raises(ValueError, match=f"{measure} differ from the base's; expected equality to the last digit"):
+        write_report(tmp_path, **arguments)
