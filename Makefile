@@ -1,4 +1,4 @@
-# make demo   the main job on a real checkpoint, under ten minutes on two cores
+# make demo   the main job on a real checkpoint
 # make test   the whole suite, with the newest and the oldest supported transformers
 
 PYTHON ?= python3

@@ -157,7 +157,7 @@ def bench(
         commit=subprocess.run(
             ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
         ).stdout.strip(),
-        machine=f"{platform.machine()} {os.cpu_count()} cores, no GPU",
+        machine=f"{platform.machine()} {os.cpu_count()} cores",
         tool=tool,
         method=method,
         base_gb=round(folder_gigabytes(base), 2),

@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+
 from demo.report import write_report
 
 MEASURED = {
