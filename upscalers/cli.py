@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.errors import RequestError, one_line
+from upscalers.engine.options import parse_options
 
 app = typer.Typer(
     name="upscale",
@@ -19,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_FAILED, _WRONG_REQUEST = 1, 2
+_FAILED, _WRONG_REQUEST, _INTERRUPTED = 1, 2, 130
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
@@ -29,14 +31,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 
 @dataclasses.dataclass
 class RunRequest:
-    """What a YAML file may say, by the names of `upscalers.upscale`."""
+    """What a YAML file may say, by the names of `upscalers.upscale`; `placement` may be a list as well."""
 
     base: str | None = None
     method: str | None = None
     output: str | None = None
     num_new_layers: int | None = None
     placement: Any = None
-    options: Any = None
+    options: dict | None = None
     seed: int | None = None
     dtype: str | None = None
     max_shard_size: Any = None
@@ -102,8 +104,9 @@ def run(
     }
     request = {**_read_config_file(config), **{key: value for key, value in given.items() if value is not None}}
     request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
-    if isinstance(request.get("placement"), list):
-        request["placement"] = ",".join(map(str, request["placement"]))
+    if "placement" in request:
+        placement = request["placement"]
+        request["placement"] = ",".join(map(str, placement if isinstance(placement, list) else [placement]))
     for needed in ("base", "method"):
         if not request.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
@@ -199,35 +202,32 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
     except OSError as error:
         raise RequestError(f"--config {path} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RequestError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise RequestError(f"--config {path} is not YAML: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise RequestError(f"--config {path} holds no mapping; expected keys such as base, method, output.")
-    known = [field.name for field in dataclasses.fields(RunRequest)]
-    for key in content:
-        if key not in known:
-            raise RequestError(f"--config {path} has the unknown key {key!r}. {near_matches(str(key), known)}")
-    if not isinstance(content.get("options") or {}, dict):
-        raise RequestError(f"--config {path} has options = {content['options']!r}; expected a mapping.")
-    return content
+    given = vars(parse_options(RunRequest, content, f"--config {path}"))
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def main() -> None:
     """Run the command; every error is one line on standard error.
 
-    Exit status: 0 done; 2 the request is wrong; 1 the work failed.
+    Exit status: 0 done; 2 the request is wrong; 1 the work failed; 130 interrupted.
     """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of the base is checked here
     try:
         status = app(standalone_mode=False)
     except RequestError as error:
         _fail(str(error), _WRONG_REQUEST)
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing is left of the output.", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        status = _INTERRUPTED
     except Exception as error:
         if hasattr(error, "format_message"):
             _fail(f"{error.format_message()} See 'upscale --help'.", _WRONG_REQUEST)
         _fail(f"failed: {type(error).__name__}: {error}", _FAILED)
-    else:
-        sys.exit(status if isinstance(status, int) else 0)
+    if status == _INTERRUPTED:
+        _fail("interrupted; nothing is left of the output.", _INTERRUPTED)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 def _fail(message: str, status: int) -> None:

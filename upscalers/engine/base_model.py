@@ -13,7 +13,8 @@ from upscalers.engine.families import ATTENTION_ROLES, Config, Family, LayerTens
 from upscalers.engine.memory_shapes import memory_by_layer, memory_shapes
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
 
-_LAYER_KEY = re.compile(r"^(?P<prefix>(?:model\.)?)layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
+_PREFIX = "model."
+_LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MOST_LAYERS = 10_000
 _LISTED = 3
@@ -45,14 +46,15 @@ class BaseModel:
     @cached_property
     def prefix(self) -> str:
         """What stands in front of `layers.` in tensor names."""
-        return next((match["prefix"] for name in self.tensors if (match := _LAYER_KEY.match(name))), "model.")
+        return _PREFIX if any(name.startswith(_PREFIX) for name in self.tensors) else ""
 
     @cached_property
     def dtype(self) -> str:
         """The dtype of most weights, by the container's name."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            sizes[tensor.dtype] += tensor.num_bytes
+            if tensor.dtype in TORCH_NAMES:
+                sizes[tensor.dtype] += tensor.num_bytes
         return sizes.most_common(1)[0][0]
 
     @cached_property
@@ -65,7 +67,7 @@ class BaseModel:
         layers: list[dict[str, str]] = [{} for _ in range(self.num_layers)]
         for name in self.tensors:
             match = _LAYER_KEY.match(name)
-            if match and int(match["layer"]) < self.num_layers:
+            if match and name.startswith(f"{self.prefix}layers.") and int(match["layer"]) < self.num_layers:
                 layers[int(match["layer"])][match["rest"]] = name
         return layers
 
@@ -109,7 +111,7 @@ def read_config(folder: Path) -> Config:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON ({error}). Repair or download it again.") from None
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
@@ -133,22 +135,30 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
         raise RequestError(
             f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {_MOST_LAYERS}."
         )
+    dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
+    if not isinstance(dtype, str | None):
+        raise RequestError(f"config.json has dtype = {dtype!r}; expected a name such as 'bfloat16'.")
+    if (folder / "adapter_config.json").is_file():
+        raise RequestError(
+            "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
+            "expected a model alone. Merge the adapter (merge_and_unload) and save the model, or remove the file."
+        )
     expected = _expected_tensors(family, config)
     stored = _stored_tensors(folder, needs_weights)
     if stored is None:
-        dtype = SAFETENSORS_NAMES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), "F32")
+        dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
         planned = {name: StoredTensor(dtype, shape) for name, shape in expected.items()}
         return BaseModel(folder, config, family, planned)
 
-    bare = not any(name.startswith("model.") for name in stored)
-    if bare:
-        expected = {name.removeprefix("model."): shape for name, shape in expected.items()}
+    if not any(name.startswith(_PREFIX) for name in stored):
+        expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
     missing = [name for name in expected if name not in stored]
     if missing:
         raise RequestError(
             f"the base lacks {len(missing)} tensors that its config asks for, such as {', '.join(missing[:_LISTED])}. "
             "Download or save it again, or correct config.json."
         )
+    expected |= {name: shape for name, shape in family.tied_tensors(config).items() if name in stored}
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise RequestError(
@@ -160,8 +170,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
                 f"{name} is stored as {stored[name].dtype}; expected float32, float16 or bfloat16 weights. "
                 "Start from the unquantised checkpoint."
             )
-    ignored = {"lm_head.weight"} if family.tie_word_embeddings(config) else set()
-    unexpected = tuple(name for name in stored if name not in expected and name not in ignored)
+    unexpected = tuple(name for name in stored if name not in expected)
     beyond = next(
         (name for name in unexpected if (match := _LAYER_KEY.match(name)) and int(match["layer"]) >= layers), None
     )
@@ -185,12 +194,12 @@ def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ..
 
 
 def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
+    single = folder / "model.safetensors"
+    if single.is_file():  # before the index, as transformers chooses where there are both
+        return read_header(single)
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
         return _indexed_tensors(folder, index_path)
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return read_header(single)
     if not needs_weights:
         return None
     pickled = sorted(
@@ -208,8 +217,10 @@ def _indexed_tensors(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise RequestError(f"{index_path.name} is not a shard index ({error!r}). Download or save it again.") from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"{index_path.name} is not a shard index ({type(error).__name__}: {error}). Download or save it again."
+        ) from None
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         if Path(name).name != name or not name.endswith(".safetensors"):
@@ -223,4 +234,6 @@ def _indexed_tensors(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
             f"{index_path.name} places {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
             f"({len(absent)} such tensors). Download or save the base again."
         )
-    return {name: headers[str(file)][name] for name, file in weight_map.items()}
+    # What the index forgets is in the files all the same, and transformers loads it.
+    forgotten = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    return {**forgotten, **{name: headers[str(file)][name] for name, file in weight_map.items()}}

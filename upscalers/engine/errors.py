@@ -1,7 +1,10 @@
 """Errors meant for people."""
 
 import difflib
+import textwrap
 from collections.abc import Iterable
+
+_LONGEST_REASON = 400
 
 
 class RequestError(ValueError):
@@ -10,6 +13,11 @@ class RequestError(ValueError):
 
 class VerificationError(RuntimeError):
     """The result is not what the method promises."""
+
+
+def one_line(error: Exception) -> str:
+    """What another library says, in one line of readable length."""
+    return textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...")
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:

@@ -41,6 +41,7 @@ class Family:
         architecture: Class name of the native language model.
         class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`.
         defaults: What absent config values mean.
+        biases: The config keys that give biases to projections; other families ignore the same keys.
         query_key_norm: Whether queries and keys are normalised a head.
         output_norms: Whether a norm follows attention and feed-forward network.
         qkv_bias: Whether the query, key and value projections have biases whatever the config says.
@@ -51,27 +52,31 @@ class Family:
     architecture: str
     class_name: str
     defaults: Config = field(default_factory=dict)
+    biases: frozenset[str] = frozenset({"attention_bias"})
     query_key_norm: bool = False
     output_norms: bool = False
     qkv_bias: bool = False
     layer_types: Callable[[Config], list[str]] | None = None
 
     def get(self, config: Config, key: str) -> Any:
-        """The value of `key`, with the family's default where the config has none."""
-        value = config.get(key)
-        return self.defaults.get(key) if value is None else value
+        """The value of `key`, with the family's default where the config does not have the key."""
+        return config.get(key, self.defaults.get(key))
 
     def num_heads(self, config: Config) -> int:
         """H, query heads."""
         return _positive(config, "num_attention_heads")
 
     def num_key_value_heads(self, config: Config) -> int:
-        """K/V heads; as many as query heads where the config says nothing."""
-        return self.get(config, "num_key_value_heads") or self.num_heads(config)
+        """K/V heads; as many as query heads where neither config nor family says."""
+        if self.get(config, "num_key_value_heads") is None:
+            return self.num_heads(config)
+        return _positive({**self.defaults, **config}, "num_key_value_heads")
 
     def head_dim(self, config: Config) -> int:
-        """d, width of a head."""
-        return self.get(config, "head_dim") or _positive(config, "hidden_size") // self.num_heads(config)
+        """d, width of a head; D / H where neither config nor family says."""
+        if self.get(config, "head_dim") is None:
+            return _positive(config, "hidden_size") // self.num_heads(config)
+        return _positive({**self.defaults, **config}, "head_dim")
 
     def tie_word_embeddings(self, config: Config) -> bool:
         """Whether the language head is the embedding."""
@@ -81,7 +86,15 @@ class Family:
         """The type of each layer, listed or implied; None if the family has no types."""
         if self.layer_types is None:
             return None
-        return list(config["layer_types"]) if config.get("layer_types") else self.layer_types(config)
+        listed = config.get("layer_types")
+        if listed is None:
+            return self.layer_types(config)
+        if not isinstance(listed, list) or not all(isinstance(layer_type, str) for layer_type in listed):
+            raise RequestError(
+                f"config.json has layer_types = {listed!r}; expected a list of names, one a layer. "
+                "Repair the base checkpoint."
+            )
+        return listed
 
     def layer_tensors(self, config: Config) -> dict[str, LayerTensor]:
         """The tensors of one decoder layer, by their name within the layer."""
@@ -91,7 +104,9 @@ class Family:
             self.head_dim(config),
         )
         query_width, key_width = self.num_heads(config) * d, self.num_key_value_heads(config) * d
-        attention_bias, mlp_bias = bool(self.get(config, "attention_bias")), bool(self.get(config, "mlp_bias"))
+        attention_bias, mlp_bias = (
+            key in self.biases and bool(config.get(key)) for key in ("attention_bias", "mlp_bias")
+        )
         tensors: dict[str, LayerTensor] = {}
 
         def linear(name: str, role: str, out_width: int, in_width: int, bias: bool) -> None:
@@ -129,6 +144,12 @@ class Family:
             tensors["lm_head.weight"] = (vocabulary, hidden)
         return tensors
 
+    def tied_tensors(self, config: Config) -> dict[str, Shape]:
+        """The tensors that a checkpoint may hold although they only repeat others, by full name."""
+        if not self.tie_word_embeddings(config):
+            return {}
+        return {"lm_head.weight": self.outer_tensors(config)["model.embed_tokens.weight"]}
+
 
 ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
 """What attention without its output projection needs, and the norm in front of it."""
@@ -136,7 +157,7 @@ ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", 
 
 def _positive(config: Config, key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if type(value) is not int or value < 1:
         raise RequestError(
             f"config.json has {key} = {value!r}; expected a positive integer. Repair the base checkpoint."
         )
@@ -146,6 +167,10 @@ def _positive(config: Config, key: str) -> int:
 def _qwen_layer_types(config: Config) -> list[str]:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first_sliding = config.get("max_window_layers", 28)
+    if type(first_sliding) is not int:
+        raise RequestError(
+            f"config.json has max_window_layers = {first_sliding!r}; expected an integer. Repair the base checkpoint."
+        )
     return [
         "sliding_attention" if window is not None and layer >= first_sliding else "full_attention"
         for layer in range(_positive(config, "num_hidden_layers"))
@@ -160,7 +185,7 @@ def _gemma2_layer_types(config: Config) -> list[str]:
 
 
 def _gemma3_layer_types(config: Config) -> list[str]:
-    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    period = _positive({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
     return [
         "sliding_attention" if (layer + 1) % period else "full_attention"
         for layer in range(_positive(config, "num_hidden_layers"))
@@ -170,12 +195,19 @@ def _gemma3_layer_types(config: Config) -> list[str]:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM", "Llama", {"tie_word_embeddings": False}),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            "Llama",
+            {"tie_word_embeddings": False},
+            biases=frozenset({"attention_bias", "mlp_bias"}),
+        ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
             "Qwen2",
             {"num_key_value_heads": 32, "tie_word_embeddings": False},
+            biases=frozenset(),
             qkv_bias=True,
             layer_types=_qwen_layer_types,
         ),

@@ -61,6 +61,12 @@ def follow_plan(base: BaseModel, plan: Plan, donors: dict[int, int]) -> Config:
             config[key] = [values[source] for source in sources]
     for key in LAYER_INDEX_KEYS & config.keys():
         if isinstance(config[key], list):
+            stray = [layer for layer in config[key] if type(layer) is not int or layer not in new_place]
+            if stray:
+                raise RequestError(
+                    f"config.json lists {stray[0]!r} in {key}; expected layers from 0 to {base.num_layers - 1}. "
+                    "Repair the base checkpoint."
+                )
             config[key] = sorted(new_place[layer] for layer in config[key])
     for entry in config.get("memory") or []:
         entry["layers"] = sorted(

@@ -32,10 +32,12 @@ def memory_by_layer(config: Config) -> dict[int, Config]:
         RequestError: If an entry is malformed.
     """
     entries = config.get("memory") or []
+    if not isinstance(entries, list):
+        raise RequestError(f"config.json has memory = {entries!r}; expected a list of entries.")
     by_layer: dict[int, Config] = {}
-    for entry in entries if isinstance(entries, list) else [entries]:
+    for entry in entries:
         layers = entry.get("layers") if isinstance(entry, dict) else None
-        sound = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
+        sound = isinstance(layers, list) and all(type(layer) is int for layer in layers)
         if not sound or str(entry.get("type")) not in MEMORY_SHAPES:
             raise RequestError(
                 f"config.json has the memory entry {entry!r}; expected an object with 'layers' and a 'type' out of: "
@@ -64,7 +66,7 @@ def headwise(family: Family, config: Config, entry: Config) -> dict[str, Shape]:
         config["hidden_size"],
         entry.get("n", 64),
     )
-    if not isinstance(n, int) or n < 1:
+    if type(n) is not int or n < 1:
         raise RequestError(f"config.json has a headwise memory of n = {n!r}; expected a positive integer.")
     width = hidden // heads
     return {

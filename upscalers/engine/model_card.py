@@ -7,15 +7,16 @@ from upscalers.engine.families import Config
 from upscalers.engine.method import Method
 from upscalers.engine.plan import Base, Plan
 from upscalers.engine.report import ParameterCounts
+from upscalers.engine.source import Source
 
 
 def model_card(
-    method: Method, base_name: str, plan: Plan, config: Config, counts: ParameterCounts, request: dict[str, Any]
+    method: Method, base: Source, plan: Plan, config: Config, counts: ParameterCounts, request: dict[str, Any]
 ) -> str:
     """The text of `README.md`: front matter, how to load it, the plan as a table, the counts, what to cite."""
-    is_hub_id = base_name.count("/") == 1 and not base_name.startswith((".", "/", "~"))
+    base_name = base.name
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if is_hub_id:
+    if base.revision is not None:
         front += [f"base_model: {base_name}"]
     front += ["tags:", "- midus-hf", f"- {method.name}", "- upscaled", "---", ""]
     needs_code = config["model_type"].startswith("midus_")
@@ -26,9 +27,7 @@ def model_card(
         else "It does not compute what the base computes: it is meant to be trained first."
     )
     rows = [
-        f"| {index} | base {layer.index} |"
-        if isinstance(layer, Base)
-        else f"| **{index}** | **new**, between base {_or_end(layer.previous)} and {_or_end(layer.next)} |"
+        f"| {index} | base {layer.index} |" if isinstance(layer, Base) else f"| **{index}** | **new**, {layer.place} |"
         for index, layer in enumerate(plan.layers)
     ]
     return "\n".join(
@@ -73,7 +72,3 @@ def model_card(
             "",
         ]
     )
-
-
-def _or_end(index: int | None) -> str:
-    return "the edge" if index is None else str(index)

@@ -8,6 +8,15 @@ from typing import Any
 
 from upscalers.engine.errors import RequestError, near_matches
 
+_TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "a mapping",
+    type(None): "null",
+}
+
 
 def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
     """Fill an options dataclass.
@@ -51,6 +60,8 @@ def option(default: Any, help: str) -> Any:
 
 
 def _checked(key: str, value: Any, hint: Any) -> Any:
+    if hint is Any:
+        return value
     if typing.get_origin(hint) is typing.Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:
@@ -60,8 +71,11 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         if value is None and type(None) in typing.get_args(hint):
             return None
         return _checked(key, value, next(arg for arg in typing.get_args(hint) if arg is not type(None)))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-4, without a point, as text
+        except ValueError:
+            raise RequestError(f"{key} is {value!r}; expected a number.") from None
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise RequestError(f"{key} is {value!r}; expected {_type_name(hint)}.")
     return value
@@ -72,6 +86,4 @@ def _type_name(hint: Any) -> str:
         return " | ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " | ".join(_type_name(arg) for arg in typing.get_args(hint))
-    return {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}.get(
-        hint, str(hint)
-    )
+    return _TYPE_NAMES.get(hint, str(hint))

@@ -19,34 +19,37 @@ class OutputFolder:
     the moment between two renames, and moved back by the next run should the process be killed in that moment.
 
     Args:
-        path: The output.
-        base: The base folder, which must not contain the output; None if there is none.
+        path: The output. A link stands for what it points to.
+        base: The base folder, which must neither contain the output nor lie inside it; None if there is none.
         overwrite: Whether an existing checkpoint may be replaced.
 
     Raises:
-        RequestError: If the output exists, lies inside the base, cannot be written, or is being written by another run.
+        RequestError: If the output exists, lies inside the base or around it, cannot be written, or is being written by another run.
     """
 
     def __init__(self, path: Path, base: Path | None = None, overwrite: bool = False):
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(os.path.realpath(path))
         self.partial = self.path.parent / f".{self.path.name}.partial"
         self._replaced = self.path.parent / f".{self.path.name}.replaced"
+        self._base = base
         self._overwrite = overwrite
         self._lock: int | None = None
         self._committed = False
-        self._recover()
-        self._check(base)
+        self._check()
 
     def _recover(self) -> None:
         if self._replaced.exists() and not self.path.exists():
             self._replaced.rename(self.path)
 
-    def _check(self, base: Path | None) -> None:
-        if base is not None:
-            inside = os.path.realpath(self.path)
-            outer = os.path.realpath(base)
-            if inside == outer or inside.startswith(outer + os.sep):
+    def _check(self) -> None:
+        if self._base is not None:
+            base = Path(os.path.realpath(self._base))
+            if self.path.is_relative_to(base):
                 raise RequestError(f"output {self.path} lies inside the base {base}; expected a folder elsewhere.")
+            if base.is_relative_to(self.path):
+                raise RequestError(
+                    f"output {self.path} holds the base {base}, which --overwrite would delete; expected a folder elsewhere."
+                )
         if os.path.lexists(self.path):
             if not self._overwrite:
                 raise RequestError(
@@ -78,24 +81,38 @@ class OutputFolder:
             )
 
     def __enter__(self) -> Path:
+        self._take_lock()
+        try:
+            self._recover()
+            self._check()  # again, now that no other run can change what it sees
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            for left_over in self.partial.iterdir():
+                shutil.rmtree(left_over) if left_over.is_dir() and not left_over.is_symlink() else left_over.unlink()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self.partial
+
+    def _take_lock(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(exist_ok=True)
-        self._lock = os.open(self.partial, os.O_RDONLY)
+        lock = os.open(self.partial, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The run that held the lock may have moved this very folder to its place in the meantime.
+            mine = os.path.samestat(os.fstat(lock), os.stat(self.partial))
         except OSError:
-            os.close(self._lock)
+            mine = False
+        if not mine:
+            os.close(lock)
             raise RequestError(
                 f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-            ) from None
-        shutil.rmtree(self._replaced, ignore_errors=True)
-        for left_over in self.partial.iterdir():
-            shutil.rmtree(left_over) if left_over.is_dir() and not left_over.is_symlink() else left_over.unlink()
-        return self.partial
+            )
+        self._lock = lock
 
     def commit(self) -> None:
         """Put the folder in its place; its files must already be on the disk."""
-        for file in self.partial.iterdir():
+        for file in self.partial.rglob("*"):
             sync(file)
         sync(self.partial)
         if self.path.exists():
@@ -111,6 +128,7 @@ class OutputFolder:
     ) -> None:
         if not self._committed:
             shutil.rmtree(self.partial, ignore_errors=True)
+            self._recover()
         if self._lock is not None:
             os.close(self._lock)
 

@@ -20,6 +20,12 @@ class New:
     previous: int | None
     next: int | None
 
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        neighbours = [f"base {index}" for index in (self.previous, self.next) if index is not None]
+        return f"{'between' if len(neighbours) == 2 else 'beside'} {' and '.join(neighbours)}"
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -1,5 +1,7 @@
 """Progress of an upscaling, as its engine tells it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -20,6 +22,16 @@ class Progress(Protocol):
 
     def finish(self) -> None:
         """All is done."""
+
+
+@contextlib.contextmanager
+def shown(progress: Progress, num_bytes: int, num_shards: int) -> Iterator[None]:
+    """Show progress for as long as the work takes, however it ends."""
+    progress.start(num_bytes, num_shards)
+    try:
+        yield
+    finally:
+        progress.finish()
 
 
 class NoProgress:

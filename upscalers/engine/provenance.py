@@ -10,7 +10,7 @@ from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config
 from upscalers.engine.method import Method
-from upscalers.engine.plan import Plan
+from upscalers.engine.plan import Base, Plan
 
 RECORD_FILE = "upscale.json"
 CONFIG_KEY = "upscale"
@@ -61,7 +61,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON ({error}). Delete it to go by config.json alone.") from None
     return record if isinstance(record, dict) else None
 
@@ -79,3 +79,25 @@ def read_config_entry(config: Config, folder: Path) -> Config:
             f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
         )
     return entry
+
+
+def read_plan(entry: Config, model: BaseModel) -> Plan:
+    """The plan of a config's entry.
+
+    Raises:
+        RequestError: If it is not a plan of this model.
+    """
+    try:
+        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"])
+        kept = {layer.index for layer in plan.layers if isinstance(layer, Base)}
+        sound = len(kept) == plan.num_base_layers and kept == set(range(len(kept)))
+    except (TypeError, KeyError, AssertionError) as error:
+        raise RequestError(
+            f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
+        ) from None
+    if plan.num_layers != model.num_layers or not sound:
+        raise RequestError(
+            f"the plan in config.json has {plan.num_layers} layers from {len(kept)} of {plan.num_base_layers} base layers, "
+            f"the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
+        )
+    return plan

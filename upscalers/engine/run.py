@@ -1,8 +1,9 @@
 """One upscaling from request to report."""
 
+import contextlib
 import json
+import math
 import resource
-import shutil
 import sys
 import threading
 import time
@@ -12,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel, open_base
-from upscalers.engine.errors import RequestError
+from upscalers.engine.errors import RequestError, one_line
 from upscalers.engine.families import MEMORY_PREFIX, Config
+from upscalers.engine.hub import check_repo_id, push_folder
 from upscalers.engine.method import Method, get_method
 from upscalers.engine.model_card import model_card
 from upscalers.engine.options import parse_options
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import New, Plan
-from upscalers.engine.progress import NoProgress, Progress
+from upscalers.engine.progress import NoProgress, Progress, shown
 from upscalers.engine.provenance import CONFIG_KEY, base_record, config_entry, write_record
 from upscalers.engine.recipes import Copy
 from upscalers.engine.report import Bytes, Identity, ParameterCounts, UpscaleReport
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
 from upscalers.engine.sizes import parse_size
-from upscalers.engine.source import Source, resolve_source, travelling_files
+from upscalers.engine.source import Source, copy_travelling_files, resolve_source
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -87,6 +89,8 @@ def upscale(
     max_shard_bytes = parse_size(max_shard_size)
     if output is None and not dry_run:
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+    if push_to_hub:
+        check_repo_id(push_to_hub)
 
     with resolve_source(str(base), config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
@@ -116,8 +120,6 @@ def upscale(
         peak_rss_bytes=_peak_rss_bytes(),
     )
     if push_to_hub and not dry_run:
-        from upscalers.engine.hub import push_folder
-
         progress.stage(f"pushing to {push_to_hub}")
         push_folder(Path(str(output)).expanduser(), push_to_hub)
     return report
@@ -174,7 +176,8 @@ class _Job:
 
     def counts(self) -> ParameterCounts:
         """Numbers of parameters."""
-        sizes = {tensor.name: tensor.num_bytes // _item_bytes(tensor.dtype) for tensor in self.tensors}
+        tied = self.base.family.tied_tensors(self.base.config)
+        sizes = {tensor.name: math.prod(tensor.recipe.shape) for tensor in self.tensors if tensor.name not in tied}
         new_names = {
             self.base.new_name(index, name)
             for index, layer in enumerate(self.plan.layers)
@@ -183,7 +186,7 @@ class _Job:
         }
         total = sum(sizes.values())
         new = sum(sizes[name] for name in new_names)
-        base = sum(tensor.num_bytes // _item_bytes(tensor.dtype) for tensor in self.base.tensors.values())
+        base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in tied)
         return ParameterCounts(base, total - base, total, new if self.method.trainable == "new" else total)
 
     def write(
@@ -193,9 +196,8 @@ class _Job:
         imports = threading.Thread(target=_import_slow_modules, daemon=True)
         imports.start()
         shards = split_shards(self.tensors, max_shard_bytes)
-        with folder as partial:
+        with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in self.tensors), len(shards)):
             (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-            progress.start(sum(tensor.num_bytes for tensor in self.tensors), len(shards))
             # Two threads must not import transformers at once: its lazy modules do not stand it.
             writer = CheckpointWriter(
                 self.base.tensors,
@@ -210,12 +212,10 @@ class _Job:
             self._write_provenance(partial, identity)
             progress.stage("syncing")
             folder.commit()
-        progress.finish()
         return identity, Bytes(written.bytes_read, written.bytes_written)
 
     def _write_siblings(self, partial: Path) -> None:
-        for file in travelling_files(self.source.folder):
-            shutil.copyfile(file, partial / file.name)
+        copy_travelling_files(self.source.folder, partial)
         config = _validated(partial)
         if self.config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.models.export import write_code
@@ -233,7 +233,8 @@ class _Job:
         if not self.method.identity:
             return Identity(None, None)
         tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
-        check_blocks(partial, self.config, self.plan.new_indices, tensors, dtype)
+        new_layers = {index: self.base.new_name(index, "") for index in self.plan.new_indices}
+        check_blocks(partial, self.config, new_layers, tensors, dtype)
         return Identity("blocks", 0.0)
 
     def _write_provenance(self, partial: Path, identity: Identity) -> None:
@@ -244,7 +245,7 @@ class _Job:
         request = {key: entry[key] for key in ("method", "options", "seed")}
         request |= {"base": self.source.name, "new_layers": self.plan.new_indices, "dtype": self.dtype}
         (partial / "README.md").write_text(
-            model_card(self.method, self.source.name, self.plan, self.config, counts, request), encoding="utf-8"
+            model_card(self.method, self.source, self.plan, self.config, counts, request), encoding="utf-8"
         )
         write_record(
             partial,
@@ -269,20 +270,20 @@ def _validated(folder: Path):
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise RequestError(f"transformers refuses the config: {reason} Repair config.json of the base.") from None
+        raise RequestError(
+            f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
+        ) from None
 
 
 def _import_slow_modules() -> None:
     import midus_hf  # noqa: F401 - imported while bytes are copied, so that checking can begin at once
 
 
-def _item_bytes(dtype: str) -> int:
-    from upscalers.engine.safetensors_format import ITEM_BYTES
-
-    return ITEM_BYTES[dtype]
-
-
 def _peak_rss_bytes() -> int:
+    # Linux counts in getrusage what the parent process held when it started this one.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

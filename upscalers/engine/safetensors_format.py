@@ -67,7 +67,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise corrupt(f"its header claims {header_bytes} bytes of a file of {size}")
         try:
             header = json.loads(stream.read(header_bytes))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise corrupt(f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise corrupt("its header is not a JSON object")
@@ -79,7 +79,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         try:
             dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
+            sound = isinstance(dtype, str) and all(
+                type(number) is int and number >= 0 for number in (*shape, start, end)
+            )
         except (TypeError, KeyError, ValueError):
             sound = False
         if not sound or dtype not in ITEM_BYTES:

@@ -2,16 +2,19 @@
 
 import contextlib
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from upscalers.engine.errors import RequestError
+from upscalers.engine.errors import RequestError, one_line
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
+_WANTED_CONFIGS = ("config.json", "upscale.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl")
+_MORE_CHAT_TEMPLATES = "additional_chat_templates"
 _OWN_FILES = ("config.json", "upscale.json", "README.md", "model.safetensors.index.json")
 
 
@@ -57,8 +60,15 @@ def resolve_source(name: str, config_only: bool = False) -> Iterator[Source]:
         raise RequestError(f"base {name!r} is no folder, no .gguf file and no hub id; expected one of them.")
 
 
-def travelling_files(folder: Path) -> list[Path]:
-    """The files that belong to a model beside its weights and config: tokenizer, chat template, generation config, licence."""
+def copy_travelling_files(folder: Path, target: Path) -> None:
+    """Copy what belongs to a model beside its weights and config: tokenizer, chat templates, generation config, licence."""
+    for file in _travelling_files(folder):
+        place = target / file.relative_to(folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
+
+
+def _travelling_files(folder: Path) -> list[Path]:
     return [
         file
         for file in sorted(folder.iterdir())
@@ -67,19 +77,26 @@ def travelling_files(folder: Path) -> list[Path]:
         and file.name not in _OWN_FILES
         and file.suffix not in (*_WEIGHT_SUFFIXES, ".py")
         and not file.name.endswith(".index.json")
-    ]
+    ] + sorted((folder / _MORE_CHAT_TEMPLATES).glob("*.jinja"))
 
 
 def _download(name: str, config_only: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json"] if config_only else list(_WANTED)))
+        return Path(snapshot_download(name, allow_patterns=list(_WANTED_CONFIGS if config_only else _WANTED)))
     except GatedRepoError:
         raise RequestError(
             f"base {name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
         ) from None
+    except HFValidationError as error:
+        raise RequestError(f"base {name!r} is no local folder and no hub id. {error}") from None
     except RepositoryNotFoundError:
         raise RequestError(
             f"base {name!r} is no local folder and was not found on the hub. Check its spelling."
@@ -101,8 +118,14 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give "
+            "the safetensors checkpoint it was made from."
+        ) from None
     # The loader dequantises but leaves its quantiser behind, with which the model refuses to be saved.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, attribute):

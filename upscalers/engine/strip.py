@@ -1,21 +1,19 @@
 """Taking the new layers out again."""
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel, open_base, read_config
-from upscalers.engine.errors import RequestError
 from upscalers.engine.families import MEMORY_PREFIX
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Base, Plan
-from upscalers.engine.progress import NoProgress, Progress
-from upscalers.engine.provenance import read_config_entry, read_record
+from upscalers.engine.progress import NoProgress, Progress, shown
+from upscalers.engine.provenance import read_config_entry, read_plan, read_record
 from upscalers.engine.recipes import Copy
-from upscalers.engine.source import resolve_source, travelling_files
+from upscalers.engine.source import copy_travelling_files, resolve_source
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
 
 _DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -45,23 +43,21 @@ def strip(
     with resolve_source(str(model)) as source:
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
-        plan = _read_plan(entry, opened)
+        plan = read_plan(entry, opened)
         tensors = _base_tensors(opened, plan)
         shards = _base_shards(tensors, read_record(source.folder), progress)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         folder.check_space(sum(tensor.num_bytes for tensor in tensors))
-        with folder as partial:
-            progress.start(sum(tensor.num_bytes for tensor in tensors), len(shards))
+        with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in tensors), len(shards)):
             written = CheckpointWriter(opened.tensors, scan=False, progress=progress.advance).write(partial, shards)
-            for file in travelling_files(source.folder):
-                shutil.copyfile(file, partial / file.name)
+            copy_travelling_files(source.folder, partial)
             config = entry["base_config"]
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            open_base(partial)
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
                 _write_code(partial)
             progress.stage("syncing")
             folder.commit()
-        progress.finish()
     return {
         "model": str(model),
         "output": str(output),
@@ -71,22 +67,6 @@ def strip(
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }
-
-
-def _read_plan(entry: dict[str, Any], model: BaseModel) -> Plan:
-    try:
-        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"])
-    except (TypeError, KeyError, AssertionError) as error:
-        raise RequestError(
-            f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
-        ) from None
-    kept = {layer.index for layer in plan.layers if isinstance(layer, Base)}
-    if plan.num_layers != model.num_layers or kept != set(range(plan.num_base_layers)):
-        raise RequestError(
-            f"the plan in config.json has {plan.num_layers} layers from {len(kept)} of {plan.num_base_layers} base layers, "
-            f"the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
-        )
-    return plan
 
 
 def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
@@ -108,7 +88,7 @@ def _base_shards(
     tensors: list[OutputTensor], record: dict[str, Any] | None, progress: Progress
 ) -> dict[str, list[OutputTensor]]:
     """The base's own files where the record still knows them, else as few as the usual limit allows."""
-    files = ((record or {}).get("base") or {}).get("files") or {}
+    files = _recorded_files(record)
     by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
     recorded = [name for names in files.values() for name in names]
     if sorted(recorded) != sorted(tensor.name for tensor in tensors):
@@ -116,6 +96,22 @@ def _base_shards(
     if record is not None and record.get("dtype", "auto") != "auto":
         progress.warn(f"the base was cast to {record['dtype']} when it was upscaled; its tensors stay so.")
     return {file: [by_name(name) for name in names] for file, names in files.items()}
+
+
+def _recorded_files(record: dict[str, Any] | None) -> dict[str, list[str]]:
+    """Which tensors each file of the base held; nothing where the record does not say so soundly."""
+    base = record.get("base") if record else None
+    files = base.get("files") if isinstance(base, dict) else None
+    if not isinstance(files, dict):
+        return {}
+    sound = all(
+        Path(file).name == file
+        and file.endswith(".safetensors")
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        for file, names in files.items()
+    )
+    return files if sound else {}
 
 
 def _write_code(folder: Path) -> None:

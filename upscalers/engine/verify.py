@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upscalers.engine.errors import VerificationError
+from upscalers.engine.errors import RequestError, VerificationError, one_line
 from upscalers.engine.families import Config
 from upscalers.engine.safetensors_format import TORCH_NAMES, StoredTensor
 
@@ -26,15 +26,20 @@ def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bo
         The largest absolute difference between logits.
 
     Raises:
+        RequestError: If transformers cannot run the base.
         VerificationError: If a tensor was not loaded as saved, or identity is promised and a logit differs.
     """
-    import torch
-
     import midus_hf  # noqa: F401 - registers the classes
 
-    base_logits = _logits(base_folder, dtype)
+    try:
+        base_logits = _logits(base_folder, dtype)
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
+            "it only does not fit in memory, pass --no-verify."
+        ) from None
     new_logits = _logits(new_folder, dtype)
-    if torch.equal(base_logits, new_logits) or torch.equal(_bits(base_logits), _bits(new_logits)):
+    if ((base_logits == new_logits) | (base_logits.isnan() & new_logits.isnan())).all():
         return 0.0
     difference = (base_logits.double() - new_logits.double()).abs().max().item()
     if identity:
@@ -42,12 +47,6 @@ def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bo
             f"the upscaled model's logits differ from the base's by up to {difference:g}; expected a difference of exactly 0."
         )
     return difference
-
-
-def _bits(values: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return values.view({4: torch.int32, 2: torch.int16, 8: torch.int64}[values.element_size()])
 
 
 def _logits(folder: Path, dtype: str) -> "torch.Tensor":
@@ -69,18 +68,19 @@ def _logits(folder: Path, dtype: str) -> "torch.Tensor":
 
 
 def check_blocks(
-    folder: Path, config: Config, new_indices: list[int], tensors: dict[str, StoredTensor], dtype: str
+    folder: Path, config: Config, new_layers: dict[int, str], tensors: dict[str, StoredTensor], dtype: str
 ) -> None:
     """Check that each new block maps random hidden states to themselves, bit for bit, one block in memory at a time.
 
     Args:
         folder: The upscaled checkpoint.
         config: Its raw config.
-        new_indices: The new layers.
+        new_layers: The new layers, by index: what the names of their tensors begin with.
         tensors: Its tensors, by full name.
         dtype: The container's name of the dtype to run in.
 
     Raises:
+        RequestError: If transformers cannot build a block from the config.
         VerificationError: If a block changes its input.
     """
     import torch
@@ -92,23 +92,37 @@ def check_blocks(
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     full_config = AutoConfig.from_pretrained(folder, local_files_only=True)
     generator = torch.Generator().manual_seed(0)
-    for index in new_indices:
-        with torch.device("meta"):
-            model = AutoModel.from_config(_single_layer(full_config, index), dtype=torch_dtype)
-        model.rotary_emb = type(model.rotary_emb)(model.config)
+    for index, prefix in new_layers.items():
+        try:
+            with torch.device("meta"):
+                model = AutoModel.from_config(_single_layer(full_config, index), dtype=torch_dtype)
+            model.rotary_emb = type(model.rotary_emb)(model.config)
+        except Exception as error:
+            raise RequestError(
+                f"transformers cannot build a model from the config ({type(error).__name__}: {one_line(error)}). "
+                "Repair config.json of the base."
+            ) from None
         block = model.layers[0]
-        names = {name.split(f"layers.{index}.", 1)[1]: name for name in tensors if f"layers.{index}." in name}
+        names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
         state = {}
         for key, name in names.items():
             with safe_open(tensors[name].file, framework="pt") as file:
                 state[key] = file.get_tensor(name).to(torch_dtype)
-        block.load_state_dict(state, assign=True)
+        try:
+            block.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise VerificationError(f"new layer {index} does not load as it was saved: {one_line(error)}") from None
         model.norm = torch.nn.Identity()
         hidden_states = torch.randn(
             _BATCH, _BLOCK_TOKENS, config["hidden_size"], generator=generator, dtype=torch.float32
         ).to(torch_dtype)
         with torch.no_grad():
             output = model.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
+        if output.isnan().any():
+            raise VerificationError(
+                f"new layer {index} gives NaN: the attention that it takes from the base holds NaN or infinite weights, or "
+                "overflows. Repair the base."
+            )
         if not torch.equal(output, hidden_states):
             difference = (output.double() - hidden_states.double()).abs().max().item()
             raise VerificationError(

@@ -15,7 +15,9 @@ from upscalers.engine.safetensors_format import TORCH_NAMES, StoredTensor, copy_
 if TYPE_CHECKING:
     import torch
 
+SINGLE_FILE = "model.safetensors"
 _CHUNK_BYTES = 1 << 25
+_MOST_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[
         shards[-1].append(tensor)
         size += tensor.num_bytes
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {SINGLE_FILE: shards[0]}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
@@ -94,7 +96,7 @@ class CheckpointWriter:
         self._open_files: dict[Path, int] = {}
 
     def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
-        """Write all shards, and the index if there are several.
+        """Write all shards, and the index unless there is a single file of the name that needs none.
 
         Args:
             folder: An existing folder.
@@ -105,24 +107,25 @@ class CheckpointWriter:
             OSError: If reading or writing fails.
         """
         bytes_written = 0
-        later: list[tuple[int, int, OutputTensor]] = []
+        later: dict[str, list[tuple[int, OutputTensor]]] = {}
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             for file_name, tensors in shards.items():
                 head, starts = layout([(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors])
-                target = os.open(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-                stack.callback(os.close, target)
-                write_all(target, head, 0)
-                bytes_written += len(head) + sum(tensor.num_bytes for tensor in tensors)
-                for tensor in tensors:
-                    if self._goes_through_kernel(tensor):
-                        self._copy_in_kernel(tensor, target, starts[tensor.name])
-                    else:
-                        later.append((target, starts[tensor.name], tensor))
+                with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
+                    write_all(target, head, 0)
+                    bytes_written += len(head) + sum(tensor.num_bytes for tensor in tensors)
+                    for tensor in tensors:
+                        if self._goes_through_kernel(tensor):
+                            self._copy_in_kernel(tensor, target, starts[tensor.name])
+                        else:
+                            later.setdefault(file_name, []).append((starts[tensor.name], tensor))
             self._before_building()
-            for target, start, tensor in later:
-                self._build(tensor, target, start)
-        if len(shards) > 1:
+            for file_name, placed in later.items():
+                with _opened(folder / file_name, os.O_RDWR) as target:
+                    for start, tensor in placed:
+                        self._build(tensor, target, start)
+        if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
         return Written(self._bytes_read, bytes_written)
 
@@ -135,6 +138,7 @@ class CheckpointWriter:
     def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
         assert isinstance(tensor.recipe, Copy)
         source = self._sources[tensor.recipe.source]
+        assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
         copy_bytes(self._file_of(source), source.start, target, start, source.num_bytes)
         self._bytes_read += source.num_bytes
         self._progress(tensor.num_bytes)
@@ -142,6 +146,7 @@ class CheckpointWriter:
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
         if isinstance(tensor.recipe, Copy):
             source = self._sources[tensor.recipe.source]
+            assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
             for chunk in self._read_chunks(source):
                 if self._scan:
                     _refuse_nan(chunk, tensor.recipe.source)
@@ -178,6 +183,8 @@ class CheckpointWriter:
     def _file_of(self, source: StoredTensor) -> int:
         assert source.file is not None
         if source.file not in self._open_files:
+            if len(self._open_files) >= _MOST_OPEN_FILES:
+                self._close_files()
             self._open_files[source.file] = os.open(source.file, os.O_RDONLY)
         return self._open_files[source.file]
 
@@ -196,6 +203,15 @@ class CheckpointWriter:
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _refuse_nan(values: "torch.Tensor", name: str) -> None:
     if values.isnan().any():
         raise RequestError(
@@ -208,9 +224,10 @@ def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
 
     dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
     cast = values.to(dtype).contiguous()
-    if dtype == torch.float16 and values.dtype != torch.float16 and (cast.isinf() & ~values.isinf()).any():
+    if dtype != values.dtype and (cast.isinf() & ~values.isinf()).any():
+        largest = values[values.isfinite()].abs().max().item()
         raise RequestError(
-            f"{tensor.name} holds {values.abs().max().item():.3g}, which float16 cannot; expected at most 65504. "
-            "Use --dtype bfloat16 or float32."
+            f"{tensor.name} holds {largest:.4g}, which {TORCH_NAMES[tensor.dtype]} cannot; expected at most "
+            f"{torch.finfo(dtype).max:g}. Use a wider --dtype."
         )
     return memoryview(cast.flatten().view(torch.uint8).numpy())

@@ -1,0 +1,111 @@
+"""Tiny checkpoints to upscale, and what they hold and compute."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny import NUM_LAYERS, prompt, tiny_model
+from transformers import AutoModelForCausalLM
+
+import midus_hf  # noqa: F401 - registers the classes
+
+SMALL_MEMORY = {"n": 8, "k": 2}
+NUM_NEW_LAYERS = NUM_LAYERS // 2
+
+
+def save_base(
+    folder: Path,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    *,
+    max_shard_size: str | None = None,
+    prefix: str = "model.",
+    **changes: Any,
+) -> Path:
+    """Save a tiny base as any checkpoint is saved.
+
+    Args:
+        folder: Where to.
+        family: A key of `tiny.FAMILIES`.
+        dtype: Of every tensor.
+        max_shard_size: One file where it is None.
+        prefix: In front of the names of the decoder's tensors, `"model."` or nothing.
+        changes: Fields of the config that differ from the table's.
+    """
+    model = tiny_model(family, dtype, **changes)
+    model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+    if prefix != "model.":
+        tensors = read_tensors(folder)
+        write_tensors(folder, {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    return folder
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Its safetensors files."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by full name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in tensor_files(folder):
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+        assert not found.keys() & tensors.keys()
+        tensors.update(found)
+    return tensors
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Make these the tensors of a checkpoint, in one file."""
+    for path in [*tensor_files(folder), folder / "model.safetensors.index.json"]:
+        path.unlink(missing_ok=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def edit_config(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Set keys of `config.json`; those set to `...` are removed."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    config = {key: value for key, value in config.items() if value is not ...}
+    path.write_text(json.dumps(config))
+    return config
+
+
+def file_digests(folder: Path, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """A digest of every file."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in without
+    }
+
+
+def load(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+    """The model in a folder, in eval mode, by transformers' own way."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def logits(folder: Path, dtype: torch.dtype | str = "auto") -> torch.Tensor:
+    """Logits of the prompt."""
+    with torch.no_grad():
+        return load(folder, dtype)(prompt()).logits
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, NaN included."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def same_tensors(left: Path, right: Path) -> bool:
+    """Whether two checkpoints hold the same tensors, byte for byte."""
+    first, second = read_tensors(left), read_tensors(right)
+    return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)

@@ -1,0 +1,73 @@
+"""Settings and fixtures of the upscaler tests."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.upscalers.checkpoints import save_base
+from upscalers import cli
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_and_no_progress_bars():
+    """Tiny models run fastest on one thread, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(60)
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def shared_base(tmp_path_factory) -> Callable[[str], Path]:
+    """A tiny base of a family, saved once; nobody may change it."""
+    saved: dict[str, Path] = {}
+
+    def base(family: str = "llama") -> Path:
+        if family not in saved:
+            saved[family] = save_base(tmp_path_factory.mktemp(f"base-{family}") / family, family)
+        return saved[family]
+
+    return base
+
+
+@pytest.fixture
+def base(shared_base) -> Path:
+    """The tiny Llama; nobody may change it."""
+    return shared_base("llama")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """The one object on standard output."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys) -> Callable[..., Outcome]:
+    """Run the `upscale` command in this process."""
+
+    def run(*arguments: Any) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["upscale", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(ended.value.code, captured.out, captured.err)
+
+    return run

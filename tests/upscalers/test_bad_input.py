@@ -1,0 +1,283 @@
+"""What bad input gets: status 2, one line that names value, expectation and remedy, and nothing written."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import edit_config, read_tensors, save_base, tensor_files, write_tensors
+from tests.upscalers.processes import run_upscale
+
+Mutation = Callable[[Path], Any]
+
+
+def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Mutation:
+    """Change one tensor, or remove it."""
+
+    def mutate(base: Path) -> None:
+        tensors = read_tensors(base)
+        tensors[name] = change(tensors[name])
+        write_tensors(base, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+    return mutate
+
+
+def truncate(name: str, keep: int) -> Mutation:
+    return lambda base: (base / name).write_bytes((base / name).read_bytes()[:keep])
+
+
+def replace(name: str, text: str) -> Mutation:
+    return lambda base: (base / name).write_text(text)
+
+
+def remove(name: str) -> Mutation:
+    return lambda base: (base / name).unlink()
+
+
+def config(**changes: Any) -> Mutation:
+    return lambda base: edit_config(base, **changes)
+
+
+def pickled(base: Path) -> None:
+    torch.save(read_tensors(base), base / "pytorch_model.bin")
+    (base / "model.safetensors").unlink()
+
+
+def sharded(then: Mutation) -> Mutation:
+    def mutate(base: Path) -> None:
+        shutil.rmtree(base)
+        save_base(base, max_shard_size="30KB")
+        then(base)
+
+    return mutate
+
+
+def edit_index(change: Callable[[dict], Any]) -> Mutation:
+    def edit(base: Path) -> None:
+        path = base / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    return sharded(edit)
+
+
+def nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[0] = float("nan")
+    return tensor
+
+
+REQUESTS = [
+    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean 'midus-hml'\?"),
+    (["--method", "x"], "method 'x' is unknown. Expected one of: midus-hml"),
+    (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: n, k"),
+    (["--set", "n=8.5"], r"n is 8\.5; expected an integer"),
+    (["--set", "n=many"], "n is 'many'; expected an integer"),
+    (["--set", "n="], "n is None; expected an integer"),
+    (["--set", "n=true"], "n is True; expected an integer"),
+    (["--set", "n"], "--set is 'n'; expected key=value"),
+    (["--set", "=3"], "--set is '=3'; expected key=value"),
+    (["--set", "n=["], r"--set is 'n=\['; expected a YAML scalar"),
+    (["--set", "n=2", "--set", "k=3"], "k is 3; expected 1 <= k <= n = 2. Lower k or raise n"),
+    (["--set", "n=0"], "n is 0; expected at least one sub-key a side"),
+    (["--placement", "0,6"], r"placement is 0,6; expected indices from 0 to 5, counted in the upscaled model of 4 \+ 2 layers"),
+    (["--placement", "2,2"], "placement is 2,2; expected ascending indices without repetition"),
+    (["--placement", "4,1"], "placement is 4,1; expected ascending indices without repetition. Sort them"),
+    (["--placement=-1"], "placement is -1; expected indices from 0 to 4"),
+    (["--placement", "1,,2"], "placement is '1,,2'; expected indices joined by commas"),
+    (["--placement", "topheavy"], "placement 'topheavy' is unknown. Did you mean 'top-heavy'"),
+    (["--placement", "1,3", "--num-new-layers", "3"], "num-new-layers is 3, but placement lists 2 indices"),
+    (["--num-new-layers", "3"], "num-new-layers is 3; placement distributed needs a divisor of the 4 base layers: 1, 2, 4. Choose"),
+    (["--num-new-layers", "0"], "num-new-layers is 0; expected at least 1"),
+    (["--num-new-layers", "4", "--placement", "top-heavy"], "placement top-heavy fits at most 3"),
+    (["--num-new-layers", "5", "--placement", "bottom-heavy"], "placement bottom-heavy fits at most 4"),
+    (["--num-new-layers", "two"], r"Invalid value for '--num-new-layers': .* See 'upscale --help'"),
+    (["--dtype", "fp16"], "dtype is 'fp16'; expected one of: auto, float32, bfloat16, float16"),
+    (["--max-shard-size", "big"], "max-shard-size is 'big'; expected a positive size such as 5GB"),
+    (["--bass", "x"], r"No such option: --bass.* See 'upscale --help'"),
+    (["frobnicate"], r"No such command 'frobnicate'.* See 'upscale --help'"),
+    (["--base", ""], "--base is missing. See 'upscale --help'"),
+    (["--method", ""], "--method is missing. See 'upscale --help'; 'upscale methods' lists the methods"),
+    (["--base", "/no/such/folder"], "base '/no/such/folder' is no folder, no .gguf file and no hub id; expected one of them"),
+    (["--base", "no-such-folder"], "base 'no-such-folder' is no local folder, and the hub cannot be reached .or HF_HUB_OFFLINE"),
+    (["--base", "a--b"], "base 'a--b' is no local folder and no hub id"),
+    (["--push-to-hub", "me/my/model"], "push-to-hub is 'me/my/model'; expected a repository such as me/model"),
+]  # fmt: skip
+
+BASES: dict[str, tuple[Mutation, str]] = {
+    "no config": (remove("config.json"), "has no config.json; expected a Hugging Face checkpoint folder, a hub id or a .gguf file"),
+    "config not JSON": (replace("config.json", "{"), r"config.json is not JSON .*Repair or download it again"),
+    "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
+    "config of endless digits": (replace("config.json", "1" * 5000), "config.json is not JSON"),
+    "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
+    "unknown family": (config(model_type="lama"), "model_type 'lama' is not supported. Did you mean 'llama'"),
+    "no family": (config(model_type=...), "config.json has model_type = None; expected one of: llama"),
+    "no layers": (config(num_hidden_layers=0), "num_hidden_layers = 0; expected an integer from 1 to 10000"),
+    "layers as text": (config(num_hidden_layers="4"), "num_hidden_layers = '4'; expected an integer"),
+    "too many layers": (config(num_hidden_layers=5), "the base lacks 9 tensors that its config asks for, such as model.layers.4."),
+    "too few layers": (config(num_hidden_layers=3), r"the base holds model\.layers\.3\..*, but config.json has num_hidden_layers"),
+    "wrong size": (config(intermediate_size=49), r"is \[48, 32\] in the base; expected \[49, 32\] by its config"),
+    "no hidden size": (config(hidden_size=None), "hidden_size = None; expected a positive integer"),
+    "quantised": (config(quantization_config={"quant_method": "awq"}), r"the base is quantised .quantization_config: awq.; expected"),
+    "mixture of experts": (config(num_local_experts=8), "the base is a mixture of experts .llama.; expected a dense model of: llama"),
+    "custom code": (config(auto_map={"AutoModel": "m.M"}), "the base brings code of its own .*never run; .* remove auto_map"),
+    "shared layers": (config(num_kv_shared_layers=2), "shares keys and values between layers"),
+    "unknown per-layer list": (config(windows=[1, 2, 3, 4]), "config.json has windows, a list as long as the model has layers"),
+    "config transformers refuses": (config(rms_norm_eps="small"), r"transformers refuses the config: .*rms_norm_eps.* Repair"),
+    "unknown activation": (config(hidden_act="gelo"), "transformers cannot run the base .KeyError: 'gelo'.. Repair it or download"),
+    "dtype not a name": (config(dtype=7), "config.json has dtype = 7; expected a name such as 'bfloat16'"),
+    "adapter": (replace("adapter_config.json", "{}"), r"the base holds a PEFT adapter .adapter_config.json.*Merge the adapter"),
+    "no weights": (remove("model.safetensors"), "has no model.safetensors and no model.safetensors.index.json; expected one of them"),
+    "pickled weights": (pickled, r"the base has pickled weights .pytorch_model.bin., which are never loaded; .*save_pretrained"),
+    "empty weights": (truncate("model.safetensors", 0), "model.safetensors is not a sound safetensors file: it has 0 bytes"),
+    "cut header": (truncate("model.safetensors", 100), "is not a sound safetensors file: its header claims"),
+    "cut weights": (truncate("model.safetensors", -1), "is not a sound safetensors file: .*it may be truncated. Download or save it"),
+    "text for weights": (replace("model.safetensors", "no weights here"), "is not a sound safetensors file"),
+    "missing tensor": (
+        set_tensor("model.layers.2.mlp.up_proj.weight", lambda _: None),
+        "the base lacks 1 tensors that its config asks for, such as model.layers.2.mlp.up_proj.weight. Download or save it",
+    ),
+    "wrong shape": (
+        set_tensor("model.norm.weight", lambda tensor: tensor[:-1]),
+        r"model.norm.weight is \[31\] in the base; expected \[32\] by its config",
+    ),
+    "whole numbers": (
+        set_tensor("model.norm.weight", lambda tensor: tensor.to(torch.int8)),
+        "model.norm.weight is stored as I8; expected float32, float16 or bfloat16 weights. Start from the unquantised checkpoint",
+    ),
+    "NaN": (set_tensor("model.norm.weight", nan), "model.norm.weight holds NaN; expected finite weights. Repair the base, or pass"),
+    "index not JSON": (sharded(replace("model.safetensors.index.json", "{")), "index.json is not a shard index .JSONDecodeError"),
+    "index without map": (sharded(replace("model.safetensors.index.json", "{}")), "index.json is not a shard index .KeyError"),
+    "index of noise": (
+        sharded(lambda base: (base / "model.safetensors.index.json").write_bytes(b"\x9c" * 3000)),
+        "index.json is not a shard index .UnicodeDecodeError: .{0,150} Download or save it again",
+    ),
+    "missing shard": (
+        sharded(lambda base: tensor_files(base)[1].unlink()),
+        "index.json names model-00002-of-.*, which is missing. Download or save the base again",
+    ),
+    "cut shard": (
+        sharded(lambda base: truncate(tensor_files(base)[1].name, -5)(base)),
+        "model-00002-of-.* is not a sound safetensors file",
+    ),
+    "index names an absent tensor": (
+        edit_index(lambda names: names.update({"model.extra": next(iter(names.values()))})),
+        r"index.json places model.extra in model-.*, which does not hold it .1 such tensors.",
+    ),
+    "index points outside": (
+        edit_index(lambda names: names.update({"lm_head.weight": "../other.safetensors"})),
+        "index.json names the shard '../other.safetensors'; expected a .safetensors file beside it",
+    ),
+    "index names a pickle": (
+        edit_index(lambda names: names.update({"lm_head.weight": "pytorch_model.bin"})),
+        "index.json names the shard 'pytorch_model.bin'; expected a .safetensors file",
+    ),
+    "D no multiple of H": (
+        lambda base: (shutil.rmtree(base), save_base(base, "qwen3", hidden_size=34)),
+        "hidden_size is 34, no multiple of the 4 attention heads; expected D % H = 0",
+    ),
+}  # fmt: skip
+
+
+def refused(outcome, message: str, folder: Path, left: list[str]) -> None:
+    """The command failed as it must, and wrote nothing."""
+    assert outcome.status == 2, outcome.err
+    assert outcome.out == ""
+    assert outcome.err.startswith("upscale: ")
+    assert outcome.err.count("\n") == 1
+    assert "Traceback" not in outcome.err
+    assert re.search(message, outcome.err), outcome.err
+    assert sorted(path.name for path in folder.iterdir()) == left
+
+
+@pytest.mark.parametrize(("arguments", "message"), REQUESTS, ids=[" ".join(arguments) for arguments, _ in REQUESTS])
+def test_a_request_that_makes_no_sense_is_refused(command, base, tmp_path, arguments, message):
+    usual = ["--base", base, "--method", "midus-hml", "--output", tmp_path / "out"]
+    refused(command(*usual, *arguments), message, tmp_path, [])
+
+
+@pytest.mark.parametrize("verify", ["--verify", "--no-verify"])
+@pytest.mark.parametrize("case", BASES)
+def test_a_base_that_cannot_be_upscaled_is_refused(command, tmp_path, case, verify):
+    mutate, message = BASES[case]
+    if verify == "--no-verify":
+        message = {"NaN": None, "unknown activation": "transformers cannot build a model from the config"}.get(
+            case, message
+        )
+    base = save_base(tmp_path / "base")
+    mutate(base)
+    arguments = ("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--set", "n=8", "--set", "k=2")
+    outcome = command(*arguments, verify)
+    if message is None:
+        assert outcome.status == 0
+    else:
+        refused(outcome, message, tmp_path, ["base"])
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("exists", "output .*exists exists; pass --overwrite to replace it, or choose another folder"),
+        ("base", "output .*base lies inside the base"),
+        ("base/out", "output .*out lies inside the base .*; expected a folder elsewhere"),
+        ("file", "output .*file exists; pass --overwrite"),
+        ("file/out", "output .*out cannot be made: .*file is not a writable folder"),
+    ],
+)
+def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, message):
+    base = save_base(tmp_path / "base")
+    (tmp_path / "exists").mkdir()
+    (tmp_path / "file").write_text("x")
+    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / output, "--set", "n=8")
+    refused(outcome, message, tmp_path, ["base", "exists", "file"])
+
+
+@pytest.mark.parametrize("missing", ["--base", "--method", "--output"])
+def test_what_is_needed_is_asked_for(command, base, tmp_path, missing):
+    given = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}
+    arguments = [part for name, value in given.items() if name != missing for part in (name, value)]
+    refused(command(*arguments), f"{missing.removeprefix('--')} is missing", tmp_path, [])
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("strip", "--output")])
+def test_inspect_and_strip_refuse_what_upscale_did_not_make(command, base, tmp_path, arguments):
+    verb, *rest = arguments
+    arguments = [verb, base, *rest, *([tmp_path / "out"] if rest else [])]
+    refused(command(*arguments), "was not made by upscale: its config.json has no 'upscale' entry", tmp_path, [])
+    (tmp_path / "empty").mkdir()
+    refused(command(verb, tmp_path / "empty", *arguments[2:]), "has no config.json", tmp_path, ["empty"])
+
+
+def test_a_head_of_odd_size_is_refused(command, base, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
+    edit_config(tmp_path / "base", head_dim=5)
+    outcome = command("--base", tmp_path / "base", "--method", "midus-hml", "--dry-run")
+    refused(outcome, "head_dim is 5; expected an even number, half for rows and half for columns", tmp_path, ["base"])
+
+
+def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):
+    base = save_base(tmp_path / "base")
+    (base / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "run").encode() + b"'\ntR.")
+    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--set", "n=8")
+    assert outcome.status == 0
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize("case", ["unknown activation", "cut weights"])
+def test_a_fresh_process_says_one_line_and_no_traceback(tmp_path, case):
+    base = save_base(tmp_path / "base")
+    mutate, message = BASES[case]
+    mutate(base)
+    done = run_upscale("--base", "base", "--method", "midus-hml", "--output", "out", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(message, done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -1,0 +1,199 @@
+"""The `upscale` command: options, configuration file, JSON, tables, exit statuses."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from tests.upscalers.checkpoints import file_digests, logits, read_tensors, same_tensors, save_base
+from tests.upscalers.processes import run_upscale
+from upscalers import VerificationError, cli, upscale
+
+SMALL = ("--set", "n=8", "--set", "k=2")
+
+
+def test_options_reach_the_engine(command, base, tmp_path):
+    outcome = command(
+        "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--placement", "0,2,6", "--set", "n=6",
+        "--set", "k=3", "--seed", 9, "--dtype", "bfloat16", "--max-shard-size", "30KB", "--no-verify", "--json",
+    )  # fmt: skip
+    assert (outcome.status, outcome.err) == (0, "")
+    report = outcome.json()
+    assert report["new_layer_indices"] == [0, 2, 6]
+    assert report["identity"] == {"checked": "blocks", "max_abs_diff": 0.0}
+    assert (report["base"], report["output"]) == (str(base), str(tmp_path / "out"))
+    upscale(
+        base=base, method="midus-hml", output=tmp_path / "same", placement="0,2,6", options={"n": 6, "k": 3}, seed=9,
+        dtype="bfloat16", max_shard_size="30KB", verify=False,
+    )  # fmt: skip
+    assert file_digests(tmp_path / "out") == file_digests(tmp_path / "same")
+
+
+def test_half_the_layers_and_verification_are_the_default(command, base, tmp_path):
+    report = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--json").json()
+    assert report["new_layer_indices"] == [1, 4]
+    assert report["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_the_command_line_wins_over_the_configuration_file(command, base, tmp_path):
+    settings = {
+        "base": str(base),
+        "method": "midus-hml",
+        "output": str(tmp_path / "out"),
+        "placement": [0, 2, 6],
+        "options": {"n": 4, "k": 2},
+        "seed": 1,
+        "verify": False,
+    }
+    (tmp_path / "request.yaml").write_text(yaml.safe_dump(settings))
+    report = command("--config", tmp_path / "request.yaml", "--seed", 2, "--set", "n=5", "--json").json()
+    assert report["new_layer_indices"] == [0, 2, 6]
+    assert report["identity"]["checked"] == "blocks"
+    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
+    assert (record["options"], record["seed"]) == ({"n": 5, "k": 2}, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "indices"), [("bottom-heavy", [0, 2]), ("[1, 4]", [1, 4]), ("1,4", [1, 4]), ("3", [3])]
+)
+def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_path, placement, indices):
+    (tmp_path / "request.yaml").write_text(f"base: {base}\nmethod: midus-hml\nplacement: {placement}\ndry_run: true\n")
+    assert command("--config", tmp_path / "request.yaml", "--json").json()["new_layer_indices"] == indices
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("a: [", "is not YAML: while parsing"),
+        ("\x80", "is not YAML"),
+        ("- base", "holds no mapping; expected keys such as base, method, output"),
+        ("bsae: x", "has no option 'bsae'. Did you mean 'base'"),
+        ("num_new_layers: many", "num_new_layers is 'many'; expected an integer"),
+        ("num_new_layers: 2.5", "num_new_layers is 2.5; expected an integer"),
+        ("verify: maybe", "verify is 'maybe'; expected true or false"),
+        ("base: 5", "base is 5; expected text"),
+        ("options: [n]", "options is ['n']; expected a mapping"),
+        ("seed: x", "seed is 'x'; expected an integer"),
+        ("push_to_hub: 7", "push_to_hub is 7; expected text"),
+    ],
+)
+def test_a_configuration_file_that_makes_no_sense_is_refused(command, base, tmp_path, text, message):
+    path = tmp_path / "request.yaml"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--config", path)
+    assert outcome.status == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_methods_are_listed_with_options_defaults_and_paper(command):
+    (method,) = [row for row in command("methods", "--json").json() if row["name"] == "midus-hml"]
+    assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}
+    assert {row["name"]: row["default"] for row in method["options"]} == {"n": 64, "k": 4}
+    assert (method["identity"], method["trainable"], method["placement"]) == (True, "new", "distributed")
+    table = command("methods")
+    assert table.status == 0
+    assert all(word in table.out for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
+
+
+def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
+    command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
+    told = command("inspect", tmp_path / "out", "--json").json()
+    assert (told["method"], told["base"], len(told["layers"])) == ("midus-hml", str(base), 6)
+    shown = command("inspect", tmp_path / "out")
+    assert shown.status == 0
+    assert all(word in shown.out for word in ("midus-hml", "n=8, k=2", "new, between base 0 and base 1", "base 3"))
+    stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--json").json()
+    assert stripped["removed_layer_indices"] == [1, 4]
+    assert same_tensors(tmp_path / "stripped", base)
+    again = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
+    assert again.status == 2
+    replaced = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--overwrite")
+    assert replaced.status == 0
+    assert "took out 1, 4" in " ".join(replaced.out.split())
+
+
+def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):
+    done = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
+    assert (done.status, done.err) == (0, "")
+    for word in ("midus_llama", "6, new: 1, 4", "logits: largest difference 0", "trainable", "written"):
+        assert word in done.out
+    planned = command("--base", base, "--method", "midus-hml", "--dry-run", *SMALL)
+    assert "(none: dry run)" in planned.out
+    assert "would write" in planned.out
+
+
+def test_a_dry_run_writes_nothing_but_checks_the_output(command, base, tmp_path):
+    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "a" / "out", "--dry-run", *SMALL)
+    assert outcome.status == 0
+    assert list(tmp_path.iterdir()) == []
+    refused = command("--base", base, "--method", "midus-hml", "--output", base, "--dry-run", *SMALL)
+    assert refused.status == 2
+    assert "lies inside the base" in refused.err
+
+
+def test_a_dry_run_with_weights_predicts_the_real_run(command, family, shared_base, tmp_path):
+    arguments = ("--base", shared_base(family), "--method", "midus-hml", *SMALL, "--json")
+    planned = command(*arguments, "--dry-run").json()
+    done = command(*arguments, "--output", tmp_path / "out").json()
+    assert planned["parameters"] == done["parameters"]
+    assert planned["new_layer_indices"] == done["new_layer_indices"]
+    tensors = read_tensors(tmp_path / "out")
+    assert planned["bytes"]["written"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_dry_run_with_config_json_alone_predicts_the_same(command, family, shared_base, tmp_path):
+    whole = shared_base(family)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes((whole / "config.json").read_bytes())
+    arguments = ("--method", "midus-hml", "--dry-run", "--json", *SMALL)
+    first, second = (command("--base", folder, *arguments).json() for folder in (whole, alone))
+    for key in ("parameters", "bytes", "new_layer_indices", "model_type", "num_layers"):
+        assert first[key] == second[key]
+    named = command("--base", alone / "config.json", *arguments).json()
+    assert named["parameters"] == first["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (VerificationError("it lies"), 1, "upscale: failed: VerificationError: it lies\n"),
+        (OSError(28, "No space left on device"), 1, "upscale: failed: OSError: [Errno 28] No space left on device\n"),
+        (RuntimeError("first\nsecond"), 1, "upscale: failed: RuntimeError: first second\n"),
+        (KeyboardInterrupt(), 130, "upscale: interrupted; nothing is left of the output.\n"),
+    ],
+)
+def test_work_that_fails_ends_in_one_line_and_its_own_status(
+    command, base, tmp_path, monkeypatch, error, status, line
+):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("upscalers.engine.run.upscale", fail)
+    outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
+    assert (outcome.status, outcome.out, outcome.err) == (status, "", line)
+
+
+def test_a_fresh_process_prints_one_object_on_standard_output(tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
+    done = run_upscale("--base", "base", "--method", "midus-hml", "--output", "out", *SMALL, "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_help_names_every_option_and_command(command):
+    shown = command("--help")
+    assert shown.status == 0
+    options = (
+        "--base", "--method", "--output", "--num-new-layers", "--placement", "--config", "--set", "--seed", "--dtype",
+        "--max-shard-size", "--dry-run", "--json", "--verify", "--no-verify", "--allow-nan", "--overwrite", "--push-to-hub",
+    )  # fmt: skip
+    assert all(word in shown.out for word in (*options, "methods", "inspect", "strip"))
+    assert cli.app.info.name == "upscale"

@@ -1,0 +1,114 @@
+"""`upscale --dry-run`: prices a plan from `config.json` alone, and quickly."""
+
+import json
+import time
+
+import pytest
+
+from tests.upscalers.processes import run_python, run_upscale
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
+from tests.upscalers.test_placements import TABLES
+
+MODELS = {
+    "llama-3.2-1b": (LLAMA_3_2_1B, (16, 8), 54.5e6, 1.29e9),
+    "llama-3.1-8b": (LLAMA_3_1_8B, (32, 16), 423.7e6, 8.45e9),
+}
+HELP_SECONDS, DRY_RUN_SECONDS, ATTEMPTS = 0.5, 3.0, 3
+
+IMPORTED = """
+import json, sys
+from upscalers.cli import main
+try:
+    main()
+finally:
+    print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})), file=sys.stderr)
+"""
+
+
+@pytest.fixture(params=MODELS)
+def model(request, tmp_path):
+    """A folder with the config of a published model, its layers and the counts of the paper's table 1."""
+    config, *expected = MODELS[request.param]
+    return write_config(tmp_path / "base", config), *expected
+
+
+def dry_run(folder, *arguments):
+    result = run_upscale("--base", folder, "--method", "midus-hml", "--dry-run", "--json", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def test_parameter_counts_are_those_of_the_paper(model):
+    folder, (num_layers, num_new_layers), new, total = model
+    report = dry_run(folder)
+    counts = report["parameters"]
+    assert round(counts["new"], -5) == new
+    assert round(counts["total"], -7) == total
+    assert counts["base"] + counts["new"] == counts["total"]
+    assert counts["trainable"] == counts["new"]
+    assert (report["method"], report["model_type"], report["output"]) == ("midus-hml", "midus_llama", None)
+    assert report["num_layers"] == num_layers + num_new_layers
+    assert report["bytes"] == {"read": 0, "written": 2 * counts["total"]}
+    assert report["identity"] == {"checked": None, "max_abs_diff": None}
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy"])
+def test_new_layers_stand_where_the_paper_puts_them(model, placement):
+    folder, sizes, *_ = model
+    assert dry_run(folder, "--placement", placement)["new_layer_indices"] == TABLES[sizes][placement]
+
+
+def test_the_report_has_exactly_the_promised_keys(tmp_path):
+    report = dry_run(write_config(tmp_path / "base", LLAMA_3_2_1B))
+    assert list(report) == [
+        "method", "base", "output", "model_type", "num_layers", "new_layer_indices", "parameters", "bytes", "identity",
+        "seconds", "peak_rss_bytes",
+    ]  # fmt: skip
+    assert list(report["parameters"]) == ["base", "new", "total", "trainable"]
+    assert list(report["bytes"]) == ["read", "written"]
+
+
+def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    result = run_python(IMPORTED, "--base", folder, "--method", "midus-hml", "--dry-run")
+    assert result.returncode == 0
+    imported = set(json.loads(result.stderr))
+    assert "upscalers" in imported
+    assert not {"torch", "transformers", "numpy", "huggingface_hub", "midus_hf"} & imported
+
+
+STARTED_BY_A_LARGE_PROCESS = """
+import subprocess, sys
+held = bytearray(b"x") * 500_000_000
+code = "from upscalers.cli import main; main()"
+subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
+"""
+
+
+def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    arguments = ("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
+    done = run_python(STARTED_BY_A_LARGE_PROCESS, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 300_000_000
+
+
+def fastest(*arguments) -> float:
+    """Seconds of the fastest of a few runs: a busy machine only adds."""
+    seconds = []
+    for _ in range(ATTEMPTS):
+        started = time.perf_counter()
+        assert run_upscale(*arguments).returncode == 0
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def test_help_answers_at_once():
+    assert fastest("--help") < HELP_SECONDS
+
+
+def test_a_dry_run_answers_soon(tmp_path):
+    folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
+    assert fastest("--base", folder, "--method", "midus-hml", "--dry-run") < DRY_RUN_SECONDS

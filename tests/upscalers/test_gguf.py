@@ -1,0 +1,98 @@
+"""GGUF bases: read through transformers' loader, and the same from there on."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tiny import prompt
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits
+from upscalers import RequestError, strip, upscale
+
+gguf = pytest.importorskip("gguf")
+
+from tests.upscalers.gguf_file import write_gguf  # noqa: E402 - needs gguf
+
+
+def upscaled(base, output, **request):
+    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
+
+
+@pytest.fixture(params=["F32", "Q8_0"])
+def base(request, tmp_path):
+    """A tiny Llama as GGUF, with what it was before it was written."""
+    path = tmp_path / "models" / f"tiny-{request.param}.gguf"
+    path.parent.mkdir()
+    return path, write_gguf(path, gguf.GGMLQuantizationType[request.param])
+
+
+def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_path):
+    path, original = base
+    own = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected, before = own(prompt()).logits, original.eval()(prompt()).logits
+    assert (expected - before).abs().max() < (1e-6 if "F32" in path.name else 0.1)
+    report = upscaled(path, tmp_path / "out")
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
+    assert report.base == str(path)
+    assert torch.equal(logits(tmp_path / "out"), expected)
+    assert load(tmp_path / "out").dtype == torch.float32
+
+
+def test_tokenizer_and_provenance_come_from_the_file(base, tmp_path):
+    path, _ = base
+    upscaled(path, tmp_path / "out", verify=False)
+    own = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    travelled = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert travelled("th").input_ids == own("th").input_ids
+    assert travelled.eos_token == own.eos_token
+    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["base"]["name"] == str(path)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_stripping_gives_the_dequantised_model(base, tmp_path):
+    path, _ = base
+    upscaled(path, tmp_path / "out")
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert load(tmp_path / "stripped").config.model_type == "llama"
+    assert torch.equal(logits(tmp_path / "stripped"), logits(tmp_path / "out"))
+
+
+def test_nothing_is_left_beside_the_file_or_among_temporary_files(base, tmp_path, monkeypatch):
+    path, _ = base
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    upscaled(path, tmp_path / "out", verify=False)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path):
+    for name, content in (("empty.gguf", b""), ("noise.gguf", b"noise" * 100), ("cut.gguf", b"GGUF\x03\0\0\0")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(RequestError, match=rf"transformers cannot read {name} \(.*\)\. Download it again"):
+            upscaled(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_missing_package_is_named(base, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(RequestError, match=r"is a GGUF file; expected the gguf package. Install midus-hf\[gguf\]"):
+        upscaled(base[0], tmp_path / "out")
+
+
+@pytest.mark.material
+def test_a_real_quantised_model_is_upscaled_identically(tmp_path):
+    from material.smollm2 import smollm2_135m, smollm2_gguf
+
+    report = upscaled(smollm2_gguf(), tmp_path / "out", num_new_layers=3)
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
+    assert report.parameters.base == 134_515_008
+    assert torch.equal(logits(smollm2_135m()), logits(tmp_path / "out"))
+    question = "The capital of France is"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokens = tokenizer(question, return_tensors="pt")
+    text = tokenizer.decode(load(tmp_path / "out").generate(**tokens, max_new_tokens=3, do_sample=False)[0])
+    assert text.removeprefix(question).strip().startswith("Paris")

@@ -1,0 +1,145 @@
+"""From the hub and to the hub, with huggingface_hub's own client against a server on loopback."""
+
+import json
+import socket
+
+import pytest
+import torch
+from tiny import prompt
+
+from tests.upscalers.checkpoints import logits, save_base
+from tests.upscalers.hub_server import TOKEN, LoopbackHub
+from tests.upscalers.processes import run_python, run_upscale
+
+SMALL = ("--set", "n=8", "--set", "k=2")
+LOAD = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+import midus_hf
+
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval()
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A sharded base, with files that a model does not need."""
+    folder = save_base(tmp_path / "base", max_shard_size="60KB")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "LICENSE").write_text("licence")
+    return folder
+
+
+def environment(hub, tmp_path) -> dict[str, str]:
+    """Variables that make huggingface_hub's client talk to this server and to nobody else."""
+    return {
+        "HF_ENDPOINT": hub if isinstance(hub, str) else hub.address,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_CACHE": str(tmp_path / "home" / "hub"),
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, tmp_path):
+    with LoopbackHub({"org/base": files_of(base)}) as hub:
+        client = environment(hub, tmp_path)
+        done = run_upscale(
+            "--base", "org/base", "--method", "midus-hml", "--output", "out", *SMALL, "--max-shard-size", "60KB",
+            "--push-to-hub", "me/upscaled", "--json", folder=tmp_path, **client,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert hub.downloaded("org/base") == files_of(base).keys() - {"pytorch_model.bin"}
+        assert hub.repositories["me/upscaled"].files == files_of(tmp_path / "out")
+        assert hub.repositories["me/upscaled"].commits == 1
+        torch.save(prompt(), tmp_path / "tokens.pt")
+        arguments = ("me/upscaled", tmp_path / "tokens.pt", tmp_path / "logits.pt")
+        loaded = run_python(LOAD, *arguments, folder=tmp_path, **client)
+        assert loaded.returncode == 0, loaded.stderr
+    report = json.loads(done.stdout)
+    assert report["base"] == "org/base"
+    assert report["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
+    assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", hub.repositories["org/base"].revision)
+    assert "base_model: org/base" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "LICENSE").read_text() == "licence"
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(base))
+
+
+def test_a_dry_run_and_inspect_download_no_weights(base, tmp_path):
+    run_upscale("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--no-verify")
+    with LoopbackHub({"org/base": files_of(base), "me/upscaled": files_of(tmp_path / "out")}) as hub:
+        client = environment(hub, tmp_path)
+        planned = run_upscale("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json", **client)
+        assert planned.returncode == 0, planned.stderr
+        assert json.loads(planned.stdout)["num_layers"] == 6
+        assert hub.downloaded("org/base") == {"config.json"}
+        told = run_upscale("inspect", "me/upscaled", "--json", **client)
+        assert told.returncode == 0, told.stderr
+        assert json.loads(told.stdout)["base"] == str(base)
+        assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
+
+
+def refused(done, message, tmp_path):
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(tmp_path):
+    request = ("--base", "org/bse", "--method", "midus-hml", "--output", "out")
+    with LoopbackHub({}) as hub:
+        done = run_upscale(*request, folder=tmp_path, **environment(hub, tmp_path))
+    refused(done, "base 'org/bse' is no local folder and was not found on the hub. Check its spelling.", tmp_path)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        done = run_upscale(*request, folder=tmp_path, **environment(address, tmp_path))
+    refused(done, "base 'org/bse' is no local folder, and the hub cannot be reached", tmp_path)
+
+
+def test_a_gated_repository_says_what_to_do(base, tmp_path):
+    with LoopbackHub({"org/base": files_of(base)}) as hub:
+        hub.repositories["org/base"].gated = True
+        request = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
+        done = run_upscale(*request, folder=tmp_path, **environment(hub, tmp_path))
+    assert done.returncode == 2
+    last_line = done.stderr.splitlines()[-1]
+    assert "base 'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'." in last_line
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_repository_name_that_cannot_be_is_refused_before_work_begins(base, tmp_path):
+    with LoopbackHub({}) as hub:
+        done = run_upscale(
+            "--base", base, "--method", "midus-hml", "--output", "out", "--push-to-hub", "me/my/model",
+            folder=tmp_path, **environment(hub, tmp_path),
+        )  # fmt: skip
+        assert hub.requests == []
+    refused(done, "push-to-hub is 'me/my/model'; expected a repository such as me/model.", tmp_path)
+
+
+def test_an_upload_that_fails_leaves_the_result_and_says_so(base, tmp_path):
+    with LoopbackHub({}) as hub:
+        client = {**environment(hub, tmp_path), "HF_TOKEN": "hf_wrong"}
+        done = run_upscale(
+            "--base", base, "--method", "midus-hml", "--output", "out", *SMALL, "--no-verify", "--push-to-hub", "me/x",
+            folder=tmp_path, **client,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "401" in done.stderr
+    assert torch.equal(logits(base), logits(tmp_path / "out"))

@@ -1,0 +1,100 @@
+"""Upscaled models compute what their bases compute, bit for bit, also in a process that never saw them made."""
+
+import json
+
+import torch
+from tiny import WINDOW, prompt
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, save_base
+from tests.upscalers.processes import run_python
+from upscalers import upscale
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PLACEMENTS = ("distributed", "top-heavy", "bottom-heavy")
+
+COMPARE = """
+import functools, json, sys
+import torch
+from transformers import AutoModelForCausalLM
+import midus_hf
+
+torch.set_num_threads(1)
+tokens = torch.tensor(json.loads(sys.argv[1]))
+
+@functools.cache
+def computed(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with torch.no_grad():
+        values = model(tokens).logits
+    text = model.generate(tokens, max_new_tokens=10, do_sample=False, use_cache=True)
+    assert text.shape[1] == tokens.shape[1] + 10
+    return str(model.dtype).removeprefix("torch."), values, text
+
+for case, base, upscaled in json.load(open(sys.argv[2])):
+    base_dtype, base_logits, base_text = computed(base)
+    dtype, new_logits, new_text = computed(upscaled)
+    print(json.dumps([case, [base_dtype, dtype], torch.equal(base_logits, new_logits), torch.equal(base_text, new_text)]))
+"""
+
+
+def compared_in_a_fresh_process(folder, pairs):
+    """For each case: the dtypes of base and upscaled model, and whether logits and greedy tokens are equal."""
+    (folder / "pairs.json").write_text(json.dumps([[case, str(base), str(new)] for case, base, new in pairs]))
+    result = run_python(COMPARE, json.dumps(prompt().tolist()), folder / "pairs.json")
+    assert result.returncode == 0, result.stderr
+    return {case: (dtypes, *equal) for case, dtypes, *equal in map(json.loads, result.stdout.splitlines())}
+
+
+def test_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, tmp_path):
+    assert prompt().shape[1] > WINDOW
+    pairs = []
+    for name, dtype in DTYPES.items():
+        base = save_base(tmp_path / name, family, dtype)
+        for placement in PLACEMENTS:
+            output = tmp_path / f"{name}-{placement}"
+            report = upscale(
+                base=base, method="midus-hml", output=output, options=SMALL_MEMORY, placement=placement, verify=False
+            )
+            assert (report.identity.checked, report.identity.max_abs_diff) == ("blocks", 0.0)
+            pairs.append((f"{name} {placement}", base, output))
+    results = compared_in_a_fresh_process(tmp_path, pairs)
+    assert results == {
+        f"{name} {placement}": ([name, name], True, True) for name in DTYPES for placement in PLACEMENTS
+    }
+
+
+def test_verification_finds_no_difference(family, shared_base, tmp_path):
+    report = upscale(base=shared_base(family), method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY)
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
+    assert torch.equal(logits(shared_base(family)), logits(tmp_path / "out"))
+
+
+def test_blocks_in_front_of_and_behind_all_layers_change_nothing(family, shared_base, tmp_path):
+    base = shared_base(family)
+    upscale(base=base, method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY, placement="0,1,4,7,8,9")
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_a_new_block_holds_the_attention_and_norm_of_the_next_layer_and_zero_values(family, shared_base, tmp_path):
+    base = shared_base(family)
+    upscale(base=base, method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY, placement="1,5")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, donor in ((1, 1), (5, 3)):
+        block = {name: new[name] for name in new if name.startswith(f"model.layers.{index}.")}
+        copied = {name.removeprefix(f"model.layers.{index}.") for name in block if ".memory." not in name}
+        assert {"self_attn.q_proj.weight", "input_layernorm.weight"} <= copied
+        for name in copied:
+            assert torch.equal(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+        memory = {name.rpartition(".")[2]: tensor for name, tensor in block.items() if ".memory." in name}
+        assert not memory.pop("value_bank").any()
+        assert all((tensor != 0).float().mean() > 0.99 for tensor in memory.values())
+    assert not torch.equal(new["model.layers.1.memory.row_keys"], new["model.layers.5.memory.row_keys"])
+
+
+def test_blocks_are_there_and_change_the_model_once_their_values_do(family, shared_base, tmp_path):
+    upscale(base=shared_base(family), method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY)
+    model = load(tmp_path / "out")
+    with torch.no_grad():
+        before = model(prompt()).logits
+        model.model.layers[1].memory.value_bank.normal_(generator=torch.Generator().manual_seed(0))
+        assert not torch.allclose(before, model(prompt()).logits, atol=1e-3)

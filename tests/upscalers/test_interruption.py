@@ -1,0 +1,168 @@
+"""A run that is killed at any moment leaves the old output, the new one or none, and the next run succeeds."""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
+from upscalers import RequestError, upscale
+from upscalers.engine import output_folder, writer
+
+KILLS = 30
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+
+
+def upscaled(base, output, **request):
+    request = {"options": SMALL_MEMORY, "num_new_layers": 2, "verify": False, "max_shard_size": "8MB", **request}
+    return upscale(base=base, method="midus-hml", output=output, **request)
+
+
+def fork(work) -> int:
+    """Do `work` in a child process, from here on, as fast as if it had everything imported."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        work()
+        status = 0
+    except KeyboardInterrupt:
+        status = 130
+    finally:
+        os._exit(status)
+
+
+def killed_after(seconds: float, work, signal_number: int = signal.SIGKILL) -> None:
+    """Kill a child that does `work` after so long, or when it is done."""
+    child = fork(work)
+    time.sleep(seconds)
+    os.kill(child, signal_number)
+    os.waitpid(child, 0)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Two bases of 45 MB, what upscaling gives for each, and how long it takes."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    results = []
+    for seed in (0, 1):
+        base = save_base(folder / f"base-{seed}", "llama", torch.float32, **SIZES, eos_token_id=seed)
+        started = time.perf_counter()
+        assert os.waitpid(fork(lambda base=base, seed=seed: upscaled(base, folder / f"out-{seed}")), 0)[1] == 0
+        seconds = time.perf_counter() - started
+        results.append((base, file_digests(folder / f"out-{seed}"), seconds))
+    assert torch.equal(logits(results[0][0]), logits(folder / "out-0"))
+    return results
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_killed_at_any_moment_a_run_leaves_a_whole_output_or_none(bases, tmp_path, part):
+    base, whole, seconds = bases[0]
+    rng = random.Random(part)
+    output = tmp_path / "out"
+    unfinished = 0
+    for _ in range(KILLS // 2 // 3):
+        killed_after(rng.uniform(0, 1.1 * seconds), lambda: upscaled(base, output))
+        if output.exists():
+            assert file_digests(output) == whole
+            shutil.rmtree(output)
+        unfinished += (tmp_path / ".out.partial").exists()
+        upscaled(base, output)
+        assert file_digests(output) == whole
+        assert os.listdir(tmp_path) == ["out"]
+        shutil.rmtree(output)
+    assert unfinished > 0
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_killed_while_overwriting_a_run_leaves_the_old_output_or_the_new(bases, tmp_path, part):
+    (first, old, _), (second, new, seconds) = bases
+    rng = random.Random(part)
+    output = tmp_path / "out"
+    upscaled(first, output)
+    for _ in range(KILLS // 2 // 3):
+        killed_after(rng.uniform(0, 1.1 * seconds), lambda: upscaled(second, output, overwrite=True))
+        with pytest.raises(RequestError, match="exists"):
+            upscaled(second, output)
+        assert file_digests(output) in (old, new)
+        upscaled(first, output, overwrite=True)
+        assert file_digests(output) == old
+        assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_killed_between_any_two_steps_of_the_commit(bases, tmp_path, step):
+    """Before the first rename, after it, after the second, and before what was replaced is deleted."""
+    (first, old, _), (second, new, _) = bases
+    output = tmp_path / "out"
+    upscaled(first, output)
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work():
+        done = []
+
+        def watched(source, target, **_):
+            if len(done) == step:
+                die()
+            done.append(rename(source, target))
+            if step == 2 and len(done) == 2:
+                die()
+
+        os.rename = watched
+        output_folder.shutil.rmtree = lambda path, **kwargs: (
+            die() if step == 3 and len(done) == 2 else rmtree(path, **kwargs)
+        )
+        upscaled(second, output, overwrite=True)
+
+    _, status = os.waitpid(fork(work), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert output.exists() == (step != 1)
+    with pytest.raises(RequestError, match="exists"):
+        upscaled(second, output)
+    assert file_digests(output) == (old if step < 2 else new)
+    upscaled(second, output, overwrite=True)
+    assert file_digests(output) == new
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_interrupted_from_the_keyboard_a_run_cleans_up_itself(bases, tmp_path):
+    base, _, seconds = bases[0]
+    for share in (0.2, 0.5):
+        killed_after(share * seconds, lambda: upscaled(base, tmp_path / "out"), signal.SIGINT)
+        assert os.listdir(tmp_path) in ([], ["out"])
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+def test_a_base_that_shrinks_while_it_is_read_fails_and_leaves_nothing(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base")
+    honest = writer.CheckpointWriter.write
+
+    def shrinking(self, folder, shards):
+        os.truncate(base / "model.safetensors", 50_000)
+        return honest(self, folder, shards)
+
+    monkeypatch.setattr(writer.CheckpointWriter, "write", shrinking)
+    for verify in (True, False):
+        shutil.copytree(base, tmp_path / "copy")
+        with pytest.raises(OSError, match=r"the base file ended \d+ bytes early"):
+            upscaled(base, tmp_path / "out", verify=verify)
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / ".out.partial").exists()
+        shutil.rmtree(base)
+        (tmp_path / "copy").rename(base)
+    assert load(base).config.num_hidden_layers == 4

@@ -1,0 +1,91 @@
+"""What a config says of single layers follows the plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import FAMILIES as TINY
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError
+from upscalers.engine.families import family_of
+from upscalers.engine.layer_config import default_donor, follow_plan
+from upscalers.engine.plan import New, insertion_plan
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+    """The config after new layers are inserted at `indices`."""
+    base = BaseModel(Path(), config, family_of(config), {})
+    plan = insertion_plan(base.num_layers, indices)
+    donors = {index: default_donor(layer) for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
+    return follow_plan(base, plan, donors)
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    return {**TINY[family].config().to_dict(), **changes}
+
+
+def test_a_new_layer_has_the_type_of_the_next_base_layer_and_the_last_one_of_the_previous():
+    config = tiny_config("gemma2", layer_types=[SLIDING, FULL, SLIDING, FULL])
+    assert followed(config, [0, 2, 6])["layer_types"] == [SLIDING, SLIDING, FULL, FULL, SLIDING, FULL, FULL]
+    assert followed(config, [0, 2, 6])["num_hidden_layers"] == 7
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen2", [FULL, FULL, FULL, SLIDING, SLIDING, SLIDING]),
+        ("qwen3", [FULL] * 6),
+        ("gemma2", [SLIDING, FULL, FULL, SLIDING, FULL, FULL]),
+        ("gemma3", [SLIDING, FULL, FULL, SLIDING, FULL, FULL]),
+    ],
+)
+def test_types_that_the_base_leaves_implied_are_written_out_before_layers_move(family, expected):
+    config = tiny_config(family, sliding_window_pattern=2)
+    del config["layer_types"]
+    assert followed(config, [1, 4])["layer_types"] == expected
+
+
+def test_a_family_without_layer_types_is_given_none():
+    assert "layer_types" not in followed(tiny_config("llama"), [1])
+
+
+def test_the_config_of_the_base_is_left_alone():
+    config = tiny_config("qwen3")
+    before = dict(config)
+    followed(config, [1, 4])
+    assert config == before
+
+
+def test_lists_of_one_entry_a_layer_follow_and_lists_of_indices_are_translated():
+    config = tiny_config("llama", no_rope_layers=[1, 0, 1, 0], mlp_only_layers=[0, 3])
+    result = followed(config, [1, 4])
+    assert result["no_rope_layers"] == [1, 0, 0, 1, 0, 0]
+    assert result["mlp_only_layers"] == [0, 5]
+
+
+def test_memory_entries_of_an_earlier_upscaling_keep_their_layers():
+    config = tiny_config("llama", memory=[{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}])
+    assert followed(config, [0, 2])["memory"] == [{"type": "headwise", "layers": [3, 5], "n": 4, "k": 2}]
+
+
+def test_a_list_that_has_nothing_to_do_with_layers_is_kept_whatever_its_length():
+    config = tiny_config("llama", eos_token_id=[1, 2, 3, 4])
+    assert followed(config, [1])["eos_token_id"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_of_layer": [8, 8, 4, 4]}, r"config.json has window_of_layer, a list as long as the model has layers \(4\)"),
+        ({"layer_types": [FULL, FULL]}, "config.json lists 2 layer_types; expected 4, one a layer"),
+        ({"no_rope_layers": [1, 0]}, "config.json lists 2 no_rope_layers; expected 4, one a layer"),
+        ({"mlp_only_layers": [4]}, "config.json lists 4 in mlp_only_layers; expected layers from 0 to 3"),
+        ({"mlp_only_layers": [None]}, "config.json lists None in mlp_only_layers; expected layers from 0 to 3"),
+    ],
+)  # fmt: skip
+def test_a_list_that_cannot_follow_the_plan_is_refused(changes, message):
+    with pytest.raises(RequestError, match=message):
+        followed(tiny_config("qwen3", **changes), [1])

@@ -1,0 +1,65 @@
+"""Upscaling without verification needs memory for what one recipe reads, not for the model."""
+
+import json
+import shutil
+
+from tests.upscalers.processes import run_upscale
+from upscalers.engine.base_model import open_base
+from upscalers.engine.safetensors_format import layout
+
+LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 60_000_000
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def synthetic(folder, num_layers):
+    """A checkpoint of 134 MB a layer, one shard each two layers, all holes: it takes no room on the disk."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
+    tensors = open_base(folder, needs_weights=False).tensors
+    shards = {}
+    for name in tensors:
+        parts = name.split(".")
+        number = int(parts[2]) // 2 if parts[1] == "layers" else 0
+        shards.setdefault(f"model-{number:05d}.safetensors", []).append(name)
+    for file_name, names in shards.items():
+        head, _ = layout([(name, tensors[name].dtype, tensors[name].shape) for name in names])
+        with open(folder / file_name, "wb") as file:
+            file.write(head)
+            file.truncate(len(head) + sum(tensors[name].num_bytes for name in names))
+    weight_map = {name: file_name for file_name, names in shards.items() for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def upscaled(tmp_path, num_layers, *arguments):
+    """The report of a run in a process of its own; whatever it wrote is deleted."""
+    base = synthetic(tmp_path / f"base-{num_layers}", num_layers)
+    done = run_upscale(
+        "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--no-verify",
+        "--json", *arguments,
+    )  # fmt: skip
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_memory_stays_below_a_gigabyte_and_does_not_grow_with_the_model(tmp_path):
+    small, large = (upscaled(tmp_path, num_layers) for num_layers in (4, 8))
+    assert large["bytes"]["written"] > LIMIT_BYTES > 1.5 * small["bytes"]["written"]
+    assert large["peak_rss_bytes"] < LIMIT_BYTES
+    assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES
+
+
+def test_casting_a_gigabyte_needs_less(tmp_path):
+    report = upscaled(tmp_path, 8, "--dtype", "float16")
+    assert report["peak_rss_bytes"] < LIMIT_BYTES < report["bytes"]["written"]

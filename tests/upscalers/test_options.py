@@ -1,0 +1,109 @@
+"""Options of methods, the table of methods, and sizes as people write them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from upscalers.engine.errors import RequestError
+from upscalers.engine.method import METHODS, get_method, register_method
+from upscalers.engine.options import describe_options, option, parse_options
+from upscalers.engine.sizes import parse_size
+from upscalers.methods.midus_hml import HeadwiseMemoryOptions
+
+
+@dataclass
+class Sample:
+    count: int = option(3, "how many")
+    rate: float = option(0.5, "how fast")
+    kind: Literal["a", "b"] = option("a", "which")
+    name: str | None = option(None, "called")
+    flag: bool = option(False, "whether")
+    table: dict | None = None
+    anything: Any = None
+
+
+def test_values_of_the_right_kind_are_taken():
+    given = {"count": 4, "rate": 2, "kind": "b", "name": "x", "flag": True, "table": {"y": 1}, "anything": [1]}
+    parsed = parse_options(Sample, given, "sample")
+    assert vars(parsed) == given
+    assert isinstance(parsed.rate, float)
+    assert parse_options(Sample, {"name": None}, "sample") == Sample()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cuont": 1}, "sample has no option 'cuont'. Did you mean 'count'"),
+        ({1: 1}, "sample has no option 1"),
+        ({"count": 1.5}, "count is 1.5; expected an integer"),
+        ({"count": True}, "count is True; expected an integer"),
+        ({"count": None}, "count is None; expected an integer"),
+        ({"rate": "fast"}, "rate is 'fast'; expected a number"),
+        ({"kind": "c"}, "kind is 'c'; expected one of: a, b"),
+        ({"name": 5}, "name is 5; expected text"),
+        ({"flag": 1}, "flag is 1; expected true or false"),
+        ({"table": [1]}, r"table is \[1\]; expected a mapping"),
+    ],
+)
+def test_values_of_the_wrong_kind_and_unknown_keys_are_refused(given, message):
+    with pytest.raises(RequestError, match=message):
+        parse_options(Sample, given, "sample")
+
+
+def test_options_are_described_for_people():
+    described = {row["name"]: row for row in describe_options(Sample)}
+    assert described["count"] == {"name": "count", "type": "an integer", "default": 3, "help": "how many"}
+    assert described["kind"]["type"] == "a | b"
+    assert described["name"]["type"] == "text | null"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"n": 0}, "n is 0; expected at least one sub-key a side"),
+        ({"n": 4, "k": 5}, "k is 5; expected 1 <= k <= n = 4. Lower k or raise n"),
+        ({"k": 0}, "k is 0; expected 1 <= k <= n = 64"),
+    ],
+)
+def test_sizes_of_a_headwise_memory_are_checked(given, message):
+    with pytest.raises(RequestError, match=message):
+        parse_options(HeadwiseMemoryOptions, given, "method midus-hml")
+
+
+def test_an_unknown_method_is_refused_with_near_matches():
+    with pytest.raises(RequestError, match=r"method 'midus-hmm' is unknown\. Did you mean 'midus-hml'"):
+        get_method("midus-hmm")
+    with pytest.raises(RequestError, match=r"method 'zzz' is unknown\. Expected one of: midus-hml"):
+        get_method("zzz")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("midus-hml", "method 'midus-hml' is already registered; choose another name"),
+        ("Midus", "method name is 'Midus'; expected lower case words joined by hyphens"),
+        ("midus_x", "method name is 'midus_x'; expected lower case words"),
+        ("", "method name is ''; expected lower case words"),
+    ],
+)
+def test_methods_are_registered_under_plain_names_of_their_own(name, message):
+    get_method("midus-hml")
+    before = dict(METHODS)
+    with pytest.raises(ValueError, match=message):
+        register_method(name)
+    assert before == METHODS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 kb", 1500), ("2GiB", 2**31), ("7", 7), (1234, 1234), ("1B", 1)],
+)
+def test_sizes_are_read_as_people_write_them(text, expected):
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5GB", "5XB", "GB", "five", "1e9", None, "5GB/s"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(RequestError, match=r"max-shard-size is .*; expected a positive size such as 5GB or 500MB"):
+        parse_size(text)

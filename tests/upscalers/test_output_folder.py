@@ -1,0 +1,241 @@
+"""The output folder appears whole or not at all, replaces only what it was asked to, and belongs to one run at a time."""
+
+import contextlib
+import os
+import shutil
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
+from upscalers import RequestError, upscale
+from upscalers.engine.output_folder import OutputFolder
+
+
+def upscaled(base, output, **request):
+    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
+
+
+def checkpoint(folder, mark="old"):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(mark)
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(output, mark="new", **kwargs):
+    folder = OutputFolder(output, **kwargs)
+    with folder as partial:
+        (partial / "config.json").write_text(mark)
+        folder.commit()
+
+
+def test_nothing_is_at_the_place_before_the_commit_and_everything_after_it(tmp_path):
+    folder = OutputFolder(tmp_path / "deep" / "out")
+    with folder as partial:
+        (partial / "config.json").write_text("new")
+        assert names(tmp_path / "deep") == [".out.partial"]
+        folder.commit()
+    assert names(tmp_path / "deep") == ["out"]
+    assert names(tmp_path / "deep" / "out") == ["config.json"]
+
+
+def test_work_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), OutputFolder(tmp_path / "out") as partial:
+        (partial / "config.json").write_text("half")
+        raise ZeroDivisionError
+    assert names(tmp_path) == []
+
+
+def test_work_that_fails_leaves_the_old_checkpoint(tmp_path):
+    checkpoint(tmp_path / "out")
+    with pytest.raises(ZeroDivisionError), OutputFolder(tmp_path / "out", overwrite=True):
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "out")
+    rename = os.rename
+    folder = OutputFolder(tmp_path / "out", overwrite=True)
+
+    def full_disk(source, target, **_):
+        if os.fspath(source).endswith(".partial"):
+            raise OSError(28, "No space left on device")
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full_disk)
+    with pytest.raises(OSError, match="No space left"), folder as partial:
+        (partial / "config.json").write_text("new")
+        folder.commit()
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path):
+    checkpoint(tmp_path / "out")
+    (tmp_path / "out" / "model-00001-of-00002.safetensors").write_text("old")
+    with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it, or choose another folder"):
+        OutputFolder(tmp_path / "out")
+    write(tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["config.json"]
+
+
+def test_an_empty_folder_may_be_replaced_on_request(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RequestError, match="exists"):
+        OutputFolder(tmp_path / "out")
+    write(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years")
+    (tmp_path / "file").write_text("x")
+    for name in ("thesis", "file"):
+        with pytest.raises(
+            RequestError, match=f"{name} is no checkpoint .it has no config.json., so --overwrite will not"
+        ):
+            OutputFolder(tmp_path / name, overwrite=True)
+    assert (tmp_path / "thesis" / "thesis.tex").read_text() == "years"
+
+
+def test_the_output_may_lie_neither_inside_the_base_nor_around_it(tmp_path):
+    base = checkpoint(tmp_path / "run" / "checkpoint-5")
+    checkpoint(tmp_path / "run" / "other")
+    (tmp_path / "run" / "config.json").write_text("old")
+    (tmp_path / "link").symlink_to(base)
+    for inside in (base, base / "out", base / "a" / "b", tmp_path / "link", tmp_path / "link" / "out"):
+        for overwrite in (True, False):
+            with pytest.raises(RequestError, match=r"lies inside the base .*; expected a folder elsewhere"):
+                OutputFolder(inside, base, overwrite)
+    with pytest.raises(RequestError, match=r"run holds the base .*checkpoint-5, which --overwrite would delete"):
+        OutputFolder(tmp_path / "run", base, overwrite=True)
+    OutputFolder(tmp_path / "run" / "checkpoint-50", base)
+    OutputFolder(tmp_path / "run" / "other", base, overwrite=True)
+
+
+def test_a_link_stands_for_what_it_points_to(tmp_path):
+    checkpoint(tmp_path / "real" / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
+    for mark in ("first", "second", "third"):
+        write(tmp_path / "link", mark, overwrite=True)
+        assert (tmp_path / "real" / "out" / "config.json").read_text() == mark
+    assert (tmp_path / "link").is_symlink()
+    assert names(tmp_path) == ["link", "real"]
+    assert names(tmp_path / "real") == ["out"]
+
+
+def test_an_output_below_a_file_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RequestError, match=r"out cannot be made: .*file is not a writable folder"):
+        OutputFolder(tmp_path / "file" / "out")
+
+
+def test_too_little_disk_is_told_before_work_begins(tmp_path, monkeypatch, base):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    with pytest.raises(
+        RequestError, match=r"the output needs 0\.06 GB, but .* has 0\.00 GB free. Make room or choose another"
+    ):
+        upscaled(base, tmp_path / "new" / "out")
+    assert names(tmp_path) == []
+
+
+def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monkeypatch, base):
+    (tmp_path / ".out.partial" / "sub").mkdir(parents=True)
+    (tmp_path / ".out.partial" / "model.safetensors").write_bytes(bytes(80_000_000))
+    (tmp_path / ".out.partial" / "sub" / "x").write_text("x")
+    (tmp_path / ".out.partial" / "link").symlink_to(base)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    before = file_digests(base)
+    upscaled(base, tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    assert not {"sub", "link"} & set(names(tmp_path / "out"))
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
+    assert file_digests(base) == before
+
+
+def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
+    checkpoint(tmp_path / ".out.replaced")
+    with pytest.raises(RequestError, match="exists"):
+        upscaled(base, tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_what_a_run_killed_after_its_commit_left_aside_is_cleaned_up(tmp_path):
+    checkpoint(tmp_path / ".out.replaced", "older")
+    checkpoint(tmp_path / "out", "old")
+    write(tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp_path, base):
+    first = OutputFolder(tmp_path / "out")
+    with first as partial:
+        (partial / "config.json").write_text("first")
+        with pytest.raises(
+            RequestError, match=r"out is being written by another run. Wait for it, or choose another folder"
+        ):
+            upscaled(base, tmp_path / "out")
+        upscaled(base, tmp_path / "other")
+        assert (partial / "config.json").read_text() == "first"
+        first.commit()
+    assert (tmp_path / "out" / "config.json").read_text() == "first"
+    assert names(tmp_path) == ["other", "out"]
+
+
+def test_a_run_that_was_planned_before_another_finished_does_not_replace_its_output(tmp_path):
+    late = OutputFolder(tmp_path / "out")
+    write(tmp_path / "out", "first")
+    with pytest.raises(RequestError, match="out exists; pass --overwrite"), late:
+        pass
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "first"
+
+
+def test_a_run_does_not_undo_the_commit_of_another(tmp_path, monkeypatch):
+    """The other run looks in the moment between the two renames of the first."""
+    checkpoint(tmp_path / "out")
+    rename = os.rename
+    first = OutputFolder(tmp_path / "out", overwrite=True)
+    refused = []
+
+    def watched(source, target, **_):
+        rename(source, target)
+        if os.fspath(target).endswith(".replaced"):
+            monkeypatch.setattr(os, "rename", rename)
+            with contextlib.suppress(RequestError):
+                with OutputFolder(tmp_path / "out"):
+                    pass
+                refused.append(False)
+            refused.append(True)
+
+    monkeypatch.setattr(os, "rename", watched)
+    with first as partial:
+        (partial / "config.json").write_text("new")
+        first.commit()
+    assert refused == [True]
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_every_file_is_forced_to_the_disk_before_the_folder_is_in_its_place(tmp_path, monkeypatch, base):
+    synced = set()
+    fsync = os.fsync
+
+    def watched(descriptor):
+        synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    upscaled(base, tmp_path / "out", max_shard_size="40KB")
+    assert {path.name for path in (tmp_path / "out").rglob("*")} <= synced
+    assert ".out.partial" in synced

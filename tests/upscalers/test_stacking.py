@@ -1,0 +1,80 @@
+"""An upscaled model is upscaled again: identity, memory entries and earlier memories survive."""
+
+import json
+
+import pytest
+import torch
+from tiny import prompt
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_bits, save_base
+from upscalers import upscale
+
+
+def upscaled(base, output, **request):
+    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
+
+
+def trained(folder, output):
+    """The model with memories that act, saved as training saves it."""
+    model = load(folder)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".memory." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+    model.save_pretrained(output)
+    return output
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, verify):
+    upscaled(shared_base(family), tmp_path / "once", placement="1,4")
+    upscaled(tmp_path / "once", tmp_path / "twice", placement="0,2,8", options={"n": 4, "k": 1}, verify=verify)
+    config = json.loads((tmp_path / "twice" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 9
+    assert config["memory"] == [
+        {"type": "headwise", "n": 8, "k": 2, "layers": [3, 6]},
+        {"type": "headwise", "n": 4, "k": 1, "layers": [0, 2, 8]},
+    ]
+    assert config["upscale"]["new_layers"] == [0, 2, 8]
+    assert config["upscale"]["base_config"] == json.loads((tmp_path / "once" / "config.json").read_text())
+    assert torch.equal(logits(shared_base(family)), logits(tmp_path / "twice"))
+
+
+@pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy", "llama-pro", "0,1,2,9,10,11"])
+def test_trained_memories_keep_their_place_and_their_effect(family, shared_base, tmp_path, placement):
+    upscaled(shared_base(family), tmp_path / "once", placement="1,4")
+    once = trained(tmp_path / "once", tmp_path / "trained")
+    assert not torch.allclose(logits(shared_base(family)), logits(once))
+    report = upscaled(once, tmp_path / "twice", placement=placement)
+    assert report.identity.max_abs_diff == 0.0
+    model, base = load(tmp_path / "twice"), load(once)
+    tokens = prompt()
+    with torch.no_grad():
+        assert torch.equal(base(tokens).logits, model(tokens).logits)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(base.generate(tokens, **settings), model.generate(tokens, **settings))
+
+
+def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(family, shared_base, tmp_path):
+    upscaled(shared_base(family), tmp_path / "once", placement="0,5")
+    once = trained(tmp_path / "once", tmp_path / "trained")
+    upscaled(once, tmp_path / "twice", placement="0,7")
+    old, new = read_tensors(once), read_tensors(tmp_path / "twice")
+    for index, donor in ((0, 0), (7, 5)):
+        names = {
+            name.removeprefix(f"model.layers.{index}.") for name in new if name.startswith(f"model.layers.{index}.")
+        }
+        assert not any("o_proj" in name or "mlp" in name for name in names)
+        for name in names:
+            if ".memory." not in f".{name}":
+                assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+    assert not new["model.layers.0.memory.value_bank"].any()
+    assert new["model.layers.1.memory.value_bank"].any()
+
+
+def test_the_base_of_a_stacked_model_may_be_bfloat16_and_sharded(tmp_path):
+    base = save_base(tmp_path / "base", "gemma3", torch.bfloat16, max_shard_size="30KB")
+    upscaled(base, tmp_path / "once", max_shard_size="30KB")
+    upscaled(tmp_path / "once", tmp_path / "twice", max_shard_size="30KB", num_new_layers=3)
+    assert torch.equal(logits(base), logits(tmp_path / "twice"))
