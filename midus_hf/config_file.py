@@ -24,6 +24,21 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     Raises:
         ValueError: If the file is absent or no mapping, a key is unknown or missing, or a value has the wrong type.
     """
+    values = read_mapping(path)
+    for override in overrides:
+        _apply_override(cls, values, override)
+    return from_mapping(cls, values)
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """Read the keys and values of a YAML file; an empty file has none.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If the file is absent, not YAML or no mapping.
+    """
     path = Path(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -39,9 +54,7 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
         raise ValueError(
             f"config {str(path)!r} holds a {type(values).__name__}; expected a mapping of keys to values."
         )
-    for override in overrides:
-        _apply_override(cls, values, override)
-    return from_mapping(cls, values)
+    return values
 
 
 def from_mapping(cls: type[Options], values: Mapping[str, Any], prefix: str = "") -> Options:
@@ -58,9 +71,9 @@ def from_mapping(cls: type[Options], values: Mapping[str, Any], prefix: str = ""
     fields = _fields(cls)
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields)
+            near = difflib.get_close_matches(str(key), fields, n=3, cutoff=0.5)
             hint = (
-                f"Did you mean {' or '.join(map(repr, near))}?" if near else f"It knows {', '.join(sorted(fields))}."
+                f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Expected one of: {', '.join(fields)}."
             )
             raise ValueError(f"config has an unknown key {prefix + str(key)!r}. {hint}")
     for name, field in fields.items():
@@ -110,11 +123,14 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if dataclasses.is_dataclass(alternative) and value is not None:
             mapping = value if isinstance(value, Mapping) else {_first_field(alternative): value}
             return from_mapping(typing.cast(type, alternative), mapping, prefix=f"{key}.")
+        if typing.get_origin(alternative) is list and isinstance(value, list):
+            (item_hint,) = typing.get_args(alternative)
+            return [_convert(item_hint, item, f"{key}[{index}]") for index, item in enumerate(value)]
         if typing.get_origin(alternative) is typing.Literal and value in typing.get_args(alternative):
             return value
         if alternative is types.NoneType and value is None:
             return None
-        if alternative in (bool, str) and type(value) is alternative:
+        if alternative in (bool, str, int) and type(value) is alternative:
             return value
         if alternative in (int, float) and (number := _number(value)) is not None:
             if alternative is float or number.is_integer():
@@ -129,7 +145,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if abs(number) < float("inf") else None
 
@@ -137,6 +153,8 @@ def _number(value: Any) -> float | None:
 def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list, each item of it {_describe(typing.get_args(hint)[0])}"
     if dataclasses.is_dataclass(hint):
         return f"a mapping with {', '.join(_fields(hint))}"
     names = {types.NoneType: "null", bool: "true or false", str: "a string", int: "a whole number", float: "a number"}

@@ -1,68 +1,188 @@
-"""Read documents from a file or a folder."""
+"""Read documents from text files, JSON lines, Parquet, and folders of them."""
 
+import codecs
+import importlib.util
 import json
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-_SUFFIXES_IN_FOLDER = (".txt", ".md", ".jsonl")
+FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+"""Endings of the files that are read from a folder."""
 
 
-def read_documents(path: str | Path) -> list[str]:
-    """Read text to be measured.
+class DocumentError(ValueError):
+    """Text that cannot be read, or that there is too little of."""
+
+
+def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-8") -> list[str]:
+    """Read all documents of a file or a folder.
 
     Args:
-        path: A text file, which is one document; a file of JSON lines (`.jsonl`), each a document in the field `text`;
-            or a folder, whose `.txt`, `.md` and `.jsonl` files, those of its subfolders included, are read in the
+        path: A `.jsonl` or `.parquet` file, a document a row; any other file, which is one document; or a folder,
+            whose `.txt`, `.md`, `.jsonl` and `.parquet` files, those of its subfolders included, are read in the
             order of their paths.
+        column: The column, or JSON key, that holds the text. Default: `"text"`.
+        encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
 
     Returns:
         The documents that hold anything but white space; at least one.
 
     Raises:
-        ValueError: If the path does not exist, holds no document, or is not UTF-8 text.
+        DocumentError: If the path does not exist or holds no document, or as `iterate_documents`.
     """
-    path = Path(path)
-    if path.is_dir():
-        files = sorted(
-            file
-            for file in path.rglob("*")
-            if file.suffix in _SUFFIXES_IN_FOLDER and not file.name.startswith(".") and file.is_file()
-        )
-        if not files:
-            raise ValueError(f"{path} holds no text; expected {', '.join(_SUFFIXES_IN_FOLDER)} files in it.")
-    elif path.is_file():
-        files = [path]
-    else:
-        raise ValueError(f"text is {str(path)!r}, which does not exist; expected a text file or a folder of them.")
-    documents = [document for file in files for document in _read_file(file) if document.strip()]
+    documents = list(iterate_documents(find_files(path), column, encoding))
     if not documents:
-        raise ValueError(f"{path} is empty; expected text.")
+        raise DocumentError(
+            f"text {str(path)!r} is empty: it has no document with a visible character. Add text to it."
+        )
     return documents
 
 
-def _read_file(path: Path) -> list[str]:
-    text = _read_text(path)
-    return _json_lines(path, text) if path.suffix == ".jsonl" else [text]
+def find_files(path: str | Path) -> list[Path]:
+    """The files to read: `path` itself, or those of the folder `path` that hold text, in the order of their paths.
+
+    Args:
+        path: A file or a folder.
+
+    Raises:
+        DocumentError: If the path does not exist, or is a folder without such files.
+    """
+    path = Path(path).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DocumentError(f"text is {str(path)!r}, which does not exist; expected a file or a folder.")
+    files = sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(path)
+        for name in names
+        if Path(name).suffix in FOLDER_SUFFIXES and not name.startswith(".")
+    )
+    if not files:
+        raise DocumentError(
+            f"text is {str(path)!r}, a folder without text; expected files ending in {', '.join(FOLDER_SUFFIXES)}."
+        )
+    return files
 
 
-def _read_text(path: Path) -> str:
+def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str = "utf-8") -> Iterator[str]:
+    """Read files one after the other; documents that hold nothing but white space are left out.
+
+    Args:
+        files: As from `find_files`.
+        column: As in `read_documents`. Default: `"text"`.
+        encoding: As in `read_documents`. Default: `"utf-8"`.
+
+    Raises:
+        DocumentError: For what is not text in this encoding, for rows without text in the column, for what is neither
+            JSON nor Parquet although its name says so, and for Parquet where `datasets` is not installed.
+    """
+    return (document for file in files for document in _read_file(file, column, encoding) if document.strip())
+
+
+def text_of_row(row: Any, column: str, place: str) -> str:
+    """The text of one row.
+
+    Args:
+        row: A mapping from columns to values, if all is well.
+        column: The column that holds the text.
+        place: Where the row is, for messages.
+
+    Raises:
+        DocumentError: If the row has no such column, or no text in it.
+    """
+    if not isinstance(row, dict) or column not in row:
+        found = f"only {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise DocumentError(f"{place} has no {column!r}, {found}; set column to the one that holds the text.")
+    if not isinstance(row[column], str):
+        raise DocumentError(f"{place} has a {type(row[column]).__name__} under {column!r}; expected text.")
+    return row[column]
+
+
+def import_datasets(wanted_by: str) -> ModuleType:
+    """Import the package `datasets`, which is an extra.
+
+    Args:
+        wanted_by: What cannot be read without it, for the message.
+
+    Raises:
+        DocumentError: If it is not installed.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise DocumentError(f"{wanted_by} needs the package datasets; install it with pip install datasets.")
+    import datasets
+
+    return datasets
+
+
+def first_line(error: Exception) -> str:
+    """What another library says, without what follows its first line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
+    if path.suffix == ".parquet":
+        return _read_parquet(path, column)
+    if path.suffix == ".jsonl":
+        return _read_json_lines(path, column, encoding)
+    return _read_text(path, encoding)
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[str]:
+    place = f"file {str(path)!r}"
+    datasets = import_datasets(place)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for row in rows:
+            yield text_of_row(row, column, place)
+    except DocumentError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DocumentError(f"{place} is no readable Parquet: {first_line(error)}. Write it again.") from error
+
+
+def _read_json_lines(path: Path, column: str, encoding: str) -> Iterator[str]:
+    number = 0
+    try:
+        with path.open(encoding=_codec(encoding), newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    place = f"line {number} of {str(path)!r}"
+                    yield text_of_row(_parse(line, place), column, place)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
-    if "\0" in text:
-        raise ValueError(f"{path} is not text: it holds a zero byte.")
-    return text
+        raise _not_text(path, encoding, f"{error.reason} after line {number}") from error
 
 
-def _json_lines(path: Path, text: str) -> list[str]:
-    documents = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                row = None
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                raise ValueError(f"{path} line {number} is no JSON object with a string 'text'.")
-            documents.append(row["text"])
-    return documents
+def _parse(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DocumentError(f"{place} is not JSON: {error}. Expected one object a line.") from error
+
+
+def _read_text(path: Path, encoding: str) -> Iterator[str]:
+    try:
+        text = path.read_bytes().decode(_codec(encoding))
+    except UnicodeDecodeError as error:
+        raise _not_text(path, encoding, f"{error.reason} at byte {error.start}") from error
+    if "\0" in text:  # which passes for UTF-8
+        raise _not_text(path, encoding, "it has zero bytes")
+    yield text
+
+
+def _codec(encoding: str) -> str:
+    """Python's name of an encoding, such that a byte order mark is no text."""
+    try:
+        name = codecs.lookup(encoding).name
+    except LookupError as error:
+        raise DocumentError(f"encoding is {encoding!r}, which Python does not know; expected e.g. 'utf-8'.") from error
+    return "utf-8-sig" if name == "utf-8" else name
+
+
+def _not_text(path: Path, encoding: str, reason: str) -> DocumentError:
+    return DocumentError(
+        f"file {str(path)!r} is not text in {encoding}: {reason}. Take it out, convert it, or set encoding."
+    )

@@ -1,69 +1,161 @@
-"""Reading the text that is measured."""
+"""Documents are read from files and folders; what is no text is refused."""
+
+import json
+import re
 
 import pytest
 
-from midus_hf.evaluation.documents import read_documents
+from midus_hf.documents import DocumentError, find_files, iterate_documents, read_documents
 
 
-def test_a_file_is_one_document(tmp_path):
-    (tmp_path / "a.utf8").write_text("one\n\ntwo ü\n", encoding="utf-8")
-    assert read_documents(tmp_path / "a.utf8") == ["one\n\ntwo ü\n"]
+def test_a_text_file_is_one_document_whatever_its_ending(tmp_path):
+    for name in ("a.txt", "b.md", "no_ending", "c.tex"):
+        (tmp_path / name).write_text("one\n\ntwo ü\n", encoding="utf-8")
+        assert read_documents(tmp_path / name) == ["one\n\ntwo ü\n"]
 
 
-def test_a_folder_is_its_text_files_in_order_of_their_paths(tmp_path):
-    for name in ("b/z.txt", "a.md", "c.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+def test_line_endings_of_plain_text_are_kept(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo")
+    assert read_documents(tmp_path / "a.txt") == ["one\r\ntwo"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "UTF8", "utf_8"])
+def test_a_byte_order_mark_is_no_text(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "more"}')
+    assert read_documents(tmp_path, encoding=encoding) == ["words", "more"]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_another_encoding_can_be_named(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes("café".encode(encoding))
+    (tmp_path / "b.jsonl").write_bytes('{"text": "né"}\n{"text": "né Ċ"}\n'.encode(encoding, "replace"))
+    last = "né ?" if encoding == "latin-1" else "né Ċ"
+    assert read_documents(tmp_path, encoding=encoding) == ["café", "né", last]
+
+
+def test_json_lines_hold_a_document_a_line_in_the_named_column(tmp_path):
+    rows = [{"text": "one", "body": "1"}, {"text": "two\u2028", "body": "2"}]
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    assert read_documents(tmp_path / "a.jsonl") == ["one", "two\u2028"]
+    assert read_documents(tmp_path / "a.jsonl", column="body") == ["1", "2"]
+
+
+def test_parquet_holds_a_document_a_row(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = str(tmp_path / "a.parquet")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(path)
+    assert read_documents(path) == ["one", "two"]
+    with pytest.raises(DocumentError, match=r"has no 'body', only text; set column to the one that holds the text"):
+        read_documents(path, column="body")
+
+
+def test_what_is_no_parquet_is_refused(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DocumentError, match=r"a\.parquet' is no readable Parquet: .*\. Write it again\."):
+        read_documents(tmp_path / "a.parquet")
+
+
+def test_without_the_package_datasets_parquet_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "a.parquet").touch()
+    with pytest.raises(
+        DocumentError, match=r"a\.parquet' needs the package datasets; install it with pip install data"
+    ):
+        read_documents(tmp_path / "a.parquet")
+
+
+def test_a_folder_is_read_recursively_in_order_and_skips_what_holds_no_text(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("b/2.txt", "c.md", "a.txt", "b/1.jsonl"):
+        text = json.dumps({"text": name}) if name.endswith("jsonl") else name
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\x00")
     (tmp_path / "code.py").write_text("not text")
-    (tmp_path / ".hidden.txt").write_text("not shown")
-    assert read_documents(tmp_path) == ["a.md", "b/z.txt", "c.txt"]
+    (tmp_path / ".hidden.txt").write_text("hidden", encoding="utf-8")
+    assert read_documents(tmp_path) == ["a.txt", "b/1.jsonl", "b/2.txt", "c.md"]
 
 
-def test_json_lines_are_a_document_each(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 2}\n')
-    assert read_documents(tmp_path / "rows.jsonl") == ["one", "two"]
+def test_a_home_folder_can_be_abbreviated(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("words")
+    assert read_documents("~/a.txt") == ["words"]
 
 
 def test_documents_of_white_space_are_left_out(tmp_path):
-    (tmp_path / "a.txt").write_text(" \n")
+    (tmp_path / "a.txt").write_text(" \n\t")
     (tmp_path / "b.txt").write_text("words")
     assert read_documents(tmp_path) == ["words"]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
-    assert read_documents(tmp_path / "a.txt") == ["words"]
+def test_files_are_read_only_as_far_as_documents_are_taken(tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\nno json\n')
+    documents = iterate_documents(find_files(tmp_path))
+    assert [next(documents), next(documents)] == ["words", "one"]
+    with pytest.raises(DocumentError, match=r"is not JSON"):
+        next(documents)
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"text is '.*absent', which does not exist; expected a text file or a folder"
-    ):
+    with pytest.raises(DocumentError, match=r"text is '.*absent', which does not exist; expected a file or a folder"):
         read_documents(tmp_path / "absent")
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no text; expected \.txt, \.md, \.jsonl files in it"):
+    with pytest.raises(
+        DocumentError, match=r"a folder without text; expected files ending in \.txt, \.md, \.jsonl, \.parquet\."
+    ):
         read_documents(tmp_path)
 
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"a\.txt is empty; expected text"):
+    with pytest.raises(DocumentError, match=r"a\.txt' is empty: it has no document with a visible character"):
         read_documents(tmp_path / "a.txt")
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text \(byte 1\); convert it first"):
-        read_documents(tmp_path / "latin.txt")
-    (tmp_path / "zero.txt").write_bytes(b"a\0b")
-    with pytest.raises(ValueError, match="is not text: it holds a zero byte"):
-        read_documents(tmp_path / "zero.txt")
+@pytest.mark.parametrize("data", [b"good\xff\xfe", bytes(range(256))])
+def test_bytes_that_are_no_text_are_refused(tmp_path, data):
+    (tmp_path / "a.txt").write_bytes(data)
+    with pytest.raises(
+        DocumentError, match=r"is not text in utf-8: .* at byte \d+\. Take it out, convert it, or set encoding\."
+    ):
+        read_documents(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["no json", '{"txt": "x"}', '{"text": 3}', '["text"]'])
-def test_json_lines_without_text_are_refused(tmp_path, line):
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl line 2 is no JSON object with a string 'text'"):
-        read_documents(tmp_path / "rows.jsonl")
+def test_json_lines_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n' * 10_000 + b'{"text": "\xff"}\n')
+    with pytest.raises(DocumentError, match=r"a\.jsonl' is not text in utf-8: invalid start byte after line \d+\."):
+        read_documents(tmp_path)
+
+
+def test_zero_bytes_are_no_text_although_they_decode(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc\0def")
+    with pytest.raises(DocumentError, match=r"is not text in utf-8: it has zero bytes\. Take it out"):
+        read_documents(tmp_path)
+
+
+def test_an_unknown_encoding_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("a", encoding="utf-8")
+    with pytest.raises(
+        DocumentError, match=r"encoding is 'utf-99', which Python does not know; expected e\.g\. 'utf-8'"
+    ):
+        read_documents(tmp_path, encoding="utf-99")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON: "),
+        ('{"body": "x"}', "has no 'text', only body; set column to the one that holds the text."),
+        ("[1]", "has no 'text', a list; set column"),
+        ('{"text": 3}', "has a int under 'text'; expected text."),
+    ],
+)
+def test_a_json_line_without_a_document_is_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(DocumentError, match=r"line 2 of '.*a.jsonl' " + re.escape(message)):
+        read_documents(tmp_path)

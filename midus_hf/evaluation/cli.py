@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -15,26 +15,66 @@ def midus_eval(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL...", help="Folders or hub ids, compared side by side.")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="Measure perplexity on this file or folder.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder with the questions of the local tasks.")] = None,
-    include_path: Annotated[str | None, typer.Option(help="Folder with more task files.")] = None,
-    config: Annotated[str | None, typer.Option(help="Settings from a YAML file; options override it.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Worked examples before a question.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions a task.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a window of the text.")] = None,
-    stride: Annotated[int | None, typer.Option(help="Tokens predicted a window.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of the text to predict.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Windows or requests a forward pass.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Measure perplexity on this file or folder.  [default: none]", metavar="PATH")
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(help="Where rows of JSON and Parquet hold the text.  [default: text]", metavar="NAME"),
+    ] = None,
+    encoding: Annotated[
+        str | None, typer.Option(help="Of plain text and JSON lines.  [default: utf-8]", metavar="NAME")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Of lm-eval, separated by commas.  [default: none]", metavar="NAMES")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Folder with the questions of the local tasks.  [default: lm-eval's own]", metavar="DIR"),
+    ] = None,
+    include_path: Annotated[
+        str | None, typer.Option(help="Folder with more task files.  [default: none]", metavar="DIR")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="YAML file with these options; the command line wins.  [default: none]", metavar="FILE"),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(help="Worked examples before a question.  [default: the task's, else 0]", metavar="N"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions a task.  [default: all]", metavar="N")] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a window of the text.  [default: 1024, or what the model was made for]", metavar="N"
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens predicted a window.  [default: sequence-length]", metavar="N")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the text to predict.  [default: all]", metavar="N")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Windows or requests a forward pass.  [default: 4]", metavar="N")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="NAME")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+    ] = None,
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the choice of worked examples.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the choice of worked examples.  [default: 0]", metavar="N")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     write_tasks: Annotated[
-        str | None, typer.Option(help="Only write the local tasks to this folder, for lm_eval --include_path.")
+        str | None,
+        typer.Option(help="Only write the local tasks to this folder, for lm_eval --include_path.", metavar="DIR"),
     ] = None,
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
@@ -53,6 +93,8 @@ def midus_eval(
         config,
         {
             "text": text,
+            "column": column,
+            "encoding": encoding,
             "sequence_length": sequence_length,
             "stride": stride,
             "max_tokens": max_tokens,

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.evaluation.documents import read_documents
+from midus_hf.documents import read_documents
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 
@@ -44,7 +44,9 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
         torch.device(device)
     except RuntimeError:
         raise ValueError(f"device is {device!r}; expected a device of PyTorch, such as cpu or cuda:0.") from None
-    documents = None if settings.text is None else read_documents(settings.text)
+    documents = None
+    if settings.text is not None:
+        documents = read_documents(settings.text, settings.column, settings.encoding)
     tasks = None
     if settings.tasks:
         from midus_hf.evaluation.harness import Tasks

@@ -1,12 +1,10 @@
 """What an evaluation measures and how, from the command line or a YAML file."""
 
 import dataclasses
-import difflib
-import typing
 from pathlib import Path
 from typing import Any
 
-import yaml
+from midus_hf.config_file import from_mapping, read_mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,7 +12,9 @@ class EvaluationSettings:
     """What to measure and how. Every key is also an option of `midus-eval`. Paths are relative to where it runs.
 
     Args:
-        text: File or folder to measure perplexity on. Default: none.
+        text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
+        column: The column, or JSON key, of JSON lines and Parquet that holds the text. Default: `text`.
+        encoding: Encoding of plain text and JSON lines. Default: `utf-8`.
         sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
         stride: Tokens predicted a window. Default: `sequence_length`.
         max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
@@ -34,6 +34,8 @@ class EvaluationSettings:
     """
 
     text: str | None = None
+    column: str = "text"
+    encoding: str = "utf-8"
     sequence_length: int | None = None
     stride: int | None = None
     max_tokens: int | None = None
@@ -48,12 +50,15 @@ class EvaluationSettings:
     trust_remote_code: bool = False
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.text is None and not self.tasks:
             raise ValueError("there is nothing to measure; give a text, tasks, or both.")
         for name in ("sequence_length", "stride", "max_tokens"):
             if self.text is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there is no text to measure.")
+        for name, default in (("column", "text"), ("encoding", "utf-8")):
+            if self.text is None and getattr(self, name) != default:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but there is no text to measure.")
         for name in ("data", "include_path", "num_fewshot", "limit"):
             if not self.tasks and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there are no tasks; name them.")
@@ -75,33 +80,6 @@ def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> Evaluat
     Raises:
         ValueError: If the file cannot be read, or has an unknown key or a value of the wrong type.
     """
-    values = {} if path is None else _read_mapping(Path(path))
-    fields = {field.name for field in dataclasses.fields(EvaluationSettings)}
-    hints = typing.get_type_hints(EvaluationSettings)
-    for key, value in values.items():
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(sorted(fields))}."
-            raise ValueError(f"{path} has the unknown key {key!r}. {hint}")
-        if not _has_type(value, hints[key]):
-            expected = hints[key] if typing.get_origin(hints[key]) else hints[key].__name__
-            raise ValueError(f"{key} is {value!r} in {path}; expected {expected}.")
-    return EvaluationSettings(**{**values, **{key: value for key, value in overrides.items() if value is not None}})
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"config is {str(path)!r}, which is no readable YAML: {' '.join(str(error).split())}"
-        ) from None
-    if not isinstance(values, dict):
-        raise ValueError(f"config is {str(path)!r}; expected a mapping of settings in it.")
-    return values
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    if typing.get_origin(hint) is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    values = {} if path is None else read_mapping(path)
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return from_mapping(EvaluationSettings, {**values, **given})

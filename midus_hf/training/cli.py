@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from accelerate import PartialState
 
-from midus_hf.training.config_file import read_config
-from midus_hf.training.corpus import CorpusError
+from midus_hf.config_file import read_config
+from midus_hf.documents import DocumentError
 from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.run import prepare
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(error)
     try:
         result = run.execute()
-    except CorpusError as error:
+    except DocumentError as error:
         return _refuse(error)
     if not PartialState().is_main_process:
         return 0

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -15,9 +15,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from midus_hf.documents import first_line
 from midus_hf.training.freezing import new_layers
 
-PROVENANCE_NAME = "upscale.json"
+ACCOMPANYING = ("upscale.json", "README.md", "LICENSE*", "NOTICE*")
+"""What a trained model carries on from the one it came from: its record, its card, its terms."""
 
 
 def load_config(model: str, trainable: Literal["new", "all"]) -> PreTrainedConfig:
@@ -51,7 +53,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model is {model!r}, which has no tokenizer: {_first_line(error)}") from error
+        raise ValueError(f"model is {model!r}, which has no tokenizer: {first_line(error)}") from error
 
 
 def load_model(model: str, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -85,24 +87,21 @@ def load_model(model: str, attn_implementation: str | None = None) -> PreTrained
     return loaded_model
 
 
-def _not_a_model(model: str, error: Exception) -> str:
-    return f"model is {model!r}; expected the folder or Hub id of a language model: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def provenance_files(model: str) -> list[Path]:
-    """The record that `upscale` left beside the model, if there is one.
+def load_accompanying_files(model: str) -> dict[str, bytes]:
+    """The contents, by name, of the files beside the model that `ACCOMPANYING` matches.
 
     Args:
         model: Folder or Hub id.
     """
-    if Path(model).is_dir():
-        path = Path(model, PROVENANCE_NAME)
-        return [path] if path.is_file() else []
-    try:
-        return [Path(hf_hub_download(model, PROVENANCE_NAME))]
-    except (EntryNotFoundError, HfHubHTTPError, OSError):
-        return []
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=list(ACCOMPANYING)))
+        except (HfHubHTTPError, OSError):
+            return {}
+    paths = sorted(path for pattern in ACCOMPANYING for path in folder.glob(pattern) if path.is_file())
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def _not_a_model(model: str, error: Exception) -> str:
+    return f"model is {model!r}; expected the folder or Hub id of a language model: {first_line(error)}"

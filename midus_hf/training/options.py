@@ -32,7 +32,7 @@ class CorpusOptions:
     streaming: bool = False
     shuffle_buffer: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("corpus.path is empty; expected a file, a folder or a dataset id.")
         if self.shuffle_buffer < 0:
@@ -111,7 +111,7 @@ class TrainConfig:
     resume: bool | str = False
     overwrite: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         for name in (

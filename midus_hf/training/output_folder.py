@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,16 @@ def start_output(config: TrainConfig) -> None:
         shutil.rmtree(output)
     shutil.rmtree(output / PARTIAL_NAME, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
-    (output / CONFIG_NAME).write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), encoding="utf-8")
+    (output / CONFIG_NAME).write_text(as_yaml(config), encoding="utf-8")
+
+
+def as_yaml(config: TrainConfig) -> str:
+    """The options of a run as a config file.
+
+    Args:
+        config: The options.
+    """
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 class SavesTokenizer(TrainerCallback):
@@ -115,17 +124,17 @@ def last_checkpoint(output: str | os.PathLike) -> Path | None:
     return numbered[max(numbered)] if numbered else None
 
 
-def publish(partial: Path, output: Path, extra_files: Iterable[Path] = ()) -> None:
+def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
     """Move a model that was saved in `partial` to `output`, its config last: without one, no folder is a model.
 
     Args:
         partial: A folder inside `output`, gone afterwards.
         output: The folder of the run.
-        extra_files: Files to copy beside the model.
+        extra_files: Contents, by name, of more files to put beside the model.
     """
     (output / "config.json").unlink(missing_ok=True)
-    for file in extra_files:
-        shutil.copyfile(file, partial / file.name)
+    for name, content in extra_files.items():
+        (partial / name).write_bytes(content)
     for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
         target = output / path.name
         if path.is_dir():

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.training.corpus import CorpusError
+from midus_hf.documents import DocumentError
 
 IGNORED_LABEL = -100
 """The label that transformers' losses leave out."""
@@ -109,7 +109,7 @@ class CorpusPass:
         vocab_size: As in `tokenise`. Default: unchecked.
 
     Raises:
-        CorpusError: At the end of the pass, if the corpus is empty or shorter than one sequence.
+        DocumentError: At the end of the pass, if the corpus is empty or shorter than one sequence.
         ValueError: As in `tokenise`.
     """
 
@@ -127,9 +127,9 @@ class CorpusPass:
     def __iter__(self) -> Iterator[PackedSequence]:
         yield from pack(self._counted(), self.sequence_length)
         if self.num_documents == 0:
-            raise CorpusError("the corpus is empty: it has no document with a visible character. Add text to it.")
+            raise DocumentError("the corpus is empty: it has no document with a visible character. Add text to it.")
         if self.num_tokens < self.sequence_length:
-            raise CorpusError(
+            raise DocumentError(
                 f"the corpus has {self.num_tokens} tokens; expected at least one sequence of sequence_length = "
                 f"{self.sequence_length}. Add text, or lower sequence_length."
             )
@@ -149,7 +149,7 @@ class PackedDataset(Dataset):
         document_mask: As in `training_example`. Default: false.
 
     Raises:
-        CorpusError: If the corpus is empty or shorter than one sequence.
+        DocumentError: If the corpus is empty or shorter than one sequence.
         ValueError: As in `tokenise`.
     """
 
@@ -175,7 +175,7 @@ class PackedStream(IterableDataset):
         document_mask: As in `training_example`. Default: false.
 
     Raises:
-        CorpusError: When read, if the corpus is empty or shorter than one sequence.
+        DocumentError: When read, if the corpus is empty or shorter than one sequence.
         ValueError: When read, as in `tokenise`.
     """
 

@@ -20,7 +20,8 @@ from transformers import (
 
 from midus_hf.training.corpus import open_corpus
 from midus_hf.training.freezing import TrainableReport, set_trainable
-from midus_hf.training.loading import load_config, load_model, load_tokenizer, provenance_files
+from midus_hf.training.loading import load_accompanying_files, load_config, load_model, load_tokenizer
+from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
@@ -37,10 +38,10 @@ class TrainResult:
     Args:
         output: Folder of the trained model.
         steps: Optimizer steps, those before a resumption included.
-        tokens: Tokens trained on, likewise.
+        tokens: Tokens that all processes trained on, likewise.
         loss: Mean loss of the last log event; None if there was none.
-        seconds: Wall time of the training loop, this process alone.
-        tokens_per_second: Throughput of the training loop, this process alone; None if it took no step.
+        seconds: Wall time of the training loop, without what came before a resumption.
+        tokens_per_second: Tokens of all processes in these seconds, a second; None if the loop took no step.
     """
 
     output: str
@@ -63,6 +64,7 @@ class TrainingRun:
     report: TrainableReport
     dtypes: dict[str, torch.dtype]
     use_cache: bool
+    accompanying_files: dict[str, bytes]
 
     def execute(self) -> TrainResult:
         """Train, save the model, and say what was done."""
@@ -76,10 +78,9 @@ class TrainingRun:
         else:
             output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
             seconds = output.metrics["train_runtime"]
-        self._save()
         tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
         losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
-        return TrainResult(
+        result = TrainResult(
             output=self.config.output,
             steps=trainer.state.global_step,
             tokens=tokens,
@@ -87,17 +88,24 @@ class TrainingRun:
             seconds=seconds,
             tokens_per_second=(tokens - tokens_before) / seconds if tokens > tokens_before else None,
         )
+        self._save(result)
+        return result
 
-    def _save(self) -> None:
-        """Save model and tokenizer in the dtypes and with the cache setting that the model came with."""
+    def _save(self, result: TrainResult) -> None:
+        """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
         trainer, folder = self.trainer, Path(self.config.output)
         restore_dtypes(self.model, self.dtypes)
         self.model.config.use_cache = self.use_cache
         trainer.save_model(str(folder / PARTIAL_NAME))
         if trainer.is_world_process_zero():
-            (folder / PARTIAL_NAME / "training_args.bin").unlink()
+            (folder / PARTIAL_NAME / "training_args.bin").unlink(missing_ok=True)
             self.tokenizer.save_pretrained(folder / PARTIAL_NAME)
-            publish(folder / PARTIAL_NAME, folder, provenance_files(self.config.model))
+            files = dict(self.accompanying_files)
+            if "README.md" in files:
+                files["README.md"] = add_training(
+                    files["README.md"], self.config, result.steps, result.tokens, result.loss
+                )
+            publish(folder / PARTIAL_NAME, folder, files)
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -132,6 +140,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     dataset = _build_dataset(config, tokenizer, model_config.vocab_size)
     set_seed(config.seed)
     model = load_model(config.model, config.attn_implementation)
+    accompanying_files = load_accompanying_files(config.model)
     use_cache = model.config.use_cache
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)
@@ -149,7 +158,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
     )
-    return TrainingRun(config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache)
+    return TrainingRun(config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache, accompanying_files)
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:

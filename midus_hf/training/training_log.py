@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -20,7 +21,9 @@ class TrainingLog(TrainerCallback):
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
             text = "".join(json.dumps(event) + "\n" for event in kept)
@@ -28,11 +31,13 @@ class TrainingLog(TrainerCallback):
             partial.write_text(text, encoding="utf-8")
             partial.replace(self.path)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if control.should_save:
             control.should_log = True
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(state.log_history[-1]) + "\n")

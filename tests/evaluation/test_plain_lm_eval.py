@@ -2,13 +2,17 @@
 
 import json
 
+import pytest
 from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import write_questions
 from models.fresh_process import run_python
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.harness import Tasks
 from midus_hf.evaluation.local_tasks import write_local_tasks
+
+pytest.importorskip("lm_eval")
+
+from midus_hf.evaluation.harness import Tasks
 
 _LM_EVAL = """
 import sys

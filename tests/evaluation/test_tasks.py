@@ -5,12 +5,16 @@ import torch
 import yaml
 from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import QUESTIONS, write_questions
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation.harness import Tasks
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names, write_local_tasks
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from midus_hf.evaluation.harness import Tasks
 
 PROMPTS = {
     "piqa": ("Question: Open a jar\nAnswer:", ["Twist the lid.", "Shout at it."]),

@@ -14,8 +14,8 @@ from material.benchmarks import BENCHMARKS, benchmarks
 from material.registry import check_sha256
 from material.retention import retention_text
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
+from midus_hf.documents import read_documents
 from midus_hf.evaluation import perplexity
-from midus_hf.evaluation.documents import read_documents
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
 
 pytestmark = pytest.mark.material

@@ -1,12 +1,12 @@
-"""Options come from YAML and `key=value` words, and what is not understood is refused with a remedy."""
+"""What a training run may be told, and what it refuses."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from midus_hf.config_file import from_mapping, read_config
 from midus_hf.training import CorpusOptions, TrainConfig
-from midus_hf.training.config_file import from_mapping, read_config
 
 NEEDED = {"model": "m", "output": "o", "corpus": "c"}
 
@@ -32,24 +32,9 @@ def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
     )
 
 
-def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tmp_path):
-    config = read_config(
-        TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c\nlearning_rate: 3e-5\nmax_steps: 1e3")
-    )
-    assert config.learning_rate == 3e-5
-    assert config.max_steps == 1000 and isinstance(config.max_steps, int)
-
-
 def test_null_stands_for_no_limit(tmp_path):
     config = read_config(TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c"), ["keep_checkpoints=null"])
     assert config.keep_checkpoints is None
-
-
-def test_a_path_stands_for_a_whole_corpus_and_words_reach_inside_it(tmp_path):
-    path = write(tmp_path, "model: m\noutput: o\ncorpus: texts")
-    assert read_config(TrainConfig, path).corpus == CorpusOptions(path="texts")
-    assert read_config(TrainConfig, path, ["corpus.column=body"]).corpus == CorpusOptions(path="texts", column="body")
-    assert read_config(TrainConfig, path, ["corpus.column=body", "corpus=other"]).corpus == CorpusOptions(path="other")
 
 
 def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
@@ -61,15 +46,13 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
     ("values", "message"),
     [
         ({"learning_rte": 1}, "config has an unknown key 'learning_rte'. Did you mean 'learning_rate'"),
-        ({"zzz": 1}, "config has an unknown key 'zzz'. It knows activation_checkpointing, attn_implementation, "),
+        ({"zzz": 1}, "config has an unknown key 'zzz'. Expected one of: model, output, corpus, "),
         ({"corpus": {"path": "c", "colum": "x"}}, "unknown key 'corpus.colum'. Did you mean 'column'"),
         (
             {"corpus": {"column": "x"}},
             "config has no 'corpus.path'; set it in the file, or as corpus.path=... after it.",
         ),
         ({"learning_rate": "fast"}, "learning_rate is 'fast'; expected a number."),
-        ({"learning_rate": float("inf")}, "learning_rate is inf; expected a number."),
-        ({"learning_rate": True}, "learning_rate is True; expected a number."),
         ({"max_steps": 1.5}, "max_steps is 1.5; expected a whole number or null."),
         ({"document_mask": 1}, "document_mask is 1; expected true or false."),
         ({"precision": "fp16"}, "precision is 'fp16'; expected 'bf16' or 'fp32'."),
@@ -113,30 +96,3 @@ def test_what_a_run_cannot_do_without_is_asked_for(missing):
         ValueError, match=f"config has no '{missing}'; set it in the file, or as {missing}=... after it."
     ):
         from_mapping(TrainConfig, {key: value for key, value in NEEDED.items() if key != missing})
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("max_steps", "override is 'max_steps'; expected key=value."),
-        ("=3", "override is '=3'; expected key=value."),
-        ("model.path=3", "override is 'model.path=3', but 'model' has no keys of its own."),
-        ("nothing.path=3", "override is 'nothing.path=3', but 'nothing' has no keys of its own."),
-        ("model=[", "override is 'model=[', whose value is not YAML; quote it."),
-        ("modle=x", "config has an unknown key 'modle'. Did you mean 'model'"),
-    ],
-)
-def test_a_word_that_sets_nothing_is_refused(tmp_path, word, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_config(TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c"), [word])
-
-
-def test_a_file_that_is_no_config_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"which cannot be read \(No such file or directory\); give a YAML file"):
-        read_config(TrainConfig, tmp_path / "absent.yaml")
-    with pytest.raises(ValueError, match=r"is not YAML: .*Correct it there"):
-        read_config(TrainConfig, write(tmp_path, "model: [m"))
-    with pytest.raises(ValueError, match=r"holds a list; expected a mapping"):
-        read_config(TrainConfig, write(tmp_path, "- model"))
-    with pytest.raises(ValueError, match=r"config has no 'model'"):
-        read_config(TrainConfig, write(tmp_path, ""))

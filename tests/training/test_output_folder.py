@@ -140,9 +140,8 @@ def test_the_config_of_a_published_model_comes_last_and_the_old_one_goes_first(t
         replace(source, target)
 
     monkeypatch.setattr(Path, "replace", watched)
-    extra = tmp_path / "elsewhere.json"
-    extra.write_text("extra")
-    publish(partial, tmp_path, [extra])
+    publish(partial, tmp_path, {"LICENSE": b"terms"})
+    assert (tmp_path / "LICENSE").read_bytes() == b"terms"
     assert moved[-1] == "config.json" and len(moved) == 6
     assert (tmp_path / "config.json").read_text() == "new"
     assert [path.name for path in (tmp_path / "templates").iterdir()] == ["chat.jinja"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from training.tiny_run import EOS_ID, document, tiny_tokenizer
 
-from midus_hf.training.corpus import CorpusError
+from midus_hf.documents import DocumentError
 from midus_hf.training.packing import (
     CorpusPass,
     PackedDataset,
@@ -122,5 +122,5 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(texts, message, streaming):
     def start_pass() -> CorpusPass:
         return CorpusPass(texts, tiny_tokenizer(), 4)
 
-    with pytest.raises(CorpusError, match=message):
+    with pytest.raises(DocumentError, match=message):
         next(iter(PackedStream(start_pass))) if streaming else PackedDataset(start_pass())

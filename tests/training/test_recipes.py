@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from midus_hf.config_file import read_config
 from midus_hf.training import TrainConfig
-from midus_hf.training.config_file import read_config
 
 RECIPES = Path(__file__).parents[2] / "configs" / "train"
 GIVEN = {"model": "model=m", "output": "output=o", "corpus": "corpus=c"}

@@ -1,0 +1,145 @@
+"""Options come from YAML and `key=value` words, and what is not understood is refused with a remedy."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from midus_hf.config_file import from_mapping, read_config, read_mapping
+
+
+@dataclasses.dataclass(kw_only=True)
+class Text:
+    path: str
+    column: str = "text"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Settings:
+    model: str
+    text: Text
+    rate: float = 1e-3
+    steps: int | None = None
+    tasks: list[str] = dataclasses.field(default_factory=list)
+    rates: list[float] | None = None
+    precision: Literal["bf16", "fp32"] = "bf16"
+    mask: bool = False
+    resume: bool | str = False
+
+
+NEEDED = {"model": "m", "text": "t"}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
+    path = write(tmp_path, "model: m\ntext: t\nrate: 0.5\nsteps: 7\ntasks: [a, b]\n")
+    settings = read_config(Settings, path, ["steps=9", "rate=0", "resume=true", "precision=fp32"])
+    assert settings == Settings(
+        model="m", text=Text(path="t"), rate=0.0, steps=9, tasks=["a", "b"], resume=True, precision="fp32"
+    )
+
+
+def test_a_number_without_a_point_is_a_number_although_yaml_takes_it_for_text(tmp_path):
+    settings = read_config(Settings, write(tmp_path, "model: m\ntext: t\nrate: 3e-5\nsteps: 1e3\nrates: [1e-4, 2]"))
+    assert settings.rate == 3e-5
+    assert settings.steps == 1000 and isinstance(settings.steps, int)
+    assert settings.rates == [1e-4, 2.0]
+
+
+def test_a_large_whole_number_keeps_every_digit():
+    assert from_mapping(Settings, {**NEEDED, "steps": 2**60 + 1}).steps == 2**60 + 1
+
+
+def test_null_is_a_value_of_what_may_be_absent_and_of_nothing_else(tmp_path):
+    path = write(tmp_path, "model: m\ntext: t\nsteps: 3\nrates: null")
+    assert read_config(Settings, path, ["steps=null"]) == Settings(model="m", text=Text(path="t"))
+    with pytest.raises(ValueError, match=r"tasks is None; expected a list, each item of it a string\."):
+        read_config(Settings, path, ["tasks=null"])
+
+
+def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(tmp_path):
+    path = write(tmp_path, "model: m\ntext: t")
+    assert read_config(Settings, path).text == Text(path="t")
+    assert read_config(Settings, path, ["text.column=body"]).text == Text(path="t", column="body")
+    assert read_config(Settings, path, ["text.column=body", "text=other"]).text == Text(path="other")
+    assert from_mapping(Settings, {**NEEDED, "text": {"path": "a", "column": "b"}}).text == Text(path="a", column="b")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rat": 1}, "config has an unknown key 'rat'. Did you mean 'rate' or 'rates'?"),
+        ({"zzz": 1}, "config has an unknown key 'zzz'. Expected one of: model, text, rate, steps, "),
+        ({3: 1}, "config has an unknown key '3'. Expected one of: "),
+        ({"text": {"path": "t", "colum": "x"}}, "config has an unknown key 'text.colum'. Did you mean 'column'?"),
+        ({"text": {"column": "x"}}, "config has no 'text.path'; set it in the file, or as text.path=... after it."),
+        ({"text": None}, "text is None; expected a mapping with path, column."),
+        ({"model": 3}, "model is 3; expected a string."),
+        ({"rate": "fast"}, "rate is 'fast'; expected a number."),
+        ({"rate": float("inf")}, "rate is inf; expected a number."),
+        ({"rate": 10**400}, "expected a number."),
+        ({"rate": True}, "rate is True; expected a number."),
+        ({"steps": 1.5}, "steps is 1.5; expected a whole number or null."),
+        ({"steps": True}, "steps is True; expected a whole number or null."),
+        ({"mask": 1}, "mask is 1; expected true or false."),
+        ({"precision": "fp16"}, "precision is 'fp16'; expected 'bf16' or 'fp32'."),
+        ({"resume": 3}, "resume is 3; expected true or false or a string."),
+        ({"tasks": "a"}, "tasks is 'a'; expected a list, each item of it a string."),
+        ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),
+        ({"rates": 1}, "rates is 1; expected a list, each item of it a number or null."),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(values: dict[Any, Any], message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_mapping(Settings, {**NEEDED, **values})
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_a_key_without_a_default_is_asked_for(missing):
+    message = f"config has no '{missing}'; set it in the file, or as {missing}=... after it."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_mapping(Settings, {key: value for key, value in NEEDED.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("steps", "override is 'steps'; expected key=value."),
+        ("=3", "override is '=3'; expected key=value."),
+        ("model.path=3", "override is 'model.path=3', but 'model' has no keys of its own."),
+        ("nothing.path=3", "override is 'nothing.path=3', but 'nothing' has no keys of its own."),
+        ("model=[", "override is 'model=[', whose value is not YAML; quote it."),
+        ("modle=x", "config has an unknown key 'modle'. Did you mean 'model'?"),
+    ],
+)
+def test_a_word_that_sets_nothing_is_refused(tmp_path, word, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(Settings, write(tmp_path, "model: m\ntext: t"), [word])
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"which cannot be read \(No such file or directory\); give a YAML file"):
+        read_mapping(tmp_path / "absent.yaml")
+    with pytest.raises(ValueError, match=r"is not YAML: .*Correct it there"):
+        read_mapping(write(tmp_path, "model: [m"))
+    with pytest.raises(ValueError, match=r"holds a list; expected a mapping of keys to values"):
+        read_mapping(write(tmp_path, "- model"))
+
+
+def test_an_empty_file_sets_nothing(tmp_path):
+    assert read_mapping(write(tmp_path, "# nothing\n")) == {}
+
+
+def test_no_model_imports_what_only_training_and_evaluation_need():
+    code = "import sys, midus_hf; print({'midus_hf.config_file', 'midus_hf.documents'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

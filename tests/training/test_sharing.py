@@ -1,0 +1,102 @@
+"""A trained model carries what it needs to be shared: its record, its terms, and a card that tells how it was trained."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from training.tiny_run import tiny_config
+
+from midus_hf.training import loading, train
+from midus_hf.training.loading import load_accompanying_files
+from midus_hf.training.model_card import add_training
+from midus_hf.training.run import prepare
+
+CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
+
+
+@pytest.fixture
+def model(upscaled, tmp_path) -> Path:
+    """An upscaled model with a card and terms."""
+    folder = tmp_path / "model"
+    shutil.copytree(upscaled("llama"), folder)
+    (folder / "README.md").write_text(CARD, encoding="utf-8")
+    (folder / "LICENSE.txt").write_bytes(b"terms")
+    (folder / "NOTICE").write_bytes(b"notice")
+    return folder
+
+
+def training_section(folder: Path) -> str:
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert card.startswith(CARD.rstrip() + "\n\n## Trained with\n")
+    return card.partition("## Trained with")[2]
+
+
+def test_a_trained_model_has_the_terms_and_the_record_of_the_model_it_came_from(model, corpus, tmp_path):
+    train(tiny_config(model, corpus, tmp_path / "out", max_steps=1))
+    for name in ("LICENSE.txt", "NOTICE", "upscale.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_its_card_says_how_it_was_trained(model, corpus, tmp_path):
+    result = train(tiny_config(model, corpus, tmp_path / "out", max_steps=3, learning_rate=1e-3))
+    section = training_section(tmp_path / "out")
+    assert f"| steps | tokens | final loss |\n|---|---|---|\n| 3 | 96 | {result.loss:.4f} |\n" in section
+    options = re.search(r"```yaml\n(.*)```\n$", section, flags=re.DOTALL)[1]
+    assert options == (tmp_path / "out" / "train_config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(options)["learning_rate"] == 1e-3
+
+
+def test_a_resumed_run_tells_of_its_training_once_and_of_all_its_steps(model, corpus, tmp_path):
+    train(tiny_config(model, corpus, tmp_path / "out", max_steps=4, save_every=2))
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    train(tiny_config(model, corpus, tmp_path / "out", max_steps=4, save_every=2, resume=True))
+    section = training_section(tmp_path / "out")
+    assert "## Trained with" not in section
+    assert "\n| 4 | 128 | " in section
+
+
+def test_training_a_trained_model_adds_to_what_its_card_tells(model, corpus, tmp_path):
+    train(tiny_config(model, corpus, tmp_path / "first", max_steps=1))
+    train(tiny_config(tmp_path / "first", corpus, tmp_path / "second", max_steps=2))
+    first, second = ((tmp_path / name / "README.md").read_bytes() for name in ("first", "second"))
+    assert second.startswith(first)
+    assert second.count(b"\n## Trained with\n") == 2
+
+
+def test_a_model_without_a_card_gets_none(model, corpus, tmp_path):
+    (model / "README.md").unlink()
+    train(tiny_config(model, corpus, tmp_path / "out", max_steps=1))
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert (tmp_path / "out" / "LICENSE.txt").exists()
+
+
+def test_files_that_vanish_while_it_trains_are_carried_all_the_same(model, corpus, tmp_path):
+    run = prepare(tiny_config(model, corpus, tmp_path / "out", max_steps=1))
+    shutil.rmtree(model)
+    run.execute()
+    assert (tmp_path / "out" / "NOTICE").read_bytes() == b"notice"
+
+
+def test_a_loss_that_was_never_logged_is_not_made_up(tmp_path):
+    card = add_training(b"# A model", tiny_config(tmp_path, tmp_path, tmp_path), steps=1, tokens=1_000, loss=None)
+    assert "| 1 | 1,000 | not logged |" in card.decode()
+
+
+def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo, allow_patterns):
+        asked.append((repo, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
+    for name in ("README.md", "LICENSE", "config.json"):
+        (tmp_path / name).write_text(name)
+    assert load_accompanying_files("owner/name") == {"README.md": b"README.md", "LICENSE": b"LICENSE"}
+    assert asked == [("owner/name", ["upscale.json", "README.md", "LICENSE*", "NOTICE*"])]
+
+
+def test_a_hub_that_cannot_be_reached_accompanies_nothing():
+    assert load_accompanying_files("no-such-owner/no-such-model") == {}
