@@ -1,6 +1,7 @@
 """The `upscale` command."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import sys
@@ -54,22 +55,28 @@ def run(
     context: typer.Context,
     base: Annotated[str | None, typer.Option(help="Folder, .gguf file or hub id.", metavar="DIR_OR_HUB_ID")] = None,
     method: Annotated[str | None, typer.Option(help="See 'upscale methods'.", metavar="NAME")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder to make.", metavar="DIR")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to make; needed unless --dry-run.", metavar="DIR")] = None,
     num_new_layers: Annotated[
-        int | None, typer.Option(help="K.  [default: half the base's layers]", metavar="K")
+        int | None, typer.Option(help="New layers to insert.  [default: half the base's]", metavar="K")
     ] = None,
     placement: Annotated[
         str | None,
-        typer.Option(help="distributed, top-heavy, bottom-heavy, llama-pro or I,J,K,...  [default: the method's]"),
+        typer.Option(
+            help="distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]",
+            metavar="POLICY|I,J,K",
+        ),
     ] = None,
     config: ConfigFile = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="An option of the method; repeat for more.", metavar="KEY=VALUE")
+        list[str] | None,
+        typer.Option("--set", help="An option of the method, such as n=32; repeat for more.", metavar="KEY=VALUE"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything random.  [default: 0]", metavar="N")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.  [default: 0]", metavar="N")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="DTYPE")
+    ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(help="Of an output file.  [default: 5GB]", metavar="SIZE")
+        str | None, typer.Option(help="Largest size of an output file.  [default: 5GB]", metavar="SIZE")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; config.json suffices.")] = False,
     json_: Json = False,
@@ -77,14 +84,19 @@ def run(
         bool | None,
         typer.Option(
             "--verify/--no-verify",
-            help="Compare both models' logits and scan the base for NaN, or only check each new block.  [default: verify]",
+            help="Compare both models' logits and scan the base for NaN, or, for models larger than memory, only "
+            "check each new block.  [default: verify]",
         ),
     ] = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Upscale a pretrained checkpoint: add memory or depth without changing what it computes."""
+    if version:
+        print(importlib.metadata.version("midus-hf"))
+        raise typer.Exit
     if context.invoked_subcommand is not None:
         return
     given = {
@@ -104,9 +116,8 @@ def run(
     }
     request = {**_read_config_file(config), **{key: value for key, value in given.items() if value is not None}}
     request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
-    if "placement" in request:
-        placement = request["placement"]
-        request["placement"] = ",".join(map(str, placement if isinstance(placement, list) else [placement]))
+    if isinstance(request.get("placement"), int):
+        request["placement"] = [request["placement"]]
     for needed in ("base", "method"):
         if not request.get(needed):
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")

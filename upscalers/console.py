@@ -47,6 +47,10 @@ class Console:
         """Print a warning."""
         self._console.print(f"upscale: warning: {message}", markup=False, highlight=False, soft_wrap=True)
 
+    def note(self, message: str) -> None:
+        """Print a line."""
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
     def finish(self) -> None:
         """Take the bar away."""
         if self._bar:

@@ -27,7 +27,7 @@ class HeadwiseOptions(MemoryOptions):
     n: int = 64
     k: int = 4
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("n", "k"):
             if type(getattr(self, name)) is not int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ class MemoryOptions:
 
     layers: list[int]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.layers, list) or any(type(layer) is not int for layer in self.layers):
             raise ValueError(f"layers is {self.layers!r}; expected a list of layer indices.")
         if self.layers != sorted(set(self.layers)):
@@ -69,7 +70,7 @@ class MemoryModule(nn.Module):
                     self.init_parameter(name, parameter)
 
 
-def register_memory(name: str, options: type[MemoryOptions]):
+def register_memory(name: str, options: type[MemoryOptions]) -> Callable[[type[MemoryModule]], type[MemoryModule]]:
     """Register a `MemoryModule` under the `type` that configs call it by.
 
     Args:

@@ -104,7 +104,7 @@ def test_methods_are_listed_with_options_defaults_and_paper(command):
 def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL)
     told = command("inspect", tmp_path / "out", "--json").json()
-    assert (told["method"], told["base"], len(told["layers"])) == ("midus-hml", str(base), 6)
+    assert (told["method"], told["base"], len(told["layers"])) == ("midus-hml", base.name, 6)
     shown = command("inspect", tmp_path / "out")
     assert shown.status == 0
     assert all(word in shown.out for word in ("midus-hml", "n=8, k=2", "new, between base 0 and base 1", "base 3"))

@@ -1,13 +1,17 @@
 """`upscale --dry-run`: prices a plan from `config.json` alone, and quickly."""
 
 import json
+import shutil
 import time
 
 import pytest
+import torch
 
+from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
 from tests.upscalers.processes import run_python, run_upscale
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.test_placements import TABLES
+from upscalers import RequestError, upscale
 
 MODELS = {
     "llama-3.2-1b": (LLAMA_3_2_1B, (16, 8), 54.5e6, 1.29e9),
@@ -112,3 +116,42 @@ def test_help_answers_at_once():
 def test_a_dry_run_answers_soon(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
     assert fastest("--base", folder, "--method", "midus-hml", "--dry-run") < DRY_RUN_SECONDS
+
+
+def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):
+    whole = save_base(tmp_path / "whole", max_shard_size="30KB")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        shutil.copy(whole / name, bare)
+    plans = [upscale(base=base, method="midus-hml", num_new_layers=2, dry_run=True) for base in (whole, bare)]
+    assert plans[0].parameters == plans[1].parameters
+    assert plans[0].bytes.written == plans[1].bytes.written
+
+
+def test_tensors_that_the_architecture_does_not_have_are_not_counted(tmp_path):
+    base = save_base(tmp_path / "base")
+    before = upscale(base=base, method="midus-hml", num_new_layers=2, dry_run=True)
+    tensors = read_tensors(base)
+    write_tensors(base, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    after = upscale(base=base, method="midus-hml", output=tmp_path / "out", num_new_layers=2, options={"n": 64})
+    assert after.parameters == before.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_new_layers": "2"}, "num-new-layers is '2'; expected an integer"),
+        ({"seed": 1.5}, "seed is 1.5; expected an integer"),
+        ({"placement": ""}, "placement '' is unknown"),
+        ({"placement": []}, "placement '' is unknown"),
+    ],
+)
+def test_the_python_call_refuses_what_the_command_line_would(tmp_path, changes, message):
+    with pytest.raises(RequestError, match=message):
+        upscale(base=save_base(tmp_path / "base"), method="midus-hml", dry_run=True, **changes)
+
+
+def test_indices_may_be_a_list(tmp_path):
+    plan = upscale(base=save_base(tmp_path / "base"), method="midus-hml", placement=[0, 3], dry_run=True)
+    assert plan.new_layer_indices == [0, 3]

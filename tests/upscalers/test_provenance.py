@@ -11,7 +11,15 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 import midus_hf
 from midus_hf.version import __version__
-from tests.upscalers.checkpoints import SMALL_MEMORY, edit_config, load, read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import (
+    SMALL_MEMORY,
+    edit_config,
+    file_digests,
+    load,
+    read_tensors,
+    save_base,
+    write_tensors,
+)
 from upscalers import upscale
 
 NOT_OF_THE_MODEL = ("pytorch_model.bin", "training_args.bin", "model.gguf", "modeling_x.py", ".gitattributes")
@@ -72,6 +80,7 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
         "plan": [{"base": 0}, {"previous": 0, "next": 1}, {"base": 1}, {"base": 2}, {"base": 3}, {"previous": 3, "next": None}],
         "options": SMALL_MEMORY,
         "seed": 3,
+        "base_dtype": "float32",
         "base_config": json.loads((base / "config.json").read_text()),
     }  # fmt: skip
 
@@ -120,7 +129,7 @@ def test_the_record_says_what_was_made_from_what(tmp_path):
     assert record["parameters"] == vars(report.parameters)
     assert record["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
     assert record["paper"]["reference"] == "arXiv:2512.13751"
-    assert record["base"]["name"] == str(base)
+    assert record["base"]["name"] == "base"
     assert record["base"]["revision"] is None
     assert record["base"]["dtype"] == "BF16"
     assert set(record["base"]["files"]) == {path.name for path in base.glob("*.safetensors")}
@@ -136,7 +145,7 @@ def test_the_fingerprint_of_the_base_follows_its_layout(tmp_path):
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
-def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
+def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tmp_path):
     base = save_base(tmp_path / "base")
     report = upscaled(base, tmp_path / "out", placement="0,2,6", options={"n": 9, "k": 3}, seed=4)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -147,14 +156,18 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(tmp_path):
         "tags": ["midus-hf", "midus-hml", "upscaled"],
     }
     assert body.startswith("\n# base, upscaled with midus-hml\n")
-    assert json.loads(body.split("```json\n")[1].split("```")[0]) == {
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(body.split("```yaml\n")[1].split("```")[0])
+    assert yaml.safe_load(recipe.read_text()) == {
+        "base": "base",
         "method": "midus-hml",
+        "placement": [0, 2, 6],
         "options": {"n": 9, "k": 3},
         "seed": 4,
-        "base": str(base),
-        "new_layers": [0, 2, 6],
         "dtype": "auto",
     }
+    assert command("--config", recipe, "--base", base, "--output", tmp_path / "again").status == 0
+    assert file_digests(tmp_path / "again") == file_digests(tmp_path / "out")
     for row in (
         "| **0** | **new**, beside base 0 |",
         "| 1 | base 0 |",

@@ -199,21 +199,26 @@ def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor
         return read_header(single)
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
-        return _indexed_tensors(folder, index_path)
+        return _indexed_tensors(folder, index_path, needs_weights)
     if not needs_weights:
         return None
     pickled = sorted(
         file.name for pattern in _PICKLED for file in folder.glob(pattern) if file.name != "training_args.bin"
     )
     if pickled:
-        raise RequestError(
-            f"the base has pickled weights ({pickled[0]}), which are never loaded; expected safetensors. Convert it with "
-            "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('IN').save_pretrained('OUT')\"."
-        )
+        raise RequestError(pickled_message(str(folder), pickled[0]))
     raise RequestError(f"{folder} has no model.safetensors and no model.safetensors.index.json; expected one of them.")
 
 
-def _indexed_tensors(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
+def pickled_message(base: str, file: str) -> str:
+    """What to say of a base whose weights are pickled: that they are never loaded, and how to convert them."""
+    return (
+        f"the base has pickled weights ({file}), which are never loaded; expected safetensors. Convert it with "
+        f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{base}').save_pretrained('OUT')\"."
+    )
+
+
+def _indexed_tensors(folder: Path, index_path: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
@@ -226,6 +231,8 @@ def _indexed_tensors(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise RequestError(f"{index_path.name} names the shard {name!r}; expected a .safetensors file beside it.")
         if not (folder / name).is_file():
+            if not needs_weights:
+                return None
             raise RequestError(f"{index_path.name} names {name}, which is missing. Download or save the base again.")
         headers[name] = read_header(folder / name)
     absent = [name for name, file in weight_map.items() if name not in headers[str(file)]]

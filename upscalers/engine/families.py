@@ -38,7 +38,6 @@ class Family:
 
     Args:
         model_type: As `config.json` says.
-        architecture: Class name of the native language model.
         class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`.
         defaults: What absent config values mean.
         biases: The config keys that give biases to projections; other families ignore the same keys.
@@ -49,7 +48,6 @@ class Family:
     """
 
     model_type: str
-    architecture: str
     class_name: str
     defaults: Config = field(default_factory=dict)
     biases: frozenset[str] = frozenset({"attention_bias"})
@@ -197,14 +195,12 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             "llama",
-            "LlamaForCausalLM",
             "Llama",
             {"tie_word_embeddings": False},
             biases=frozenset({"attention_bias", "mlp_bias"}),
         ),
         Family(
             "qwen2",
-            "Qwen2ForCausalLM",
             "Qwen2",
             {"num_key_value_heads": 32, "tie_word_embeddings": False},
             biases=frozenset(),
@@ -213,7 +209,6 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "qwen3",
-            "Qwen3ForCausalLM",
             "Qwen3",
             {"num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
             query_key_norm=True,
@@ -221,7 +216,6 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "gemma2",
-            "Gemma2ForCausalLM",
             "Gemma2",
             {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
             output_norms=True,
@@ -229,7 +223,6 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "gemma3_text",
-            "Gemma3ForCausalLM",
             "Gemma3",
             {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
             query_key_norm=True,

@@ -40,8 +40,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             for index, layer in enumerate(plan.layers)
         ]
         base = record.get("base")
-        tied = opened.family.tied_tensors(opened.config)
-        total = sum(math.prod(tensor.shape) for name, tensor in opened.tensors.items() if name not in tied)
+        uncounted = {*opened.family.tied_tensors(opened.config), *opened.unexpected}
+        total = sum(math.prod(tensor.shape) for name, tensor in opened.tensors.items() if name not in uncounted)
         return {
             "model": str(model),
             "method": entry["method"],

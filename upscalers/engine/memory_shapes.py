@@ -5,7 +5,8 @@ from collections.abc import Callable
 from upscalers.engine.errors import RequestError, near_matches
 from upscalers.engine.families import Config, Family, Shape
 
-MEMORY_SHAPES: dict[str, Callable[[Family, Config, Config], dict[str, Shape]]] = {}
+MemoryShapes = Callable[[Family, Config, Config], dict[str, Shape]]
+MEMORY_SHAPES: dict[str, MemoryShapes] = {}
 
 
 def memory_shapes(family: Family, config: Config, entry: Config) -> dict[str, Shape]:
@@ -37,8 +38,8 @@ def memory_by_layer(config: Config) -> dict[int, Config]:
     by_layer: dict[int, Config] = {}
     for entry in entries:
         layers = entry.get("layers") if isinstance(entry, dict) else None
-        sound = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-        if not sound or str(entry.get("type")) not in MEMORY_SHAPES:
+        known = isinstance(entry, dict) and str(entry.get("type")) in MEMORY_SHAPES
+        if not known or not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
             raise RequestError(
                 f"config.json has the memory entry {entry!r}; expected an object with 'layers' and a 'type' out of: "
                 f"{', '.join(MEMORY_SHAPES)}."
@@ -47,10 +48,10 @@ def memory_by_layer(config: Config) -> dict[int, Config]:
     return by_layer
 
 
-def register_memory_shapes(name: str):
+def register_memory_shapes(name: str) -> Callable[[MemoryShapes], MemoryShapes]:
     """Register `(family, config, entry) -> {parameter: shape}` for a memory type."""
 
-    def decorate(function: Callable[[Family, Config, Config], dict[str, Shape]]):
+    def decorate(function: MemoryShapes) -> MemoryShapes:
         MEMORY_SHAPES[name] = function
         return function
 

@@ -71,7 +71,7 @@ class Method(ABC):
             num_new_layers: K. Default: half the layers of the base.
             placement: Policy or indices. Default: the method's own.
         """
-        indices = place(placement or self.default_placement, base.num_layers, num_new_layers)
+        indices = place(self.default_placement if placement is None else placement, base.num_layers, num_new_layers)
         return insertion_plan(base.num_layers, indices)
 
     def donor(self, layer: New) -> int:

@@ -1,7 +1,8 @@
 """The model card of an upscaled checkpoint."""
 
-import json
 from typing import Any
+
+import yaml
 
 from upscalers.engine.families import Config
 from upscalers.engine.method import Method
@@ -14,7 +15,7 @@ def model_card(
     method: Method, base: Source, plan: Plan, config: Config, counts: ParameterCounts, request: dict[str, Any]
 ) -> str:
     """The text of `README.md`: front matter, how to load it, the plan as a table, the counts, what to cite."""
-    base_name = base.name
+    base_name = base.label
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if base.revision is not None:
         front += [f"base_model: {base_name}"]
@@ -52,8 +53,10 @@ def model_card(
             "",
             "## How it was made",
             "",
-            "```json",
-            json.dumps(request, indent=2),
+            "`upscale --config FILE --output DIR` makes it again from:",
+            "",
+            "```yaml",
+            yaml.safe_dump(request, sort_keys=False, default_flow_style=None).rstrip(),
             "```",
             "",
             "## Layers",

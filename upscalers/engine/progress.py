@@ -20,6 +20,9 @@ class Progress(Protocol):
     def warn(self, message: str) -> None:
         """Something that a person should know."""
 
+    def note(self, message: str) -> None:
+        """Something that a person will want to see."""
+
     def finish(self) -> None:
         """All is done."""
 
@@ -44,5 +47,7 @@ class NoProgress:
     def stage(self, name: str) -> None: ...
 
     def warn(self, message: str) -> None: ...
+
+    def note(self, message: str) -> None: ...
 
     def finish(self) -> None: ...

@@ -11,6 +11,7 @@ from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config
 from upscalers.engine.method import Method
 from upscalers.engine.plan import Base, Plan
+from upscalers.engine.safetensors_format import TORCH_NAMES
 
 RECORD_FILE = "upscale.json"
 CONFIG_KEY = "upscale"
@@ -28,6 +29,7 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Conf
         "plan": plan.to_list(),
         "options": dataclasses.asdict(method.options),
         "seed": seed,
+        "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,
     }
 

@@ -7,7 +7,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import New, Plan
 from upscalers.engine.progress import NoProgress, Progress, shown
 from upscalers.engine.provenance import CONFIG_KEY, base_record, config_entry, write_record
-from upscalers.engine.recipes import Copy
+from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.report import Bytes, Identity, ParameterCounts, UpscaleReport
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
 from upscalers.engine.sizes import parse_size
 from upscalers.engine.source import Source, copy_travelling_files, resolve_source
+from upscalers.engine.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,7 +41,7 @@ def upscale(
     method: str,
     output: str | Path | None = None,
     num_new_layers: int | None = None,
-    placement: str | None = None,
+    placement: str | Sequence[int] | None = None,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     dtype: str = "auto",
@@ -59,8 +60,8 @@ def upscale(
         method: Name of a method.
         output: The folder to make; needed unless `dry_run`.
         num_new_layers: K. Default: half the layers of the base.
-        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices such as `"1,4,7"`. Default: the
-            method's own.
+        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or `[1, 4, 7]`.
+            Default: the method's own.
         options: The method's options.
         seed: Of everything random. Default: 0.
         dtype: `auto` keeps the base's. Default: `"auto"`.
@@ -86,11 +87,20 @@ def upscale(
     chosen = _method(method, options)
     if dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
+    for name, value in (("num-new-layers", num_new_layers), ("seed", seed)):
+        if value is not None and type(value) is not int:
+            raise RequestError(f"{name} is {value!r}; expected an integer.")
+    if placement is not None and not isinstance(placement, str):
+        placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)
     if output is None and not dry_run:
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
     if push_to_hub:
         check_repo_id(push_to_hub)
+    if output is not None:
+        local = Path(base).expanduser()
+        # Now as well as below, before anything is downloaded or converted.
+        OutputFolder(Path(output).expanduser(), local if local.is_dir() else None, overwrite)
 
     with resolve_source(str(base), config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
@@ -98,11 +108,12 @@ def upscale(
             progress.warn(
                 f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
             )
-        job = _Job(chosen, opened, source, chosen_plan(chosen, opened, num_new_layers, placement), seed, dtype)
+        chosen.check(opened)
+        job = _Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         identity, volume = Identity(None, None), Bytes(0, num_bytes)
         if output is not None:
-            folder = OutputFolder(Path(output).expanduser(), source.folder if base else None, overwrite)
+            folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
             folder.check_space(num_bytes + _SPARE_BYTES)
             if not dry_run:
                 identity, volume = job.write(folder, max_shard_bytes, verify, allow_nan, progress)
@@ -120,20 +131,13 @@ def upscale(
         peak_rss_bytes=_peak_rss_bytes(),
     )
     if push_to_hub and not dry_run:
-        progress.stage(f"pushing to {push_to_hub}")
-        push_folder(Path(str(output)).expanduser(), push_to_hub)
+        progress.note(push_folder(Path(str(output)).expanduser(), push_to_hub))
     return report
 
 
 def _method(name: str, options: Mapping[str, Any] | None) -> Method:
     method_class = get_method(name)
     return method_class(parse_options(method_class.options_class, options or {}, f"method {name}"))
-
-
-def chosen_plan(method: Method, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
-    """The method's plan for this base, after its own checks."""
-    method.check(base)
-    return method.plan(base, num_new_layers, placement)
 
 
 @dataclass
@@ -154,6 +158,7 @@ class _Job:
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = self.dtype
         self.tensors = self._tensors()
+        self.record: dict[str, Any] = {}
 
     def _tensors(self) -> list[OutputTensor]:
         outer = [
@@ -168,7 +173,7 @@ class _Job:
         embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
         return embeddings + layers + [tensor for tensor in outer if "embed_tokens" not in tensor.name]
 
-    def _dtype_of(self, recipe) -> str:
+    def _dtype_of(self, recipe: Recipe) -> str:
         return self._cast(self.base.tensors[recipe.source].dtype if isinstance(recipe, Copy) else self.base.dtype)
 
     def _cast(self, dtype: str) -> str:
@@ -176,17 +181,19 @@ class _Job:
 
     def counts(self) -> ParameterCounts:
         """Numbers of parameters."""
-        tied = self.base.family.tied_tensors(self.base.config)
-        sizes = {tensor.name: math.prod(tensor.recipe.shape) for tensor in self.tensors if tensor.name not in tied}
-        new_names = {
-            self.base.new_name(index, name)
+        uncounted = {*self.base.family.tied_tensors(self.base.config), *self.base.unexpected}
+        base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
+        total = sum(
+            math.prod(tensor.recipe.shape)
+            for tensor in self.tensors
+            if not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
+        )
+        new = sum(
+            math.prod(recipe.shape)
             for index, layer in enumerate(self.plan.layers)
             if isinstance(layer, New)
-            for name in self.method.layer_recipes(self.base, layer, index, self.seed)
-        }
-        total = sum(sizes.values())
-        new = sum(sizes[name] for name in new_names)
-        base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in tied)
+            for recipe in self.method.layer_recipes(self.base, layer, index, self.seed).values()
+        )
         return ParameterCounts(base, total - base, total, new if self.method.trainable == "new" else total)
 
     def write(
@@ -217,6 +224,10 @@ class _Job:
     def _write_siblings(self, partial: Path) -> None:
         copy_travelling_files(self.source.folder, partial)
         config = _validated(partial)
+        tokenizer_config = partial / TOKENIZER_CONFIG
+        before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
+        if keep_tokenizer_class(self.source.folder, partial):
+            self.record["tokenizer_config"] = before
         if self.config["model_type"].startswith(MEMORY_PREFIX):
             from midus_hf.models.export import write_code
 
@@ -241,9 +252,15 @@ class _Job:
         from midus_hf.version import __version__
 
         counts = self.counts()
-        entry = dict(self.config[CONFIG_KEY])
-        request = {key: entry[key] for key in ("method", "options", "seed")}
-        request |= {"base": self.source.name, "new_layers": self.plan.new_indices, "dtype": self.dtype}
+        entry = self.config[CONFIG_KEY]
+        request = {
+            "base": self.source.label,
+            "method": self.method.name,
+            "placement": self.plan.new_indices,
+            "options": entry["options"],
+            "seed": self.seed,
+            "dtype": self.dtype,
+        }
         (partial / "README.md").write_text(
             model_card(self.method, self.source, self.plan, self.config, counts, request), encoding="utf-8"
         )
@@ -252,8 +269,9 @@ class _Job:
             {
                 "midus_hf": __version__,
                 **entry,
+                **self.record,
                 "dtype": self.dtype,
-                "base": base_record(self.base, self.source.name, self.source.revision),
+                "base": base_record(self.base, self.source.label, self.source.revision),
                 "parameters": vars(counts),
                 "identity": vars(identity),
                 "paper": {"title": self.method.paper.title, "reference": self.method.paper.reference},
@@ -261,7 +279,7 @@ class _Job:
         )
 
 
-def _validated(folder: Path):
+def _validated(folder: Path) -> Any:
     """Let transformers construct the config, which checks what this package does not know of."""
     from transformers import AutoConfig
 

@@ -8,14 +8,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from upscalers.engine.errors import RequestError, one_line
+from upscalers.engine.base_model import pickled_message
+from upscalers.engine.errors import RequestError
+from upscalers.engine.gguf import convert_gguf
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
+_TRAVELLING = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "*processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""What belongs to a model beside its weights and config."""
+
 _WANTED_CONFIGS = ("config.json", "upscale.json")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pkl")
-_MORE_CHAT_TEMPLATES = "additional_chat_templates"
-_OWN_FILES = ("config.json", "upscale.json", "README.md", "model.safetensors.index.json")
+_WANTED = (*_WANTED_CONFIGS, *_TRAVELLING, "*.safetensors", "*.safetensors.index.json", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,11 @@ class Source:
     folder: Path
     revision: str | None = None
 
+    @property
+    def label(self) -> str:
+        """What records call the base: its hub id, or the last part of its path, which is nobody else's business."""
+        return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
+
 
 @contextlib.contextmanager
 def resolve_source(name: str, config_only: bool = False) -> Iterator[Source]:
@@ -46,9 +68,9 @@ def resolve_source(name: str, config_only: bool = False) -> Iterator[Source]:
     """
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as folder:
-            _convert_gguf(path, Path(folder))
-            yield Source(name, Path(folder))
+        with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
+            convert_gguf(path, Path(temporary), config_only)
+            yield Source(name, Path(temporary))
     elif path.is_file() and path.name == "config.json":
         yield Source(name, path.parent)
     elif path.is_dir():
@@ -69,15 +91,8 @@ def copy_travelling_files(folder: Path, target: Path) -> None:
 
 
 def _travelling_files(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in sorted(folder.iterdir())
-        if file.is_file()
-        and not file.name.startswith(".")
-        and file.name not in _OWN_FILES
-        and file.suffix not in (*_WEIGHT_SUFFIXES, ".py")
-        and not file.name.endswith(".index.json")
-    ] + sorted((folder / _MORE_CHAT_TEMPLATES).glob("*.jinja"))
+    found = {file for pattern in _TRAVELLING for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 
 def _download(name: str, config_only: bool) -> Path:
@@ -90,7 +105,7 @@ def _download(name: str, config_only: bool) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED_CONFIGS if config_only else _WANTED)))
+        folder = Path(snapshot_download(name, allow_patterns=list(_WANTED_CONFIGS if config_only else _WANTED)))
     except GatedRepoError:
         raise RequestError(
             f"base {name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
@@ -105,32 +120,19 @@ def _download(name: str, config_only: bool) -> Path:
         raise RequestError(
             f"base {name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
         ) from None
+    if not config_only and not any(folder.glob("*.safetensors")):
+        _explain_missing_weights(name)
+    return folder
 
 
-def _convert_gguf(path: Path, folder: Path) -> None:
-    """Dequantise a GGUF file to a float32 checkpoint through transformers' loader."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise RequestError(
-            f"base {path.name} is a GGUF file; expected the gguf package. Install midus-hf[gguf]."
-        ) from None
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _explain_missing_weights(name: str) -> None:
+    """Say which weights a repository without safetensors has instead."""
+    from huggingface_hub import HfApi
 
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:
-        raise RequestError(
-            f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give "
-            "the safetensors checkpoint it was made from."
-        ) from None
-    # The loader dequantises but leaves its quantiser behind, with which the model refuses to be saved.
-    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if hasattr(model, attribute):
-            delattr(model, attribute)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    files = HfApi().list_repo_files(name)
+    pickled = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
+    if pickled:
+        raise RequestError(pickled_message(name, pickled[0]))
+    raise RequestError(
+        f"base {name!r} holds no safetensors on the hub; expected model.safetensors or an index of shards."
+    )

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel, open_base, read_config
-from upscalers.engine.families import MEMORY_PREFIX
+from upscalers.engine.families import MEMORY_PREFIX, Config
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Base, Plan
 from upscalers.engine.progress import NoProgress, Progress, shown
 from upscalers.engine.provenance import read_config_entry, read_plan, read_record
 from upscalers.engine.recipes import Copy
+from upscalers.engine.safetensors_format import TORCH_NAMES
 from upscalers.engine.source import copy_travelling_files, resolve_source
+from upscalers.engine.tokenizer import TOKENIZER_CONFIG
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
 
 _DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -45,13 +47,15 @@ def strip(
         opened = open_base(source.folder)
         plan = read_plan(entry, opened)
         tensors = _base_tensors(opened, plan)
-        shards = _base_shards(tensors, read_record(source.folder), progress)
+        record = read_record(source.folder) or {}
+        shards = _base_shards(tensors, record)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         folder.check_space(sum(tensor.num_bytes for tensor in tensors))
         with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in tensors), len(shards)):
             written = CheckpointWriter(opened.tensors, scan=False, progress=progress.advance).write(partial, shards)
             copy_travelling_files(source.folder, partial)
-            config = entry["base_config"]
+            _restore_tokenizer_config(partial, record)
+            config = _base_config(entry, opened, progress)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             open_base(partial)
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
@@ -84,23 +88,40 @@ def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     return embeddings + [tensor for index in sorted(layers) for tensor in layers[index]] + rest
 
 
-def _base_shards(
-    tensors: list[OutputTensor], record: dict[str, Any] | None, progress: Progress
-) -> dict[str, list[OutputTensor]]:
+def _base_config(entry: Config, model: BaseModel, progress: Progress) -> Config:
+    """The base's config; its dtype follows the tensors where these were cast."""
+    config, dtype = entry["base_config"], TORCH_NAMES[model.dtype]
+    base_dtype = entry.get("base_dtype", dtype)
+    if dtype == base_dtype:
+        return config
+    progress.warn(f"the base was {base_dtype}, and its tensors are {dtype} since it was upscaled; they stay so.")
+    return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
+
+
+def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
+    """Undo what `keep_tokenizer_class` changed."""
+    if "tokenizer_config" not in record:
+        return
+    text = record["tokenizer_config"]
+    if isinstance(text, str):
+        (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+    else:
+        (folder / TOKENIZER_CONFIG).unlink(missing_ok=True)
+
+
+def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
     """The base's own files where the record still knows them, else as few as the usual limit allows."""
     files = _recorded_files(record)
     by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
     recorded = [name for names in files.values() for name in names]
     if sorted(recorded) != sorted(tensor.name for tensor in tensors):
         return split_shards(tensors, _DEFAULT_SHARD_BYTES)
-    if record is not None and record.get("dtype", "auto") != "auto":
-        progress.warn(f"the base was cast to {record['dtype']} when it was upscaled; its tensors stay so.")
     return {file: [by_name(name) for name in names] for file, names in files.items()}
 
 
-def _recorded_files(record: dict[str, Any] | None) -> dict[str, list[str]]:
+def _recorded_files(record: dict[str, Any]) -> dict[str, list[str]]:
     """Which tensors each file of the base held; nothing where the record does not say so soundly."""
-    base = record.get("base") if record else None
+    base = record.get("base")
     files = base.get("files") if isinstance(base, dict) else None
     if not isinstance(files, dict):
         return {}

@@ -1,7 +1,7 @@
 """Verification: the upscaled model computes what the base computes, or each new block maps its input to itself."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from upscalers.engine.errors import RequestError, VerificationError, one_line
 from upscalers.engine.families import Config
@@ -53,9 +53,10 @@ def _logits(folder: Path, dtype: str) -> "torch.Tensor":
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, TORCH_NAMES[dtype]), local_files_only=True, output_loading_info=True
     )
+    model, info = loaded
     wrong = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
     if wrong:
         raise VerificationError(
@@ -80,7 +81,7 @@ def check_blocks(
         dtype: The container's name of the dtype to run in.
 
     Raises:
-        RequestError: If transformers cannot build a block from the config.
+        RequestError: If transformers cannot build a block from the config, or not run it.
         VerificationError: If a block changes its input.
     """
     import torch
@@ -116,8 +117,14 @@ def check_blocks(
         hidden_states = torch.randn(
             _BATCH, _BLOCK_TOKENS, config["hidden_size"], generator=generator, dtype=torch.float32
         ).to(torch_dtype)
-        with torch.no_grad():
-            output = model.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
+        try:
+            with torch.no_grad():
+                output = model.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
+        except Exception as error:
+            raise RequestError(
+                f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "
+                "Repair config.json of the base."
+            ) from None
         if output.isnan().any():
             raise VerificationError(
                 f"new layer {index} gives NaN: the attention that it takes from the base holds NaN or infinite weights, or "
@@ -130,7 +137,7 @@ def check_blocks(
             )
 
 
-def _single_layer(config, index: int):
+def _single_layer(config: Any, index: int) -> Any:
     values = config.to_dict()
     values.pop("auto_map", None)
     values["num_hidden_layers"] = 1

@@ -230,4 +230,4 @@ def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
             f"{tensor.name} holds {largest:.4g}, which {TORCH_NAMES[tensor.dtype]} cannot; expected at most "
             f"{torch.finfo(dtype).max:g}. Use a wider --dtype."
         )
-    return memoryview(cast.flatten().view(torch.uint8).numpy())
+    return cast.flatten().view(torch.uint8).numpy().data

@@ -1,5 +1,6 @@
 """MIDUS with head-wise memory: new layers of attention and memory, no feed-forward network."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ class MidusHml(Method):
             )
         return recipes
 
-    def _initialiser(self, base: BaseModel, parameter: str):
+    def _initialiser(self, base: BaseModel, parameter: str) -> "Callable[[torch.Tensor, torch.Generator], None]":
         heads, head_dim = base.family.num_heads(base.config), base.family.head_dim(base.config)
         hidden, options = base.config["hidden_size"], self.options
 
