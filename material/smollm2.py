@@ -29,18 +29,8 @@ def smollm2_135m() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from upscalers.engine.gguf import convert_gguf
 
     gguf = smollm2_gguf()
     print(f"material: converting {gguf.name} to float32 safetensors", file=sys.stderr, flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # Loading has dequantised the weights, yet the model still calls itself quantised, and then refuses to be saved.
-    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if hasattr(model, attribute):
-            delattr(model, attribute)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    convert_gguf(gguf, folder)

@@ -80,8 +80,11 @@ def test_damage_ends_in_a_refusal_or_in_a_result_equal_to_the_base(bases, tmp_pa
                 assert re.search(WITHOUT_NUMBERS, damage), (damage, error)
                 refused += 1
             else:
-                with contextlib.suppress(Exception):
+                try:
                     expected = computed(base)
+                except Exception:
+                    expected = None  # transformers cannot run this base at all, so there is nothing to be equal to
+                if expected is not None:
                     given = computed(output)
                     assert ((expected == given) | (expected.isnan() & given.isnan())).all(), damage
                 identical += 1
