@@ -39,10 +39,12 @@ class Row:
     output_gb: float
     rounds: int
     start_up_s: float
+    imports_s: float
     wall_s: float
     copy_s: float
     ratio: float
     ratio_with_start_up: float
+    ratio_without_imports: float
     peak_rss_gb: float
 
 
@@ -130,13 +132,21 @@ def folder_gigabytes(folder: Path) -> float:
 
 
 def bench(
-    tool: str, method: str, base: Path, command: list[str], start_up: list[str] | None, output: Path, rounds: int
+    tool: str,
+    method: str,
+    base: Path,
+    command: list[str],
+    start_up: list[str] | None,
+    imports: list[str],
+    output: Path,
+    rounds: int,
 ) -> Row:
-    """Time a command that makes `output`, its start-up and a copy of what it made, in turn."""
-    times: dict[str, list[float]] = {"start_up": [], "wall": [], "copy": [], "peak": []}
+    """Time a command that makes `output`, its start-up, its imports alone and a copy of what it made, in turn."""
+    times: dict[str, list[float]] = {"start_up": [], "imports": [], "wall": [], "copy": [], "peak": []}
     for _ in range(rounds):
         shutil.rmtree(output, ignore_errors=True)
         times["start_up"].append(timed(start_up)[0] if start_up else 0.0)
+        times["imports"].append(timed(imports)[0])
         wall, peak = timed([*command])
         copy = output.with_name("copy")
         copied, _ = timed(["sh", "-c", f"cp -r '{output}' '{copy}' && sync"])
@@ -151,6 +161,10 @@ def bench(
         (wall - start) / copy
         for wall, start, copy in zip(times["wall"], times["start_up"], times["copy"], strict=True)
     ]
+    import_free = [
+        (wall - imported) / copy
+        for wall, imported, copy in zip(times["wall"], times["imports"], times["copy"], strict=True)
+    ]
     full_ratios = [wall / copy for wall, copy in zip(times["wall"], times["copy"], strict=True)]
     return Row(
         date=date.today().isoformat(),
@@ -164,10 +178,12 @@ def bench(
         output_gb=round(folder_gigabytes(output), 2),
         rounds=rounds,
         start_up_s=round(statistics.median(times["start_up"]), 2),
+        imports_s=round(statistics.median(times["imports"]), 2),
         wall_s=round(statistics.median(times["wall"]), 2),
         copy_s=round(statistics.median(times["copy"]), 2),
         ratio=round(statistics.median(ratios), 2),
         ratio_with_start_up=round(statistics.median(full_ratios), 2),
+        ratio_without_imports=round(statistics.median(import_free), 2),
         peak_rss_gb=round(max(times["peak"]), 2),
     )
 
@@ -213,6 +229,7 @@ def main() -> None:
                     base,
                     [*request, "--no-verify"],
                     [*request, "--dry-run"],
+                    [sys.executable, "-c", "import midus_hf"],
                     output,
                     arguments.rounds,
                 )
@@ -221,7 +238,9 @@ def main() -> None:
             recipe = Path(work) / "recipe.yaml"
             recipe.write_text(json.dumps(mergekit_recipe(base, layers, layers // 2)))
             command = [arguments.mergekit, str(recipe), str(output)]
-            rows.append(bench("mergekit", "passthrough as llama-pro", base, command, None, output, arguments.rounds))
+            imports = [str(Path(arguments.mergekit).with_name("python")), "-c", "import mergekit.merge"]
+            method = "passthrough as llama-pro"
+            rows.append(bench("mergekit", method, base, command, None, imports, output, arguments.rounds))
     for row in rows:
         print(json.dumps(asdict(row)))
     if not arguments.no_append:
