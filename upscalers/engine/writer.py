@@ -120,7 +120,6 @@ class CheckpointWriter:
                             self._copy_in_kernel(tensor, target, starts[tensor.name])
                         else:
                             later.setdefault(file_name, []).append((starts[tensor.name], tensor))
-                    os.fsync(target)  # now, while what is needed for building may still be on its way
             self._before_building()
             for file_name, placed in later.items():
                 with _opened(folder / file_name, os.O_RDWR) as target:
