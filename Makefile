@@ -23,7 +23,7 @@ test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 material: $(VENV)/installed
-	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses benchmarks retention
+	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses benchmarks
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -38,12 +38,14 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): a few hundred MB of packages, once."
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
+	@echo "Setting up $(OLDEST), with the oldest supported transformers, once."
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis

@@ -6,7 +6,6 @@ import sys
 from material.addresses import addresses
 from material.benchmarks import benchmarks
 from material.registry import MaterialError
-from material.retention import retention_text
 from material.smollm2 import smollm2_135m, smollm2_gguf
 
 FETCH = {
@@ -14,7 +13,6 @@ FETCH = {
     "smollm2-gguf": smollm2_gguf,
     "addresses": lambda: addresses().train.parent,
     "benchmarks": benchmarks,
-    "retention": retention_text,
 }
 
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from material.addresses import addresses
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.registry import check_sha256
-from material.retention import retention_text
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from midus_hf.documents import read_documents
 from midus_hf.evaluation import perplexity
@@ -72,13 +71,6 @@ def test_every_tenth_address_is_held_out_and_none_is_in_both_parts():
     texts = [path.read_text() for folder in (parts.train, parts.held_out) for path in folder.iterdir()]
     assert len(set(texts)) == 233
     assert 10_000_000 < sum(map(len, texts)) < 11_000_000
-
-
-def test_retention_text_is_plain_prose():
-    text = retention_text().read_text(encoding="utf-8")
-    assert 1_500_000 < len(text) < 2_100_000
-    assert "<doc" not in text
-    assert "</doc" not in text
 
 
 def test_there_is_a_benchmark_for_every_local_task():

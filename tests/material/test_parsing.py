@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
-from material.retention import plain_text
 
 choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
 
@@ -72,9 +71,3 @@ def test_malformed_lines_are_dropped_and_counted():
     rows, dropped = parse_rows(lines, lambda row: multiple_choice_row(row, 2))
     assert [row["gold"] for row in rows] == [1]
     assert dropped == 3
-
-
-def test_articles_lose_their_marks_and_titles_without_text_are_left_out():
-    marked = '<doc id="1" title="A">\nA\n\nText of A.\n\n</doc>\n<doc id="2" title="B">\nB\n\n\n</doc>\n'
-    marked += '<doc id="3" title="C">\nC\n\nText of C.\n</doc>\n'
-    assert plain_text(marked) == "A\n\nText of A.\n\nC\n\nText of C.\n"

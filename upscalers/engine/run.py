@@ -97,10 +97,13 @@ def upscale(
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
     if push_to_hub:
         check_repo_id(push_to_hub)
+    local = Path(base).expanduser()
     if output is not None:
-        local = Path(base).expanduser()
-        # Now as well as below, before anything is downloaded or converted.
         OutputFolder(Path(output).expanduser(), local if local.is_dir() else None, overwrite)
+    if not dry_run and not local.is_dir():
+        # Before a download or a conversion, which take long, see that the request fits the base's config.
+        with resolve_source(str(base), config_only=True) as source:
+            _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
 
     with resolve_source(str(base), config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
@@ -108,8 +111,7 @@ def upscale(
             progress.warn(
                 f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
             )
-        chosen.check(opened)
-        job = _Job(chosen, opened, source, chosen.plan(opened, num_new_layers, placement), seed, dtype)
+        job = _Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         identity, volume = Identity(None, None), Bytes(0, num_bytes)
         if output is not None:
@@ -138,6 +140,11 @@ def upscale(
 def _method(name: str, options: Mapping[str, Any] | None) -> Method:
     method_class = get_method(name)
     return method_class(parse_options(method_class.options_class, options or {}, f"method {name}"))
+
+
+def _planned(method: Method, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+    method.check(base)
+    return method.plan(base, num_new_layers, placement)
 
 
 @dataclass
