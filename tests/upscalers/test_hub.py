@@ -143,3 +143,60 @@ def test_an_upload_that_fails_leaves_the_result_and_says_so(base, tmp_path):
     assert len(done.stderr.splitlines()) == 1
     assert "401" in done.stderr
     assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+PUSH = """
+import sys
+from transformers import AutoModelForCausalLM
+import midus_hf
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.push_to_hub("me/pushed")
+model.save_pretrained(sys.argv[2], push_to_hub=True, repo_id="me/saved-and-pushed")
+"""
+LOAD_WITHOUT_THE_PACKAGE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("midus_hf", "upscalers"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+torch.set_num_threads(1)
+for repository in ("me/pushed", "me/saved-and-pushed"):
+    model = AutoModelForCausalLM.from_pretrained(repository, dtype="auto", trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.save(model(torch.load(sys.argv[1])).logits, f"{sys.argv[2]}-{repository.partition('/')[2]}.pt")
+"""
+
+
+def test_a_model_pushed_from_python_brings_its_code(base, tmp_path):
+    run_upscale("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--no-verify")
+    torch.save(prompt(), tmp_path / "tokens.pt")
+    with LoopbackHub({}) as hub:
+        client = environment(hub, tmp_path)
+        pushed = run_python(PUSH, tmp_path / "out", tmp_path / "saved", folder=tmp_path, **client)
+        assert pushed.returncode == 0, pushed.stderr
+        for name in ("me/pushed", "me/saved-and-pushed"):
+            assert {"config.json", "modeling_midus.py", "midus_hf_models_llama.py"} <= hub.repositories[
+                name
+            ].files.keys()
+        arguments = (tmp_path / "tokens.pt", tmp_path / "logits")
+        loaded = run_python(LOAD_WITHOUT_THE_PACKAGE, *arguments, folder=tmp_path, **client)
+        assert loaded.returncode == 0, loaded.stderr
+    for name in ("pushed", "saved-and-pushed"):
+        assert torch.equal(torch.load(tmp_path / f"logits-{name}.pt"), logits(base))
+
+
+def test_a_repository_with_pickled_weights_alone_says_how_to_convert_them(base, tmp_path):
+    files = {name: content for name, content in files_of(base).items() if "safetensors" not in name}
+    with LoopbackHub({"org/base": files}) as hub:
+        request = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
+        done = run_upscale(*request, folder=tmp_path, **environment(hub, tmp_path))
+    assert done.returncode == 2
+    assert "the base has pickled weights (pytorch_model.bin), which are never loaded" in done.stderr
+    assert "from_pretrained('org/base')" in done.stderr
+    assert not (tmp_path / "out").exists()
