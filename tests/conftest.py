@@ -7,7 +7,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import torch
 from tiny import FAMILIES
+from transformers import logging
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny models run fastest on one thread, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.set_verbosity(60)
+    logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=FAMILIES)

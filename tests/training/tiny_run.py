@@ -46,11 +46,16 @@ def write_corpus(folder: Path, documents: int = 20, length: int = 60) -> Path:
 
 
 def save_upscaled(family: str, folder: Path, **base_options: Any) -> Path:
-    """Save a tiny base with its tokenizer, and upscale it to `folder / "model"`."""
+    """Save a tiny base, upscale it to `folder / "model"`, and give both a tokenizer.
+
+    Only then: for some model types transformers loads a tokenizer of words as the family's own class, which cannot read
+    words, and what is upscaled reads as its base does.
+    """
     base = save_tiny_model(family, folder / "base", **base_options)
-    tiny_tokenizer().save_pretrained(base)
     options = {"n": 8, "k": 2}
     upscale(base=base, method="midus-hml", output=folder / "model", num_new_layers=2, options=options, verify=False)
+    for checkpoint in (base, folder / "model"):
+        tiny_tokenizer().save_pretrained(checkpoint)
     return folder / "model"
 
 

@@ -8,22 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from tests.upscalers.checkpoints import save_base
 from upscalers import cli
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread_and_no_progress_bars():
-    """Tiny models run fastest on one thread, and sums keep their order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(60)
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
