@@ -1,11 +1,16 @@
 """What the card of a trained model says about its training."""
 
+import dataclasses
+from pathlib import Path
+
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import as_yaml
 
 
 def add_training(card: bytes, config: TrainConfig, steps: int, tokens: int, loss: float | None) -> bytes:
     """Append the section "Trained with" to a model card.
+
+    Of local paths the card tells the last part alone: it is made to be shared.
 
     Args:
         card: The `README.md` of the model that was trained, in UTF-8.
@@ -24,6 +29,17 @@ def add_training(card: bytes, config: TrainConfig, steps: int, tokens: int, loss
 | {steps:,} | {tokens:,} | {final_loss} |
 
 ```yaml
-{as_yaml(config)}```
+{as_yaml(_without_local_paths(config))}```
 """
     return card.rstrip() + section.encode()
+
+
+def _without_local_paths(config: TrainConfig) -> TrainConfig:
+    def label(name: str) -> str:
+        path = Path(name).expanduser()
+        return path.resolve().name if path.exists() else name
+
+    corpus = dataclasses.replace(config.corpus, path=label(config.corpus.path))
+    return dataclasses.replace(
+        config, model=label(config.model), output=label(config.output), corpus=corpus, resume=bool(config.resume)
+    )
