@@ -139,6 +139,7 @@ def methods(json_: Json = False) -> None:
     from upscalers.console import print_methods
     from upscalers.engine.method import METHODS
     from upscalers.engine.options import describe_options
+    from upscalers.engine.provenance import paper_entry
 
     described = [
         {
@@ -148,7 +149,7 @@ def methods(json_: Json = False) -> None:
             "trainable": method.trainable,
             "placement": method.default_placement,
             "options": describe_options(method.options_class),
-            "paper": {"title": method.paper.title, "reference": method.paper.reference},
+            "paper": paper_entry(method),
         }
         for name, method in sorted(METHODS.items())
     ]

@@ -6,8 +6,10 @@ import rich.box
 from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.table import Table
+from rich.text import Text
 
-from upscalers.engine.report import UpscaleReport
+from upscalers.engine.measurements import summary_table
+from upscalers.engine.report import ParameterCounts, UpscaleReport
 
 
 class Console:
@@ -17,21 +19,23 @@ class Console:
         self._console = RichConsole(stderr=True)
         self._bar: rich_progress.Progress | None = None
         self._task: rich_progress.TaskID | None = None
+        self._tasks: dict[str, rich_progress.TaskID] = {}
 
     def start(self, num_bytes: int, num_shards: int) -> None:
         """Show the bar."""
         self._bar = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(),
-            rich_progress.DownloadColumn(),
-            rich_progress.TransferSpeedColumn(),
+            _Amount(),
             rich_progress.TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
             transient=True,
         )
         self._bar.start()
-        self._task = self._bar.add_task(f"writing {num_shards} shard{'s' * (num_shards > 1)}", total=num_bytes)
+        self._task = self._bar.add_task(
+            f"writing {num_shards} shard{'s' * (num_shards > 1)}", total=num_bytes, is_bytes=True
+        )
 
     def advance(self, num_bytes: int) -> None:
         """Move the bar."""
@@ -42,6 +46,21 @@ class Console:
         """Name what is done now."""
         if self._bar and self._task is not None:
             self._bar.update(self._task, description=name)
+
+    def begin(self, task: str, num_steps: int) -> None:
+        """Show another bar."""
+        if self._bar:
+            self._tasks[task] = self._bar.add_task(f"  {task}", total=num_steps, is_bytes=False)
+
+    def step(self, task: str, num_steps: int = 1) -> None:
+        """Move it."""
+        if self._bar and task in self._tasks:
+            self._bar.advance(self._tasks[task], num_steps)
+
+    def end(self, task: str) -> None:
+        """Take it away."""
+        if self._bar and task in self._tasks:
+            self._bar.remove_task(self._tasks.pop(task))
 
     def warn(self, message: str) -> None:
         """Print a warning."""
@@ -57,6 +76,17 @@ class Console:
             self._bar.stop()
 
 
+class _Amount(rich_progress.ProgressColumn):
+    """How far a bar has come, in bytes or in steps."""
+
+    def render(self, task: rich_progress.Task) -> Text:
+        done, total = task.completed, task.total or 0
+        text = (
+            f"{_gigabytes(done)} of {_gigabytes(total)}" if task.fields["is_bytes"] else f"{done:.0f} of {total:.0f}"
+        )
+        return Text(text)
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
@@ -66,14 +96,14 @@ def _table(*columns: str) -> Table:
 
 def print_report(report: UpscaleReport, dry_run: bool) -> None:
     """The summary of an upscaling."""
-    counts, identity = report.parameters, report.identity
+    counts = report.parameters
     table = _table("", report.method)
     rows = {
         "base": report.base,
         "output": report.output or "(none: dry run)",
         "model type": report.model_type,
         "layers": f"{report.num_layers}, new: {', '.join(map(str, report.new_layer_indices))}",
-        "parameters": f"{counts.base:,} + {counts.new:,} = {counts.total:,}",
+        "parameters": _sum(counts),
         "trainable": f"{counts.trainable:,} ({100 * counts.trainable / counts.total:.1f} %)",
     }
     if dry_run:
@@ -82,12 +112,34 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         rows["written"] = (
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
         )
-        rows["identity"] = (
-            f"{identity.checked}: largest difference {identity.max_abs_diff:g}" if identity.checked else "not checked"
-        )
+        rows["identity"] = _identity(report)
     for name, value in rows.items():
         table.add_row(name, value)
     RichConsole().print(table)
+    print_measurements(report.measurements)
+
+
+def _sum(counts: ParameterCounts) -> str:
+    removed = counts.base + counts.new - counts.total
+    return f"{counts.base:,} + {counts.new:,}{f' - {removed:,}' if removed else ''} = {counts.total:,}"
+
+
+def _identity(report: UpscaleReport) -> str:
+    promise = "" if report.promises_identity else "not promised by the method; "
+    if report.identity.checked is None:
+        return promise + "not checked"
+    divergence = f", KL {report.kl_divergence:.3g} nats" if report.kl_divergence else ""
+    return f"{promise}{report.identity.checked}: largest difference {report.identity.max_abs_diff:g}{divergence}"
+
+
+def print_measurements(measurements: list[dict[str, Any]]) -> None:
+    """What solvers found out, one line a kind of tensor: mean over the new layers, and the lowest and highest of them."""
+    if measurements:
+        header, *rows = summary_table(measurements)
+        table = _table(*header)
+        for row in rows:
+            table.add_row(*row)
+        RichConsole().print(table)
 
 
 def print_methods(described: list[dict[str, Any]]) -> None:
@@ -96,10 +148,11 @@ def print_methods(described: list[dict[str, Any]]) -> None:
         table = _table(method["name"], method["summary"])
         table.add_row("identity", "exact at the start" if method["identity"] else "no")
         table.add_row("trains", method["trainable"])
-        table.add_row("placement", method["placement"])
+        table.add_row("placement", method["placement"] or "its own")
         for option in method["options"]:
             table.add_row(f"--set {option['name']}={option['default']}", f"{option['help']} ({option['type']})")
-        table.add_row("paper", f"{method['paper']['title']} ({method['paper']['reference']})")
+        if method["paper"]:
+            table.add_row("paper", f"{method['paper']['title']} ({method['paper']['reference']})")
         RichConsole().print(table)
 
 
@@ -119,6 +172,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         style = "bold" if layer["new"] else None
         layers.add_row(str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
     RichConsole().print(layers)
+    print_measurements(inspection["measurements"])
 
 
 def print_stripped(result: dict[str, Any]) -> None:
@@ -130,5 +184,5 @@ def print_stripped(result: dict[str, Any]) -> None:
     )
 
 
-def _gigabytes(num_bytes: int) -> str:
+def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

@@ -74,7 +74,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 
 REQUESTS = [
     (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean 'midus-hml'\?"),
-    (["--method", "x"], "method 'x' is unknown. Expected one of: midus-hml"),
+    (["--method", "x"], "method 'x' is unknown. Expected one of: .*llama-pro, midus-hml"),
     (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: n, k"),
     (["--set", "n=8.5"], r"n is 8\.5; expected an integer"),
     (["--set", "n=many"], "n is 'many'; expected an integer"),

@@ -117,11 +117,18 @@ def test_the_norm_in_front_of_attention_and_the_one_behind_it_are_told_apart():
         model_type: {name: tensor.role for name, tensor in family.layer_tensors({**SIZES, "head_dim": 8}).items()}
         for model_type, family in FAMILIES.items()
     }
-    for model_type in ("llama", "qwen2", "qwen3"):
+    for model_type in ("llama", "qwen2", "qwen3", "mistral"):
         assert roles[model_type]["post_attention_layernorm.weight"] == "mlp_norm"
     for model_type in ("gemma2", "gemma3_text"):
         assert roles[model_type]["post_attention_layernorm.weight"] == "attention_output_norm"
         assert roles[model_type]["pre_feedforward_layernorm.weight"] == "mlp_norm"
+    olmo2 = roles.pop("olmo2")
+    assert {role for role in olmo2.values() if role.endswith("norm")} == {
+        "query_norm",
+        "key_norm",
+        "attention_output_norm",
+        "mlp_output_norm",
+    }
     assert all(names["input_layernorm.weight"] == "attention_norm" for names in roles.values())
 
 
@@ -129,7 +136,8 @@ def test_a_block_keeps_attention_without_its_output_projection_and_the_norm_in_f
     config = {**SIZES, "attention_bias": True}
     kept = {n for n, t in FAMILIES[model_type].layer_tensors(config).items() if t.role in ATTENTION_ROLES}
     projections = {f"self_attn.{name}_proj.weight" for name in "qkv"}
-    assert projections | {"input_layernorm.weight"} <= kept
+    norms = {"input_layernorm.weight"} if FAMILIES[model_type].input_norms else set()
+    assert projections | norms <= kept
     assert not any("o_proj" in name or "mlp" in name or "feedforward" in name for name in kept)
     assert "post_attention_layernorm.weight" not in kept
 

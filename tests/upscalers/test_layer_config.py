@@ -9,8 +9,8 @@ from tiny import FAMILIES as TINY
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import family_of
-from upscalers.engine.layer_config import default_donor, follow_plan
-from upscalers.engine.plan import New, insertion_plan
+from upscalers.engine.layer_config import follow_plan
+from upscalers.methods.midus_hml import HeadwiseMemoryOptions, MidusHml
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -18,9 +18,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
     """The config after new layers are inserted at `indices`."""
     base = BaseModel(Path(), config, family_of(config), {})
-    plan = insertion_plan(base.num_layers, indices)
-    donors = {index: default_donor(layer) for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
-    return follow_plan(base, plan, donors)
+    method = MidusHml(HeadwiseMemoryOptions())
+    return follow_plan(base, method.plan(base, None, ",".join(map(str, indices))))
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def test_lists_of_one_entry_a_layer_follow_and_lists_of_indices_are_translated()
     config = tiny_config("llama", no_rope_layers=[1, 0, 1, 0], mlp_only_layers=[0, 3])
     result = followed(config, [1, 4])
     assert result["no_rope_layers"] == [1, 0, 0, 1, 0, 0]
-    assert result["mlp_only_layers"] == [0, 5]
+    assert result["mlp_only_layers"] == [0, 4, 5]
 
 
 def test_memory_entries_of_an_earlier_upscaling_keep_their_layers():

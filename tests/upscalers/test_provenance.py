@@ -77,7 +77,14 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
         "method": "midus-hml",
         "new_layers": [1, 5],
         "trainable": "new",
-        "plan": [{"base": 0}, {"previous": 0, "next": 1}, {"base": 1}, {"base": 2}, {"base": 3}, {"previous": 3, "next": None}],
+        "plan": [
+            {"base": 0},
+            {"previous": 0, "next": 1, "sources": [1]},
+            {"base": 1},
+            {"base": 2},
+            {"base": 3},
+            {"previous": 3, "next": None, "sources": [3]},
+        ],
         "options": SMALL_MEMORY,
         "seed": 3,
         "base_dtype": "float32",
@@ -169,10 +176,10 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
     assert command("--config", recipe, "--base", base, "--output", tmp_path / "again").status == 0
     assert file_digests(tmp_path / "again") == file_digests(tmp_path / "out")
     for row in (
-        "| **0** | **new**, beside base 0 |",
+        "| **0** | **new, beside base 0, made from 0** |",
         "| 1 | base 0 |",
-        "| **2** | **new**, between base 0 and base 1 |",
-        "| **6** | **new**, beside base 3 |",
+        "| **2** | **new, between base 0 and base 1, made from 1** |",
+        "| **6** | **new, beside base 3, made from 3** |",
     ):
         assert row in body
     counts = report.parameters

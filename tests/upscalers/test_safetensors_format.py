@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from upscalers.engine.errors import RequestError
-from upscalers.engine.recipes import Copy, Fill, Fuse, Initialise, tensor_seed
+from upscalers.engine.progress import NoProgress
+from upscalers.engine.recipes import Combine, Copy, Fill, Initialise, tensor_seed
 from upscalers.engine.safetensors_format import TORCH_NAMES, copy_bytes, layout, read_header, write_all
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -132,10 +133,19 @@ def test_a_full_disk_is_not_taken_for_a_kernel_that_cannot_copy(tmp_path, monkey
             copy_bytes(source.fileno(), 0, target.fileno(), 0, 100)
 
 
+class CountedBytes(NoProgress):
+    """Adds up what it is told."""
+
+    num_bytes = 0
+
+    def advance(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
+
 @pytest.mark.parametrize("chunk", [2, 10, 1 << 20])
 @pytest.mark.parametrize("scan", [True, False])
 def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, monkeypatch, scan, chunk):
-    monkeypatch.setattr("upscalers.engine.writer._CHUNK_BYTES", 4 * chunk)
+    monkeypatch.setattr("upscalers.engine.writer._CHUNK_ELEMENTS", chunk)
     sources = {"a": torch.randn(7, 3), "b": torch.randn(7, 3).bfloat16(), "steps": torch.arange(5)}
     save_file(sources, tmp_path / "source.safetensors")
     stored = read_header(tmp_path / "source.safetensors")
@@ -149,12 +159,13 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         OutputTensor("wider", Copy((7, 3), "b"), "F32"),
         OutputTensor("steps", Copy((5,), "steps"), "I64"),
         OutputTensor("fill", Fill((4,), 2.5), "F16"),
-        OutputTensor("mean", Fuse((7, 3), ("a", "b"), lambda a, b: (a + b) / 2), "F32"),
+        OutputTensor("mean", Combine((7, 3), (("a", 0.5), ("b", 0.5))), "F32"),
+        OutputTensor("shifted", Combine((7, 3), (("b", 2.0),), constant=1.0), "F32"),
         OutputTensor("fresh", Initialise((6, 2), uniform, seed=3), "F32"),
     ]
     (tmp_path / "out").mkdir()
-    progress: list[int] = []
-    writer = CheckpointWriter(stored, scan=scan, progress=progress.append)
+    progress = CountedBytes()
+    writer = CheckpointWriter(stored, scan=scan, progress=progress)
     written = writer.write(tmp_path / "out", split_shards(outputs, 200))
     found = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
@@ -166,12 +177,13 @@ def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, mon
         "steps": sources["steps"],
         "fill": torch.full((4,), 2.5, dtype=torch.float16),
         "mean": (sources["a"] + sources["b"].float()) / 2,
+        "shifted": sources["b"].float() * 2 + 1,
         "fresh": torch.rand(6, 2, generator=torch.Generator().manual_seed(3)),
     }
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert sum(progress) == sum(value.nbytes for value in expected.values())
-    assert written.bytes_read == 3 * sources["a"].nbytes + 2 * sources["b"].nbytes + sources["steps"].nbytes
+    assert progress.num_bytes == sum(value.nbytes for value in expected.values())
+    assert written.bytes_read == 3 * sources["a"].nbytes + 3 * sources["b"].nbytes + sources["steps"].nbytes
 
 
 def test_seeds_differ_by_tensor_and_by_run():

@@ -209,7 +209,7 @@ def test_an_entry_that_was_tampered_with_is_refused(base, tmp_path, entry, messa
 def test_a_plan_that_takes_a_block_for_a_base_layer_is_refused(base, tmp_path):
     model = upscaled(base, tmp_path / "out")
     entry = json.loads((model / "config.json").read_text())["upscale"]
-    entry["plan"][0], entry["plan"][1] = {"previous": None, "next": 0}, {"base": 0}
+    entry["plan"][0], entry["plan"][1] = {"previous": None, "next": 0, "sources": [0]}, {"base": 0}
     edit_config(model, upscale=entry)
     with pytest.raises(RequestError, match=r"the base lacks \d+ tensors that its config asks for"):
         strip(model, tmp_path / "stripped")
@@ -247,7 +247,8 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     assert [row["index"] for row in told["layers"]] == list(range(7))
     assert [row["index"] for row in told["layers"] if row["new"]] == [0, 2, 6]
     assert [row["from"] for row in told["layers"]] == [
-        "new, beside base 0", "base 0", "new, between base 0 and base 1", "base 1", "base 2", "base 3", "new, beside base 3",
+        "new, beside base 0, made from 0", "base 0", "new, between base 0 and base 1, made from 1", "base 1", "base 2", "base 3",
+        "new, beside base 3, made from 3",
     ]  # fmt: skip
     for row in told["layers"]:
         names = [name for name in tensors if name.startswith(f"model.layers.{row['index']}.")]

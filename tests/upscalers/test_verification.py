@@ -56,16 +56,15 @@ def test_a_change_too_small_for_any_tolerance_is_caught(tmp_path, monkeypatch, v
 
 def test_a_base_tensor_in_the_wrong_place_is_caught(tmp_path, monkeypatch):
     base = save_base(tmp_path / "base")
-    honest = MidusHml.layer_recipes
+    honest = MidusHml.recipes
 
-    def swapped(self, base, layer, index, seed):
-        recipes = honest(self, base, layer, index, seed)
-        if index == 2:
-            source = "model.layers.0.mlp.up_proj.weight"
-            recipes["mlp.up_proj.weight"] = Copy(base.tensors[source].shape, source)
+    def swapped(self, base, plan, seed):
+        recipes = honest(self, base, plan, seed)
+        source = "model.layers.0.mlp.up_proj.weight"
+        recipes[2]["mlp.up_proj.weight"] = Copy(base.tensors[source].shape, source)
         return recipes
 
-    monkeypatch.setattr(MidusHml, "layer_recipes", swapped)
+    monkeypatch.setattr(MidusHml, "recipes", swapped)
     with pytest.raises(VerificationError, match="logits differ"):
         upscaled(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -94,6 +93,8 @@ def test_a_method_that_promises_no_identity_reports_the_difference(tmp_path, mon
     report = upscaled(base, tmp_path / "out")
     assert report.identity.checked == "logits"
     assert report.identity.max_abs_diff > 0
+    assert report.kl_divergence > 0
+    assert not report.promises_identity
     assert "It does not compute what the base computes" in (tmp_path / "out" / "README.md").read_text()
     unchecked = upscaled(base, tmp_path / "unchecked", verify=False)
     assert (unchecked.identity.checked, unchecked.identity.max_abs_diff) == (None, None)
@@ -114,7 +115,7 @@ def test_nan_in_the_base_is_refused_by_name(tmp_path, name, dtype):
 
 
 def test_nan_is_found_wherever_it_stands_in_a_tensor_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("upscalers.engine.writer._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("upscalers.engine.writer._CHUNK_ELEMENTS", 250)
     size = (
         save_base(tmp_path / "sound") and read_tensors(tmp_path / "sound")["model.layers.1.mlp.up_proj.weight"].numel()
     )

@@ -16,7 +16,7 @@ from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, 
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 _LISTED = 3
 
 
@@ -131,9 +131,9 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
     config = read_config(folder)
     family = family_of(config)
     layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= _MOST_LAYERS:
+    if not isinstance(layers, int) or isinstance(layers, bool) or not 1 <= layers <= MOST_LAYERS:
         raise RequestError(
-            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {_MOST_LAYERS}."
+            f"config.json has num_hidden_layers = {layers!r}; expected an integer from 1 to {MOST_LAYERS}."
         )
     dtype = config["dtype"] if config.get("dtype") is not None else config.get("torch_dtype")
     if not isinstance(dtype, str | None):

@@ -7,7 +7,7 @@ loads neither torch nor transformers.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from upscalers.engine.errors import RequestError, near_matches
 
@@ -38,23 +38,33 @@ class Family:
 
     Args:
         model_type: As `config.json` says.
-        class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`.
+        class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`; None where there
+            are none, so that only methods that add layers of the family's own kind apply.
         defaults: What absent config values mean.
         biases: The config keys that give biases to projections; other families ignore the same keys.
-        query_key_norm: Whether queries and keys are normalised a head.
+        query_key_norm: Whether queries and keys are normalised: a head at a time, or all heads together (`"whole"`).
+        input_norms: Whether a norm stands in front of attention and feed-forward network.
         output_norms: Whether a norm follows attention and feed-forward network.
+        unit_offset_norms: Whether norms multiply by 1 + weight instead of the weight.
         qkv_bias: Whether the query, key and value projections have biases whatever the config says.
         layer_types: The types that layers have when the config does not list them; None if the family has no types.
     """
 
     model_type: str
-    class_name: str
+    class_name: str | None
     defaults: Config = field(default_factory=dict)
     biases: frozenset[str] = frozenset({"attention_bias"})
-    query_key_norm: bool = False
+    query_key_norm: Literal["head", "whole"] | None = None
+    input_norms: bool = True
     output_norms: bool = False
+    unit_offset_norms: bool = False
     qkv_bias: bool = False
     layer_types: Callable[[Config], list[str]] | None = None
+
+    @property
+    def hosts_memory(self) -> bool:
+        """Whether there are classes of this family that host memory."""
+        return self.class_name is not None
 
     def get(self, config: Config, key: str) -> Any:
         """The value of `key`, with the family's default where the config does not have the key."""
@@ -117,8 +127,9 @@ class Family:
         linear("self_attn.v_proj", "value", key_width, hidden, attention_bias or self.qkv_bias)
         linear("self_attn.o_proj", "output_projection", hidden, query_width, attention_bias)
         if self.query_key_norm:
-            tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (d,))
-            tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (d,))
+            whole = self.query_key_norm == "whole"
+            tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (query_width if whole else d,))
+            tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (key_width if whole else d,))
         linear("mlp.gate_proj", "gate", inner, hidden, mlp_bias)
         linear("mlp.up_proj", "up", inner, hidden, mlp_bias)
         linear("mlp.down_proj", "down", hidden, inner, mlp_bias)
@@ -130,6 +141,8 @@ class Family:
                 "pre_feedforward_layernorm": "mlp_norm",
                 "post_feedforward_layernorm": "mlp_output_norm",
             }
+            if not self.input_norms:
+                norms = {name: role for name, role in norms.items() if role not in ("attention_norm", "mlp_norm")}
         for name, role in norms.items():
             tensors[f"{name}.weight"] = LayerTensor(role, (hidden,))
         return tensors
@@ -148,6 +161,14 @@ class Family:
             return {}
         return {"lm_head.weight": self.outer_tensors(config)["model.embed_tokens.weight"]}
 
+
+NORM_ROLES = frozenset(
+    {"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"}
+)
+"""The norms, whose gain is 1 + weight in families with `unit_offset_norms`."""
+
+MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
+"""The projections of a layer, in the order they are used."""
 
 ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
 """What attention without its output projection needs, and the norm in front of it."""
@@ -211,7 +232,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3",
             "Qwen3",
             {"num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
-            query_key_norm=True,
+            query_key_norm="head",
             layer_types=_qwen_layer_types,
         ),
         Family(
@@ -219,15 +240,31 @@ FAMILIES: dict[str, Family] = {
             "Gemma2",
             {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
             output_norms=True,
+            unit_offset_norms=True,
             layer_types=_gemma2_layer_types,
         ),
         Family(
             "gemma3_text",
             "Gemma3",
             {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
-            query_key_norm=True,
+            query_key_norm="head",
             output_norms=True,
+            unit_offset_norms=True,
             layer_types=_gemma3_layer_types,
+        ),
+        Family(
+            "mistral",
+            None,
+            {"num_key_value_heads": 8, "tie_word_embeddings": False},
+            biases=frozenset(),
+        ),
+        Family(
+            "olmo2",
+            None,
+            {"tie_word_embeddings": False},
+            query_key_norm="whole",
+            input_norms=False,
+            output_norms=True,
         ),
     )
 }
@@ -267,6 +304,12 @@ def family_of(config: Config) -> Family:
             f"the base shares keys and values between layers (num_kv_shared_layers = {config['num_kv_shared_layers']}); "
             "expected layers that stand alone."
         )
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"):
+        if config.get(key):
+            raise RequestError(
+                f"the base predicts several tokens ahead ({key} = {config[key]}); expected a model without such layers. "
+                "Save its decoder as a checkpoint of its own first."
+            )
     if model_type == "gemma3":
         raise RequestError(
             "model_type is 'gemma3', which reads images as well; expected the text model, 'gemma3_text'. "

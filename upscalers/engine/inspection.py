@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import open_base, read_config
-from upscalers.engine.plan import Base, New
 from upscalers.engine.provenance import read_config_entry, read_plan, read_record
 from upscalers.engine.source import resolve_source
 
@@ -17,8 +16,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         model: A folder or hub id; its `config.json` is enough.
 
     Returns:
-        `{"model", "method", "base", "options", "seed", "trainable", "model_type", "memory", "parameters", "layers"}`,
-        `layers` with `{"index", "new", "from", "parameters"}` a layer.
+        `{"model", "method", "base", "options", "seed", "trainable", "model_type", "memory", "parameters", "layers",
+        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` a layer.
 
     Raises:
         RequestError: If the model was not made by `upscale`.
@@ -31,13 +30,13 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         layers = [
             {
                 "index": index,
-                "new": isinstance(layer, New),
-                "from": f"base {layer.index}" if isinstance(layer, Base) else f"new, {layer.place}",
+                "new": index in plan.new_indices,
+                "from": plan.describe(index),
                 "parameters": sum(
                     math.prod(opened.tensors[name].shape) for name in opened.layer_names(index).values()
                 ),
             }
-            for index, layer in enumerate(plan.layers)
+            for index in range(plan.num_layers)
         ]
         base = record.get("base")
         uncounted = {*opened.family.tied_tensors(opened.config), *opened.unexpected}
@@ -53,4 +52,5 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "memory": opened.config.get("memory") or [],
             "parameters": {"total": total, "new": sum(layer["parameters"] for layer in layers if layer["new"])},
             "layers": layers,
+            "measurements": record.get("measurements") or [],
         }

@@ -6,7 +6,7 @@ from typing import Any
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config
-from upscalers.engine.plan import Base, New, Plan
+from upscalers.engine.plan import Base, Plan
 
 PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
 """Lists with one entry a layer: they follow the plan."""
@@ -20,13 +20,12 @@ NOT_PER_LAYER_KEYS = frozenset(
 """Lists that have nothing to do with layers, whatever their length."""
 
 
-def follow_plan(base: BaseModel, plan: Plan, donors: dict[int, int]) -> Config:
+def follow_plan(base: BaseModel, plan: Plan) -> Config:
     """The raw config of the base with everything that it says of single layers carried to the new layers.
 
     Args:
         base: The base.
-        plan: The plan.
-        donors: For each new layer, the base layer whose attention it takes: it shares that layer's type.
+        plan: The plan. A new layer shares the type of the layer whose attention it takes.
 
     Returns:
         A new config with `num_hidden_layers` and every per-layer list brought up to date. Types that the base leaves
@@ -48,10 +47,7 @@ def follow_plan(base: BaseModel, plan: Plan, donors: dict[int, int]) -> Config:
             f"config.json has {unknown[0]}, a list as long as the model has layers ({base.num_layers}); expected a list "
             "whose meaning is known. Declare it in upscalers/engine/layer_config.py."
         )
-    sources = [layer.index if isinstance(layer, Base) else donors[index] for index, layer in enumerate(plan.layers)]
-    new_place = {
-        layer.index: index for index, layer in reversed(list(enumerate(plan.layers))) if isinstance(layer, Base)
-    }
+    sources = plan.sources
     layer_types = base.family.resolved_layer_types(config)
     if layer_types is not None:
         config["layer_types"] = _checked_length("layer_types", layer_types, base.num_layers)
@@ -61,13 +57,13 @@ def follow_plan(base: BaseModel, plan: Plan, donors: dict[int, int]) -> Config:
             config[key] = [values[source] for source in sources]
     for key in LAYER_INDEX_KEYS & config.keys():
         if isinstance(config[key], list):
-            stray = [layer for layer in config[key] if type(layer) is not int or layer not in new_place]
+            stray = [layer for layer in config[key] if type(layer) is not int or not 0 <= layer < base.num_layers]
             if stray:
                 raise RequestError(
                     f"config.json lists {stray[0]!r} in {key}; expected layers from 0 to {base.num_layers - 1}. "
                     "Repair the base checkpoint."
                 )
-            config[key] = sorted(new_place[layer] for layer in config[key])
+            config[key] = [index for index, source in enumerate(sources) if source in config[key]]
     for entry in config.get("memory") or []:
         entry["layers"] = sorted(
             index
@@ -76,13 +72,6 @@ def follow_plan(base: BaseModel, plan: Plan, donors: dict[int, int]) -> Config:
         )
     config["num_hidden_layers"] = plan.num_layers
     return config
-
-
-def default_donor(layer: New) -> int:
-    """The base layer after a new one, or the one before where there is none."""
-    donor = layer.next if layer.next is not None else layer.previous
-    assert donor is not None
-    return donor
 
 
 def _checked_length(key: str, values: list[Any], num_layers: int) -> list[Any]:

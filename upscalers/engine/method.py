@@ -1,17 +1,18 @@
 """What an upscaling method says of itself, and the table of methods."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError, near_matches
 from upscalers.engine.families import Config
-from upscalers.engine.layer_config import default_donor, follow_plan
+from upscalers.engine.layer_config import follow_plan
 from upscalers.engine.placements import place
 from upscalers.engine.plan import Base, New, Plan, insertion_plan
 from upscalers.engine.recipes import Copy, Recipe
+from upscalers.engine.solver import Measurement
 
 METHODS: dict[str, type["Method"]] = {}
 
@@ -45,22 +46,41 @@ class Method(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line."""
-    paper: ClassVar[Paper]
+    paper: ClassVar[Paper | None]
+    """None for what users do without one."""
     options_class: ClassVar[type] = NoOptions
     identity: ClassVar[bool]
-    """Whether the upscaled model computes exactly what the base computes."""
+    """Whether, with the default options, the upscaled model computes exactly what the base computes."""
     trainable: ClassVar[Literal["new", "all"]] = "new"
     """What the paper trains afterwards."""
-    default_placement: ClassVar[str] = "distributed"
+    default_placement: ClassVar[str | None] = "distributed"
+    """None for a method that orders the layers itself."""
 
     def __init__(self, options: Any):
         self.options = options
+
+    @property
+    def promises_identity(self) -> bool:
+        """Whether, with these options, the upscaled model computes exactly what the base computes."""
+        return self.identity
+
+    @property
+    def trained(self) -> Literal["new", "all"]:
+        """What is trained afterwards, with these options."""
+        return self.trainable
 
     def check(self, base: BaseModel) -> None:  # noqa: B027 - most methods take any base
         """Refuse a base that the method cannot upscale.
 
         Raises:
             RequestError: With the reason and what helps.
+        """
+
+    def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
+        """Refuse to start where a package or device is missing; a dry run does not ask.
+
+        Raises:
+            RequestError: With what is missing and how to get it.
         """
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
@@ -71,25 +91,63 @@ class Method(ABC):
             num_new_layers: K. Default: half the layers of the base.
             placement: Policy or indices. Default: the method's own.
         """
-        indices = place(self.default_placement if placement is None else placement, base.num_layers, num_new_layers)
-        return insertion_plan(base.num_layers, indices)
+        default = self.default_placement
+        assert default is not None, "a method without a placement plans for itself"
+        indices = place(default if placement is None else placement, base.num_layers, num_new_layers)
+        plan = insertion_plan(base.num_layers, indices)
+        layers = list(plan.layers)
+        for number, index in enumerate(plan.new_indices):
+            layer = layers[index]
+            assert isinstance(layer, New)
+            layers[index] = replace(layer, sources=self.sources(base, layer, index, number))
+        return Plan(tuple(layers), plan.num_base_layers)
 
-    def donor(self, layer: New) -> int:
-        """The base layer that a new layer takes its attention, and so its attention type, from."""
-        return default_donor(layer)
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        """The base layers that a new layer is made from, the one whose attention and attention type it takes first.
+
+        Args:
+            base: The base.
+            layer: The new layer, so far without sources.
+            index: Its index in the upscaled model.
+            number: How many new layers stand before it.
+        """
+        source = layer.next if layer.next is not None else layer.previous
+        assert source is not None
+        return (source,)
+
+    def placement_request(self, plan: Plan) -> dict[str, Any]:
+        """What a request must say of placement to get this plan again."""
+        return {"placement": plan.new_indices}
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        """What a person should know before the work begins; shown as warnings."""
+        return []
+
+    def review(self, measurements: Sequence[Measurement]) -> list[str]:
+        """What a person should know after solvers did their work; shown as warnings.
+
+        Raises:
+            RequestError: If the result is to be refused; nothing is left of it.
+        """
+        return []
 
     def config(self, base: BaseModel, plan: Plan) -> Config:
         """The raw config of the upscaled model."""
-        donors = {index: self.donor(layer) for index, layer in enumerate(plan.layers) if isinstance(layer, New)}
-        return follow_plan(base, plan, donors)
+        return follow_plan(base, plan)
 
-    def layer_recipes(self, base: BaseModel, layer: Base | New, index: int, seed: int) -> dict[str, Recipe]:
-        """A recipe for each tensor of output layer `index`, by its name within the layer."""
-        if isinstance(layer, New):
-            return self.new_layer_recipes(base, layer, index, seed)
-        return {
-            name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names(layer.index).items()
-        }
+    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+        """For each output layer, a recipe for each of its tensors by its name within the layer."""
+        return [
+            self.copied_layer(base, layer.index)
+            if isinstance(layer, Base)
+            else self.new_layer_recipes(base, layer, index, seed)
+            for index, layer in enumerate(plan.layers)
+        ]
+
+    @staticmethod
+    def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:
+        """Recipes that take a base layer over as it is."""
+        return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names(layer).items()}
 
     @abstractmethod
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:

@@ -1,18 +1,27 @@
 """The model card of an upscaled checkpoint."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from upscalers.engine.families import Config
+from upscalers.engine.measurements import summary_table
 from upscalers.engine.method import Method
-from upscalers.engine.plan import Base, Plan
+from upscalers.engine.plan import Plan
 from upscalers.engine.report import ParameterCounts
+from upscalers.engine.solver import Measurement
 from upscalers.engine.source import Source
 
 
 def model_card(
-    method: Method, base: Source, plan: Plan, config: Config, counts: ParameterCounts, request: dict[str, Any]
+    method: Method,
+    base: Source,
+    plan: Plan,
+    config: Config,
+    counts: ParameterCounts,
+    request: dict[str, Any],
+    measurements: Sequence[Measurement],
 ) -> str:
     """The text of `README.md`: front matter, how to load it, the plan as a table, the counts, what to cite."""
     base_name = base.label
@@ -24,19 +33,22 @@ def model_card(
     load = "AutoModelForCausalLM.from_pretrained(PATH" + (", trust_remote_code=True)" if needs_code else ")")
     start = (
         "It computes exactly what the base computes until it is trained."
-        if method.identity
+        if method.promises_identity
         else "It does not compute what the base computes: it is meant to be trained first."
     )
     rows = [
-        f"| {index} | base {layer.index} |" if isinstance(layer, Base) else f"| **{index}** | **new**, {layer.place} |"
-        for index, layer in enumerate(plan.layers)
+        f"| **{index}** | **{plan.describe(index)}** |"
+        if index in plan.new_indices
+        else f"| {index} | {plan.describe(index)} |"
+        for index in range(plan.num_layers)
     ]
+    measured = _measured(measurements) if measurements else []
     return "\n".join(
         [
             *front,
             f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
             "",
-            f"{len(plan.new_indices)} new layers were inserted into {base_name} ({plan.num_base_layers} layers): {method.summary}.",
+            f"{base_name} ({plan.num_base_layers} layers) with {len(plan.new_indices)} new layers: {method.summary}.",
             start,
             "",
             "```python",
@@ -65,13 +77,35 @@ def model_card(
             "|---|---|",
             *rows,
             "",
-            "## Cite",
-            "",
-            f"{method.paper.title} ({method.paper.reference}).",
-            "",
-            "```bibtex",
-            method.paper.bibtex,
-            "```",
-            "",
+            *measured,
+            *_citation(method),
         ]
     )
+
+
+def _measured(measurements: Sequence[Measurement]) -> list[str]:
+    header, *rows = summary_table(measurements)
+    lines = [header, ["---"] * len(header), *rows]
+    return [
+        "## What was measured while making the new layers",
+        "",
+        "Mean over layers, and lowest to highest; `upscale.json` has every layer.",
+        "",
+        *(f"| {' | '.join(line)} |" for line in lines),
+        "",
+    ]
+
+
+def _citation(method: Method) -> list[str]:
+    if method.paper is None:
+        return []
+    return [
+        "## Cite",
+        "",
+        f"{method.paper.title} ({method.paper.reference}).",
+        "",
+        "```bibtex",
+        method.paper.bibtex,
+        "```",
+        "",
+    ]

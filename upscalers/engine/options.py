@@ -1,5 +1,6 @@
 """Options of methods: dataclasses that refuse what they do not know."""
 
+import copy
 import dataclasses
 import types
 import typing
@@ -14,12 +15,16 @@ _TYPE_NAMES = {
     str: "text",
     bool: "true or false",
     dict: "a mapping",
+    list: "a list",
     type(None): "null",
 }
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
     """Fill an options dataclass.
+
+    A dataclass may have `presets`, a class attribute: values of several options under one name. The key `preset` chooses
+    one; options that are given as well win.
 
     Args:
         options_class: The dataclass; its `__post_init__` may raise RequestError for values out of range.
@@ -31,10 +36,17 @@ def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> 
     """
     fields = {field.name: field for field in dataclasses.fields(options_class)}
     hints = typing.get_type_hints(options_class)
+    presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
     parsed: dict[str, Any] = {}
+    if presets and values.get("preset") is not None:
+        values = dict(values)
+        preset = values.pop("preset")
+        if preset not in presets:
+            raise RequestError(f"preset is {preset!r}; expected one of: {', '.join(presets)}.")
+        parsed.update(presets[preset])
     for key, value in values.items():
         if key not in fields:
-            known = near_matches(str(key), fields) if fields else "It has none."
+            known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
             raise RequestError(f"{what} has no option {key!r}. {known}")
         parsed[key] = _checked(key, value, hints[key])
     return options_class(**parsed)
@@ -43,20 +55,48 @@ def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> 
 def describe_options(options_class: type) -> list[dict[str, Any]]:
     """Name, type, default and meaning of every option."""
     hints = typing.get_type_hints(options_class)
-    return [
+    described = [
         {
             "name": field.name,
-            "type": _type_name(hints[field.name]),
-            "default": field.default,
+            "type": field.metadata.get("type") or _type_name(hints[field.name]),
+            "default": _default(field),
             "help": field.metadata.get("help", ""),
         }
         for field in dataclasses.fields(options_class)
     ]
+    presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
+    if presets:
+        meaning = "; ".join(
+            f"{name}: {', '.join(f'{key}={value}' for key, value in values.items())}"
+            for name, values in presets.items()
+        )
+        described.append(
+            {
+                "name": "preset",
+                "type": " | ".join(presets),
+                "default": None,
+                "help": f"several options at once ({meaning})",
+            }
+        )
+    return described
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field with a default and a line that explains it to people."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default: Any, help: str, type: str = "") -> Any:
+    """A dataclass field with a default and a line that explains it to people.
+
+    Args:
+        default: The default; a list or mapping is copied for every use.
+        help: What the option means.
+        type: What values it takes, in words, where its annotation does not say. Default: the annotation's words.
+    """
+    metadata = {"help": help, "type": type}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _checked(key: str, value: Any, hint: Any) -> Any:

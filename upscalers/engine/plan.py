@@ -1,7 +1,9 @@
 """The layer plan: an ordered list, one entry an output layer, that says where each layer comes from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from upscalers.engine.errors import RequestError
 
@@ -15,15 +17,26 @@ class Base:
 
 @dataclass(frozen=True)
 class New:
-    """An inserted layer between base layers `previous` and `next`; None where there is no base layer on that side."""
+    """An inserted layer.
+
+    Args:
+        previous: The last base layer before it; None where there is none.
+        next: The first base layer after it; None where there is none.
+        sources: The base layers that it is made from, the one whose attention it takes first. Default: none yet.
+        coefficients: One a source, where it is their linear combination. Default: none.
+    """
 
     previous: int | None
     next: int | None
+    sources: tuple[int, ...] = ()
+    coefficients: tuple[float, ...] = ()
 
     @property
     def place(self) -> str:
         """Where it stands, in words."""
         neighbours = [f"base {index}" for index in (self.previous, self.next) if index is not None]
+        if not neighbours:
+            return "on its own"
         return f"{'between' if len(neighbours) == 2 else 'beside'} {' and '.join(neighbours)}"
 
 
@@ -44,30 +57,71 @@ class Plan:
         """L + K, layers of the upscaled model."""
         return len(self.layers)
 
-    @property
-    def new_indices(self) -> list[int]:
-        """Indices of the inserted layers in the upscaled model."""
-        return [index for index, layer in enumerate(self.layers) if isinstance(layer, New)]
+    @cached_property
+    def kept_indices(self) -> dict[int, int]:
+        """Where each base layer stands in the upscaled model, the first time where it stands there twice."""
+        kept: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, Base):
+                kept.setdefault(layer.index, index)
+        return kept
 
-    def to_list(self) -> list[dict[str, int | None]]:
-        """The plan as plain data: `{"base": i}` or `{"previous": i, "next": j}` a layer."""
+    @cached_property
+    def new_indices(self) -> list[int]:
+        """Indices in the upscaled model of what the base does not have: inserted layers, and repeats of base layers."""
+        kept = set(self.kept_indices.values())
+        return [index for index in range(self.num_layers) if index not in kept]
+
+    @property
+    def dropped_layers(self) -> list[int]:
+        """Base layers that the upscaled model does not have as they were."""
+        return sorted(set(range(self.num_base_layers)) - self.kept_indices.keys())
+
+    @property
+    def sources(self) -> list[int]:
+        """For each layer of the upscaled model, the base layer whose attention it has."""
+        return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
+
+    def describe(self, index: int) -> str:
+        """Where layer `index` of the upscaled model comes from, in words."""
+        layer = self.layers[index]
+        if isinstance(layer, Base):
+            return f"base {layer.index}{'' if self.kept_indices[layer.index] == index else ', repeated'}"
+        return f"new, {layer.place}, made from {' and '.join(map(str, sorted(layer.sources)))}"
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The plan as plain data: `{"base": i}`, or `{"previous": i, "next": j, "sources": [...]}` and perhaps
+        `"coefficients"`, a layer.
+        """
         return [
-            {"base": layer.index} if isinstance(layer, Base) else {"previous": layer.previous, "next": layer.next}
+            {"base": layer.index}
+            if isinstance(layer, Base)
+            else {
+                "previous": layer.previous,
+                "next": layer.next,
+                "sources": list(layer.sources),
+                **({"coefficients": list(layer.coefficients)} if layer.coefficients else {}),
+            }
             for layer in self.layers
         ]
 
     @classmethod
-    def from_list(cls, layers: Iterable[dict[str, int | None]], num_base_layers: int) -> "Plan":
+    def from_list(cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int) -> "Plan":
         """Read what `to_list` wrote."""
         return cls(
-            tuple(Base(**_renamed(layer)) if "base" in layer else New(**layer) for layer in layers), num_base_layers
+            tuple(
+                Base(layer["base"])
+                if "base" in layer
+                else New(
+                    layer["previous"],
+                    layer["next"],
+                    tuple(layer.get("sources", ())),
+                    tuple(layer.get("coefficients", ())),
+                )
+                for layer in layers
+            ),
+            num_base_layers,
         )
-
-
-def _renamed(layer: dict[str, int | None]) -> dict[str, int]:
-    index = layer["base"]
-    assert index is not None
-    return {"index": index}
 
 
 def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:

@@ -17,6 +17,15 @@ class Progress(Protocol):
     def stage(self, name: str) -> None:
         """Another stage begins."""
 
+    def begin(self, task: str, num_steps: int) -> None:
+        """A task of so many steps begins, beside whatever else goes on."""
+
+    def step(self, task: str, num_steps: int = 1) -> None:
+        """So many more steps of a task are done."""
+
+    def end(self, task: str) -> None:
+        """A task is done."""
+
     def warn(self, message: str) -> None:
         """Something that a person should know."""
 
@@ -45,6 +54,12 @@ class NoProgress:
     def advance(self, num_bytes: int) -> None: ...
 
     def stage(self, name: str) -> None: ...
+
+    def begin(self, task: str, num_steps: int) -> None: ...
+
+    def step(self, task: str, num_steps: int = 1) -> None: ...
+
+    def end(self, task: str) -> None: ...
 
     def warn(self, message: str) -> None: ...
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from upscalers.engine.base_model import BaseModel
+from upscalers.engine.base_model import MOST_LAYERS, BaseModel
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config
 from upscalers.engine.method import Method
-from upscalers.engine.plan import Base, Plan
+from upscalers.engine.plan import Plan
 from upscalers.engine.safetensors_format import TORCH_NAMES
 
 RECORD_FILE = "upscale.json"
@@ -25,13 +25,18 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Conf
     return {
         "method": method.name,
         "new_layers": plan.new_indices,
-        "trainable": method.trainable,
+        "trainable": method.trained,
         "plan": plan.to_list(),
         "options": dataclasses.asdict(method.options),
         "seed": seed,
         "base_dtype": TORCH_NAMES[base.dtype],
         "base_config": base.config,
     }
+
+
+def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
+    """The paper of a method; None where it has none."""
+    return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
 def base_record(base: BaseModel, name: str, revision: str | None) -> dict[str, Any]:
@@ -91,15 +96,16 @@ def read_plan(entry: Config, model: BaseModel) -> Plan:
     """
     try:
         plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"])
-        kept = {layer.index for layer in plan.layers if isinstance(layer, Base)}
-        sound = len(kept) == plan.num_base_layers and kept == set(range(len(kept)))
-    except (TypeError, KeyError, AssertionError) as error:
+        sound = 0 < plan.num_base_layers <= MOST_LAYERS and all(
+            layer in range(plan.num_base_layers) for layer in (*plan.kept_indices, *plan.sources)
+        )
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise RequestError(
             f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
         ) from None
     if plan.num_layers != model.num_layers or not sound:
         raise RequestError(
-            f"the plan in config.json has {plan.num_layers} layers from {len(kept)} of {plan.num_base_layers} base layers, "
-            f"the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
+            f"the plan in config.json has {plan.num_layers} layers from {len(plan.kept_indices)} of {plan.num_base_layers} base "
+            f"layers, the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
         )
     return plan

@@ -62,19 +62,27 @@ class Fill(Recipe):
 
 
 @dataclass(frozen=True)
-class Fuse(Recipe):
-    """A function of base tensors.
+class Combine(Recipe):
+    """A linear combination of base tensors, `constant + sum_i c_i x_i`, element by element.
 
     Args:
-        sources: Full names in the base.
-        function: Maps the sources, in float32, to the output.
+        terms: Full names in the base, each with its coefficient.
+        constant: Added everywhere. Default: 0.
     """
 
-    sources: tuple[str, ...]
-    function: Callable[..., "torch.Tensor"]
+    terms: tuple[tuple[str, float], ...]
+    constant: float = 0.0
+
+    def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
+        """Combine the sources, or the same stretch of each; float32."""
+        (_, coefficient), *others = self.terms
+        total = values[0].float() * coefficient
+        for (_, coefficient), value in zip(others, values[1:], strict=True):
+            total += value.float() * coefficient
+        return total + self.constant if self.constant else total
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":
-        return self.function(*(read(source).float() for source in self.sources))
+        return self.combine(*(read(source) for source, _ in self.terms))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """The object that `--json` prints.
+    """What was done. `to_dict` gives the object that `--json` prints, which is all of it but the last three fields.
 
     Args:
         method: Name of the method.
@@ -53,6 +53,10 @@ class UpscaleReport:
         identity: What was verified.
         seconds: Wall time, without the program's start.
         peak_rss_bytes: The process's largest resident memory.
+        promises_identity: Whether the method, with its options, promises that the result computes what the base computes.
+        kl_divergence: From the base's next-token distribution to the result's, mean over tokens, in nats; None where
+            logits were not compared.
+        measurements: What solvers found out about each tensor that they made; empty for methods without solvers.
     """
 
     method: str
@@ -66,7 +70,14 @@ class UpscaleReport:
     identity: Identity
     seconds: float
     peak_rss_bytes: int
+    promises_identity: bool
+    kl_divergence: float | None
+    measurements: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return dataclasses.asdict(self)
+        """The report as plain data, as `--json` prints it; `upscale.json` has the rest as well."""
+        values = dataclasses.asdict(self)
+        return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
+
+
+_NOT_PRINTED = ("promises_identity", "kl_divergence", "measurements")

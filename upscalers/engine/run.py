@@ -20,13 +20,14 @@ from upscalers.engine.method import Method, get_method
 from upscalers.engine.model_card import model_card
 from upscalers.engine.options import parse_options
 from upscalers.engine.output_folder import OutputFolder
-from upscalers.engine.plan import New, Plan
+from upscalers.engine.plan import Plan
 from upscalers.engine.progress import NoProgress, Progress, shown
-from upscalers.engine.provenance import CONFIG_KEY, base_record, config_entry, write_record
+from upscalers.engine.provenance import CONFIG_KEY, base_record, config_entry, paper_entry, write_record
 from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.report import Bytes, Identity, ParameterCounts, UpscaleReport
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
 from upscalers.engine.sizes import parse_size
+from upscalers.engine.solver import Measurement, Solved
 from upscalers.engine.source import Source, copy_travelling_files, resolve_source
 from upscalers.engine.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
@@ -104,6 +105,8 @@ def upscale(
         # Before a download or a conversion, which take long, see that the request fits the base's config.
         with resolve_source(str(base), config_only=True) as source:
             _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
+    if not dry_run:
+        chosen.check_machine()
 
     with resolve_source(str(base), config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
@@ -112,11 +115,13 @@ def upscale(
                 f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
             )
         job = _Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype)
+        for concern in chosen.concerns(opened, job.plan):
+            progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         identity, volume = Identity(None, None), Bytes(0, num_bytes)
         if output is not None:
             folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
-            folder.check_space(num_bytes + _SPARE_BYTES)
+            folder.check_space(num_bytes + job.scratch_bytes() + _SPARE_BYTES)
             if not dry_run:
                 identity, volume = job.write(folder, max_shard_bytes, verify, allow_nan, progress)
     report = UpscaleReport(
@@ -131,6 +136,9 @@ def upscale(
         identity=identity,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
+        promises_identity=chosen.promises_identity,
+        kl_divergence=job.kl_divergence,
+        measurements=job.measurements,
     )
     if push_to_hub and not dry_run:
         progress.note(push_folder(Path(str(output)).expanduser(), push_to_hub))
@@ -164,8 +172,11 @@ class _Job:
         if self.dtype != "auto":
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = self.dtype
+        self.layers = self.method.recipes(self.base, self.plan, self.seed)
         self.tensors = self._tensors()
         self.record: dict[str, Any] = {}
+        self.measurements: list[Measurement] = []
+        self.kl_divergence: float | None = None
 
     def _tensors(self) -> list[OutputTensor]:
         outer = [
@@ -174,8 +185,8 @@ class _Job:
         ]
         layers = [
             OutputTensor(self.base.new_name(index, name), recipe, self._dtype_of(recipe))
-            for index, layer in enumerate(self.plan.layers)
-            for name, recipe in self.method.layer_recipes(self.base, layer, index, self.seed).items()
+            for index, recipes in enumerate(self.layers)
+            for name, recipe in recipes.items()
         ]
         embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
         return embeddings + layers + [tensor for tensor in outer if "embed_tokens" not in tensor.name]
@@ -195,13 +206,13 @@ class _Job:
             for tensor in self.tensors
             if not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
         )
-        new = sum(
-            math.prod(recipe.shape)
-            for index, layer in enumerate(self.plan.layers)
-            if isinstance(layer, New)
-            for recipe in self.method.layer_recipes(self.base, layer, index, self.seed).values()
-        )
-        return ParameterCounts(base, total - base, total, new if self.method.trainable == "new" else total)
+        new = sum(math.prod(recipe.shape) for index in self.plan.new_indices for recipe in self.layers[index].values())
+        return ParameterCounts(base, new, total, new if self.method.trained == "new" else total)
+
+    def scratch_bytes(self) -> int:
+        """Room on the disk that solvers need while they work."""
+        solvers = {tensor.recipe.solver for tensor in self.tensors if isinstance(tensor.recipe, Solved)}
+        return sum(solver.scratch_bytes for solver in solvers)
 
     def write(
         self, folder: OutputFolder, max_shard_bytes: int, verify: bool, allow_nan: bool, progress: Progress
@@ -217,9 +228,12 @@ class _Job:
                 self.base.tensors,
                 scan=verify and not allow_nan,
                 before_building=imports.join,
-                progress=progress.advance,
+                progress=progress,
             )
             written = writer.write(partial, shards)
+            self.measurements = written.measurements
+            for concern in self.method.review(written.measurements):
+                progress.warn(concern)
             progress.stage("checking")
             self._write_siblings(partial)
             identity = self._verify(partial, shards, verify)
@@ -246,9 +260,12 @@ class _Job:
         from upscalers.engine.verify import check_blocks, compare_logits
 
         dtype = self._cast(self.base.dtype)
+        promised = self.method.promises_identity
         if verify:
-            return Identity("logits", compare_logits(self.source.folder, partial, dtype, self.method.identity))
-        if not self.method.identity:
+            found = compare_logits(self.source.folder, partial, dtype, promised)
+            self.kl_divergence = found.kl_divergence
+            return Identity("logits", found.max_abs_diff)
+        if not promised:
             return Identity(None, None)
         tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
         new_layers = {index: self.base.new_name(index, "") for index in self.plan.new_indices}
@@ -263,13 +280,14 @@ class _Job:
         request = {
             "base": self.source.label,
             "method": self.method.name,
-            "placement": self.plan.new_indices,
+            **self.method.placement_request(self.plan),
             "options": entry["options"],
             "seed": self.seed,
             "dtype": self.dtype,
         }
         (partial / "README.md").write_text(
-            model_card(self.method, self.source, self.plan, self.config, counts, request), encoding="utf-8"
+            model_card(self.method, self.source, self.plan, self.config, counts, request, self.measurements),
+            encoding="utf-8",
         )
         write_record(
             partial,
@@ -281,7 +299,10 @@ class _Job:
                 "base": base_record(self.base, self.source.label, self.source.revision),
                 "parameters": vars(counts),
                 "identity": vars(identity),
-                "paper": {"title": self.method.paper.title, "reference": self.method.paper.reference},
+                "promises_identity": self.method.promises_identity,
+                "kl_divergence": self.kl_divergence,
+                "measurements": self.measurements,
+                "paper": paper_entry(self.method),
             },
         )
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel, open_base, read_config
+from upscalers.engine.errors import RequestError
 from upscalers.engine.families import MEMORY_PREFIX, Config
 from upscalers.engine.output_folder import OutputFolder
-from upscalers.engine.plan import Base, Plan
+from upscalers.engine.plan import Plan
 from upscalers.engine.progress import NoProgress, Progress, shown
 from upscalers.engine.provenance import read_config_entry, read_plan, read_record
 from upscalers.engine.recipes import Copy
@@ -46,13 +47,18 @@ def strip(
         entry = read_config_entry(read_config(source.folder), source.folder)
         opened = open_base(source.folder)
         plan = read_plan(entry, opened)
+        if plan.dropped_layers:
+            raise RequestError(
+                f"{source.folder} no longer holds base layer{'s' * (len(plan.dropped_layers) > 1)} "
+                f"{', '.join(map(str, plan.dropped_layers))} as they were; expected all of them. Go back to the base itself."
+            )
         tensors = _base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         folder.check_space(sum(tensor.num_bytes for tensor in tensors))
         with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in tensors), len(shards)):
-            written = CheckpointWriter(opened.tensors, scan=False, progress=progress.advance).write(partial, shards)
+            written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
             config = _base_config(entry, opened, progress)
@@ -79,10 +85,9 @@ def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
 
     outer = [carried(name, name) for name in model.outer_names()]
     layers: dict[int, list[OutputTensor]] = {}
-    for index, layer in enumerate(plan.layers):
-        if isinstance(layer, Base) and layer.index not in layers:
-            names = model.layer_names(index)
-            layers[layer.index] = [carried(model.new_name(layer.index, key), source) for key, source in names.items()]
+    for layer, index in plan.kept_indices.items():
+        names = model.layer_names(index)
+        layers[layer] = [carried(model.new_name(layer, key), source) for key, source in names.items()]
     embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
     rest = [tensor for tensor in outer if "embed_tokens" not in tensor.name]
     return embeddings + [tensor for index in sorted(layers) for tensor in layers[index]] + rest

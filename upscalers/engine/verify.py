@@ -1,5 +1,6 @@
 """Verification: the upscaled model computes what the base computes, or each new block maps its input to itself."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,20 @@ if TYPE_CHECKING:
 _BATCH, _TOKENS, _BLOCK_TOKENS = 2, 64, 16
 
 
-def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bool) -> float:
+@dataclass(frozen=True)
+class LogitDifference:
+    """How far two models' predictions are apart.
+
+    Args:
+        max_abs_diff: The largest absolute difference between logits.
+        kl_divergence: From the first's next-token distribution to the second's, mean over tokens, in nats.
+    """
+
+    max_abs_diff: float
+    kl_divergence: float
+
+
+def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bool) -> LogitDifference:
     """Run both models on a fixed batch.
 
     Args:
@@ -23,7 +37,7 @@ def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bo
         identity: Whether the method promises equality.
 
     Returns:
-        The largest absolute difference between logits.
+        The difference between their predictions.
 
     Raises:
         RequestError: If transformers cannot run the base.
@@ -40,13 +54,14 @@ def compare_logits(base_folder: Path, new_folder: Path, dtype: str, identity: bo
         ) from None
     new_logits = _logits(new_folder, dtype)
     if ((base_logits == new_logits) | (base_logits.isnan() & new_logits.isnan())).all():
-        return 0.0
+        return LogitDifference(0.0, 0.0)
     difference = (base_logits.double() - new_logits.double()).abs().max().item()
     if identity:
         raise VerificationError(
             f"the upscaled model's logits differ from the base's by up to {difference:g}; expected a difference of exactly 0."
         )
-    return difference
+    base_log, new_log = base_logits.double().log_softmax(-1), new_logits.double().log_softmax(-1)
+    return LogitDifference(difference, (base_log.exp() * (base_log - new_log)).sum(-1).mean().item())
 
 
 def _logits(folder: Path, dtype: str) -> "torch.Tensor":

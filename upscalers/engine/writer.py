@@ -3,20 +3,25 @@
 import contextlib
 import json
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from upscalers.engine.errors import RequestError
-from upscalers.engine.recipes import Copy, Recipe
+from upscalers.engine.progress import NoProgress, Progress
+from upscalers.engine.recipes import Combine, Copy, Recipe
 from upscalers.engine.safetensors_format import TORCH_NAMES, StoredTensor, copy_bytes, layout, write_all
+from upscalers.engine.solver import Measurement, Solved, Solver, Workplace, solve_all
 
 if TYPE_CHECKING:
     import torch
 
 SINGLE_FILE = "model.safetensors"
-_CHUNK_BYTES = 1 << 25
+_CHUNK_ELEMENTS = 1 << 23
+_SCRATCH = ".scratch"
 _MOST_OPEN_FILES = 64
 
 
@@ -47,10 +52,12 @@ class Written:
     Args:
         bytes_read: From the base.
         bytes_written: To the output, headers included.
+        measurements: What solvers found out about the tensors they made, in the order of the tensors.
     """
 
     bytes_read: int
     bytes_written: int
+    measurements: list[Measurement]
 
 
 def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[str, list[OutputTensor]]:
@@ -72,13 +79,14 @@ class CheckpointWriter:
     """Write a checkpoint's tensors, holding at most what one recipe reads.
 
     Tensors that are copied as they are go from file to file inside the kernel. The others follow after all copies, so
-    that whatever they need imported can be imported meanwhile.
+    that whatever they need imported can be imported meanwhile: first those that stand alone, then those that solvers
+    make together.
 
     Args:
         sources: The base's tensors, by full name.
         scan: Whether to look at every value that is copied and refuse NaN.
         before_building: Called once, when all that can be copied without torch is copied. Default: nothing.
-        progress: Called with the number of bytes that were just written.
+        progress: Told of every step. Default: silent.
     """
 
     def __init__(
@@ -86,14 +94,15 @@ class CheckpointWriter:
         sources: dict[str, StoredTensor],
         scan: bool,
         before_building: Callable[[], None] = lambda: None,
-        progress: Callable[[int], None] = lambda _: None,
+        progress: Progress | None = None,
     ):
         self._sources = sources
         self._scan = scan
         self._before_building = before_building
-        self._progress = progress
+        self._progress: Progress = progress or NoProgress()
         self._bytes_read = 0
         self._open_files: dict[Path, int] = {}
+        self._reading = threading.Lock()
 
     def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
         """Write all shards, and the index unless there is a single file of the name that needs none.
@@ -107,7 +116,7 @@ class CheckpointWriter:
             OSError: If reading or writing fails.
         """
         bytes_written = 0
-        later: dict[str, list[tuple[int, OutputTensor]]] = {}
+        later: list[_Placed] = []
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             for file_name, tensors in shards.items():
@@ -119,15 +128,42 @@ class CheckpointWriter:
                         if self._goes_through_kernel(tensor):
                             self._copy_in_kernel(tensor, target, starts[tensor.name])
                         else:
-                            later.setdefault(file_name, []).append((starts[tensor.name], tensor))
+                            later.append(_Placed(tensor, folder / file_name, starts[tensor.name]))
             self._before_building()
-            for file_name, placed in later.items():
-                with _opened(folder / file_name, os.O_RDWR) as target:
-                    for start, tensor in placed:
-                        self._build(tensor, target, start)
+            for placed in later:
+                if not isinstance(placed.tensor.recipe, Solved):
+                    with _opened(placed.file, os.O_RDWR) as target:
+                        self._build(placed.tensor, target, placed.start)
+            measurements = self._solve(
+                [placed for placed in later if isinstance(placed.tensor.recipe, Solved)], folder
+            )
         if set(shards) != {SINGLE_FILE}:
             self._write_index(folder, shards)
-        return Written(self._bytes_read, bytes_written)
+        return Written(self._bytes_read, bytes_written, measurements)
+
+    def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
+        if not placed:
+            return []
+        wanted: dict[tuple[Solver, str], list[_Placed]] = {}
+        for one in placed:
+            assert isinstance(one.tensor.recipe, Solved)
+            wanted.setdefault((one.tensor.recipe.solver, one.tensor.recipe.key), []).append(one)
+        solvers = list(dict.fromkeys(solver for solver, _ in wanted))
+        scratch = folder / _SCRATCH
+        scratch.mkdir()
+
+        def write(solver: Solver, key: str, values: "torch.Tensor") -> None:
+            for one in wanted.pop((solver, key)):
+                assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
+                with _opened(one.file, os.O_RDWR) as target:
+                    write_all(target, _to_bytes(values, one.tensor), one.start)
+                self._progress.advance(one.tensor.num_bytes)
+
+        solve_all(solvers, Workplace(self._read, scratch, self._progress), write)
+        assert not wanted, sorted(key for _, key in wanted)
+        shutil.rmtree(scratch)
+        rows = [row for solver in solvers for row in solver.measurements]
+        return sorted(rows, key=lambda row: row["layer"])
 
     def _goes_through_kernel(self, tensor: OutputTensor) -> bool:
         if not isinstance(tensor.recipe, Copy):
@@ -141,31 +177,37 @@ class CheckpointWriter:
         assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
         copy_bytes(self._file_of(source), source.start, target, start, source.num_bytes)
         self._bytes_read += source.num_bytes
-        self._progress(tensor.num_bytes)
+        self._progress.advance(tensor.num_bytes)
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
-        if isinstance(tensor.recipe, Copy):
-            source = self._sources[tensor.recipe.source]
-            assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
-            for chunk in self._read_chunks(source):
+        if isinstance(tensor.recipe, Copy | Combine):
+            names = (
+                [tensor.recipe.source]
+                if isinstance(tensor.recipe, Copy)
+                else [name for name, _ in tensor.recipe.terms]
+            )
+            sources = [self._sources[name] for name in names]
+            assert all(source.shape == tensor.recipe.shape for source in sources), tensor.name
+            for chunks in zip(*map(self._read_chunks, sources), strict=True):
                 if self._scan:
-                    _refuse_nan(chunk, tensor.recipe.source)
-                data = _to_bytes(chunk, tensor)
+                    for chunk, name in zip(chunks, names, strict=True):
+                        _refuse_nan(chunk, name)
+                values = chunks[0] if isinstance(tensor.recipe, Copy) else tensor.recipe.combine(*chunks)
+                data = _to_bytes(values, tensor)
                 write_all(target, data, start)
                 start += len(data)
-            self._bytes_read += source.num_bytes
         else:
             built = tensor.recipe.build(self._read)
             assert tuple(built.shape) == tuple(tensor.recipe.shape), (tensor.name, built.shape)
             write_all(target, _to_bytes(built, tensor), start)
-        self._progress(tensor.num_bytes)
+        self._progress.advance(tensor.num_bytes)
 
     def _read(self, name: str) -> "torch.Tensor":
         import torch
 
         source = self._sources[name]
-        chunks = list(self._read_chunks(source))
-        self._bytes_read += source.num_bytes
+        with self._reading:
+            chunks = list(self._read_chunks(source))
         return torch.cat(chunks).view(source.shape) if chunks else torch.empty(source.shape)
 
     def _read_chunks(self, source: StoredTensor) -> Iterator["torch.Tensor"]:
@@ -174,9 +216,10 @@ class CheckpointWriter:
         file, dtype = self._file_of(source), getattr(torch, TORCH_NAMES[source.dtype])
         position, end = source.start, source.start + source.num_bytes
         while position < end:
-            data = bytearray(os.pread(file, min(_CHUNK_BYTES, end - position), position))
+            data = bytearray(os.pread(file, min(_CHUNK_ELEMENTS * dtype.itemsize, end - position), position))
             if len(data) % dtype.itemsize or not data:
                 raise OSError(f"the base file ended {end - position - len(data)} bytes early")
+            self._bytes_read += len(data)
             yield torch.frombuffer(data, dtype=dtype)
             position += len(data)
 
@@ -201,6 +244,15 @@ class CheckpointWriter:
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor that is still to be made, and where its bytes belong."""
+
+    tensor: OutputTensor
+    file: Path
+    start: int
 
 
 @contextlib.contextmanager

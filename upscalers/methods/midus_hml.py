@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError
-from upscalers.engine.families import ATTENTION_ROLES, MEMORY_PREFIX, Config
+from upscalers.engine.families import ATTENTION_ROLES, FAMILIES, MEMORY_PREFIX, Config
 from upscalers.engine.memory_shapes import memory_shapes
 from upscalers.engine.method import Method, register_method
 from upscalers.engine.options import option
@@ -43,6 +43,11 @@ class MidusHml(Method):
     memory_type = "headwise"
 
     def check(self, base: BaseModel) -> None:
+        if not base.family.hosts_memory:
+            raise RequestError(
+                f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
+                f"{', '.join(name for name, family in FAMILIES.items() if family.hosts_memory)}. Dense methods take it."
+            )
         heads, hidden = base.family.num_heads(base.config), base.config["hidden_size"]
         if hidden % heads:
             raise RequestError(
@@ -67,7 +72,7 @@ class MidusHml(Method):
         return config
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        donor = self.donor(layer)
+        donor = layer.sources[0]
         sources = base.layer_names(donor)
         recipes: dict[str, Recipe] = {
             name: Copy(tensor.shape, sources[name])

@@ -11,3 +11,47 @@ MIDUS = Paper(
   year    = {2025}
 }""",
 )
+
+SOLAR = Paper(
+    title="SOLAR 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling",
+    reference="arXiv:2312.15166",
+    bibtex="""@article{solar,
+  title   = {{SOLAR} 10.7B: Scaling Large Language Models with Simple yet Effective Depth Up-Scaling},
+  author  = {Kim, Dahyun and others},
+  journal = {arXiv preprint arXiv:2312.15166},
+  year    = {2023}
+}""",
+)
+
+LLAMA_PRO = Paper(
+    title="LLaMA Pro: Progressive LLaMA with Block Expansion",
+    reference="arXiv:2401.02415",
+    bibtex="""@article{llamapro,
+  title   = {{LLaMA} Pro: Progressive {LLaMA} with Block Expansion},
+  author  = {Wu, Chengyue and others},
+  journal = {arXiv preprint arXiv:2401.02415},
+  year    = {2024}
+}""",
+)
+
+LESA = Paper(
+    title="LESA: Learnable LLM Layer Scaling-Up",
+    reference="arXiv:2502.13794",
+    bibtex="""@article{lesa,
+  title   = {{LESA}: Learnable {LLM} Layer Scaling-Up},
+  author  = {Yang, Yifei and others},
+  journal = {arXiv preprint arXiv:2502.13794},
+  year    = {2025}
+}""",
+)
+
+OPT_DEUS = Paper(
+    title="Progressive Depth Up-scaling via Optimal Transport",
+    reference="arXiv:2508.08011",
+    bibtex="""@article{optdeus,
+  title   = {Progressive Depth Up-scaling via Optimal Transport},
+  author  = {Cao, Mingzi and others},
+  journal = {arXiv preprint arXiv:2508.08011},
+  year    = {2025}
+}""",
+)

@@ -1,0 +1,157 @@
+"""Solvers: tensors that have to be made together, and the crew that makes them side by side."""
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from upscalers.engine.progress import Progress
+from upscalers.engine.recipes import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.engine.recipes import ReadTensor
+
+Measurement = dict[str, Any]
+"""What a solver found out about one tensor: `{"layer": index, "tensor": name, ...}` and numbers."""
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What a solver works with.
+
+    Args:
+        read: Reads a tensor of the base by its full name; any thread may call it.
+        scratch: A folder for temporary files, gone when the work is done.
+        progress: Told of every step.
+        cancelled: Set when another solver failed, or a person gave up.
+    """
+
+    read: "ReadTensor"
+    scratch: Path
+    progress: Progress
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def step(self, task: str, num_steps: int = 1) -> None:
+        """Tell of steps done. A solver calls this often, so that it can be stopped.
+
+        Raises:
+            Cancelled: If the work is to stop.
+        """
+        if self.cancelled.is_set():
+            raise Cancelled
+        self.progress.step(task, num_steps)
+
+
+class Cancelled(Exception):
+    """A solver was told to stop."""
+
+
+class Solver(ABC):
+    """Makes several tensors that depend on each other, or on the same long computation.
+
+    Args:
+        label: What progress calls it; no other solver of the run has it.
+    """
+
+    work_bytes: int
+    """Most memory that its matrices take at once, in bytes."""
+    scratch_bytes: int = 0
+    """Most that it writes into the scratch folder, in bytes."""
+    workers: int | None = None
+    """Most solvers that may work at once. Default: as many as processors and free memory allow."""
+
+    def __init__(self, label: str):
+        self.label = label
+        self.measurements: list[Measurement] = []
+
+    @abstractmethod
+    def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield each tensor under its key, in any order."""
+
+
+@dataclass(frozen=True)
+class Solved(Recipe):
+    """A tensor that a solver makes.
+
+    Args:
+        solver: Makes it, with others.
+        key: Its name among them.
+    """
+
+    solver: Solver
+    key: str
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        raise AssertionError("tensors of a solver are made together, by the writer")
+
+
+def solve_all(
+    solvers: Sequence[Solver],
+    place: Workplace,
+    write: "Callable[[Solver, str, torch.Tensor], None]",
+) -> None:
+    """Run solvers side by side, as many at once as `num_workers` says, and hand over every tensor as it is made.
+
+    Args:
+        solvers: To run, the longest first for the best use of the processors.
+        place: What they work with.
+        write: Takes each tensor; called by one thread at a time.
+    """
+    import torch
+
+    workers = num_workers(solvers)
+    threads_before = torch.get_num_threads()
+    threads = max(1, threads_before // workers)
+    lock = threading.Lock()
+
+    def run(solver: Solver) -> None:
+        torch.set_num_threads(threads)
+        try:
+            for key, tensor in solver.solve(place):
+                with lock:
+                    write(solver, key, tensor)
+        except Cancelled:
+            pass
+        except BaseException:
+            place.cancelled.set()
+            raise
+
+    try:
+        with ThreadPoolExecutor(workers, thread_name_prefix="solver") as pool:
+            futures: list[Future[None]] = [pool.submit(run, solver) for solver in solvers]
+            try:
+                done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:
+                place.cancelled.set()
+                raise
+            for future in waiting:
+                future.cancel()
+            for future in done:
+                future.result()
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def num_workers(solvers: Sequence[Solver]) -> int:
+    """How many solvers work at once: one a processor, unless half of the free memory or the solvers' own limit is less."""
+    limits = [solver.workers for solver in solvers if solver.workers is not None]
+    if limits:
+        return max(1, min(*limits, len(solvers)))
+    largest = max(solver.work_bytes for solver in solvers)
+    return max(1, min(os.cpu_count() or 1, len(solvers), _available_bytes() // 2 // max(1, largest)))
+
+
+def _available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

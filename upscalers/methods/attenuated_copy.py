@@ -1,0 +1,67 @@
+"""Copies of layers that add less to the residual stream than the originals."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.method import register_method
+from upscalers.engine.options import option
+from upscalers.engine.plan import New, Plan
+from upscalers.engine.recipes import Recipe
+from upscalers.methods.dense_block import DenseMethod, whole_layer
+from upscalers.methods.scaling import SCALE_TYPE, check_roles, check_scale, scaled_layer, without_effect
+
+_HALF_THE_POWER = 0.5**0.5
+
+
+@dataclass
+class AttenuatedCopyOptions:
+    """By how much a copy is attenuated."""
+
+    scale: Any = option(
+        None,
+        "factors by role, such as {output_projection: 0.5, down: 0.5, query: 0.84}; default: sqrt(1/2) on what writes to "
+        "the residual stream, which is the output projection and the down projection or the norms behind them",
+        type=SCALE_TYPE,
+    )
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            check_scale(self.scale, "scale")
+
+
+@register_method("attenuated-copy")
+class AttenuatedCopy(DenseMethod):
+    """Duplicates evenly spaced layers with chosen tensors scaled, as users of passthrough merges do by hand."""
+
+    summary = "copies of evenly spaced layers, with a scale on chosen roles"
+    paper = None
+    options_class = AttenuatedCopyOptions
+    identity = False
+    default_placement = "llama-pro"
+
+    def check(self, base: BaseModel) -> None:
+        check_roles(base, self.scale(base), "scale")
+
+    def scale(self, base: BaseModel) -> dict[str, float]:
+        """Factors by role."""
+        if self.options.scale is not None:
+            return self.options.scale
+        if base.family.output_norms:
+            return {"attention_output_norm": _HALF_THE_POWER, "mlp_output_norm": _HALF_THE_POWER}
+        return {"output_projection": _HALF_THE_POWER, "down": _HALF_THE_POWER}
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        source = layer.previous if layer.previous is not None else layer.next
+        assert source is not None
+        return (whole_layer(base, source, index),)
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        return [
+            f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale "
+            f"{'attention_output_norm' if role == 'output_projection' else 'mlp_output_norm'} instead."
+            for role in without_effect(base, self.scale(base))
+        ]
+
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        return scaled_layer(base, layer.sources[0], self.scale(base))

@@ -1,0 +1,21 @@
+"""Avg-DeUS: the mean of the layers on both sides."""
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.method import register_method
+from upscalers.engine.plan import New
+from upscalers.engine.recipes import Recipe
+from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean
+from upscalers.methods.papers import OPT_DEUS
+
+
+@register_method("avg-deus")
+class AvgDeus(FusionMethod):
+    """Every tensor of a new layer is the mean of its neighbours' (the averaging baseline of OpT-DeUS)."""
+
+    summary = "new layers are the mean of the layers on both sides"
+    paper = OPT_DEUS
+    options_class = FusionOptions
+    identity = False
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
+        return mean(base, name, role, layer.sources)

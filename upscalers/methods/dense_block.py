@@ -1,0 +1,199 @@
+"""What dense methods share: a new layer is a whole decoder block of the family's own kind."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError
+from upscalers.engine.families import NORM_ROLES
+from upscalers.engine.method import Method
+from upscalers.engine.options import option
+from upscalers.engine.plan import New, Plan
+from upscalers.engine.recipes import Combine, Copy, Fill, Recipe
+
+IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
+IDENTITY_HELP = (
+    "what makes a new block the identity: zero_out_proj zeroes the two projections that write to the residual stream, "
+    "zero_out_norm the gains of the norms behind them; auto takes the second where the family has such norms"
+)
+
+
+@dataclass
+class FusionOptions:
+    """How the layers on both sides of a new one are brought together."""
+
+    identity: IdentityInit = option("none", IDENTITY_HELP)
+    neighbours: Literal["adjacent", "same_type"] = option(
+        "adjacent",
+        "adjacent fuses the base layers on both sides; same_type looks further back where the one before attends "
+        "otherwise (sliding or full) than the one after",
+    )
+    strict: bool = option(False, "fail where otherwise a warning is given")
+
+
+class DenseMethod(Method):
+    """Inserts blocks that the family's own classes run: the upscaled model is saved as the native architecture."""
+
+    @property
+    def identity_init(self) -> IdentityInit:
+        """The option `identity`; `"none"` for a method without it."""
+        return getattr(self.options, "identity", "none")
+
+    @property
+    def promises_identity(self) -> bool:
+        return self.identity_init != "none"
+
+    def check(self, base: BaseModel) -> None:
+        if self.identity_init == "zero_out_norm" and not base.family.output_norms:
+            raise RequestError(
+                f"identity is 'zero_out_norm', but {base.family.model_type} has no norm behind its projections; expected "
+                "'zero_out_proj' or 'auto'."
+            )
+
+    def identity_fills(self, base: BaseModel) -> dict[str, float]:
+        """The roles that are filled with one value so that a block is the identity, and the value.
+
+        Zero projections are the identity everywhere. Behind them a norm has derivative 1 / sqrt(eps) at zero, so where
+        the family has such norms it is their gains that are zeroed: the first training step stays small.
+        """
+        if self.identity_init == "none":
+            return {}
+        if self.identity_init == "zero_out_norm" or (self.identity_init == "auto" and base.family.output_norms):
+            no_gain = -1.0 if base.family.unit_offset_norms else 0.0
+            return {"attention_output_norm": no_gain, "mlp_output_norm": no_gain}
+        return {"output_projection": 0.0, "down": 0.0}
+
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        fills = self.identity_fills(base)
+        return {
+            name: Fill(tensor.shape, fills[tensor.role])
+            if tensor.role in fills
+            else self.tensor_recipe(base, layer, name, tensor.role)
+            for name, tensor in base.family.layer_tensors(base.config).items()
+        }
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
+        """The recipe of one tensor of a new layer, unless the identity fills it. Default: a copy of the first source."""
+        source = base.layer_names(layer.sources[0])[name]
+        return Copy(base.tensors[source].shape, source)
+
+
+def whole_layer(base: BaseModel, layer: int, index: int) -> int:
+    """The base layer, which a new one is made from.
+
+    Raises:
+        RequestError: If it is a memory block, which has no feed-forward network.
+    """
+    if layer in base.inserted_memory:
+        raise RequestError(
+            f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
+            "feed-forward network. Choose another placement."
+        )
+    return layer
+
+
+class FusionMethod(DenseMethod):
+    """Makes each new block from the base layers on both sides of it; its options are `FusionOptions`."""
+
+    default_placement = "top-heavy"
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        return both_neighbours(base, layer, index, self.options.neighbours == "same_type")
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        concerns = mixed_types_concern(base, plan, "Pass neighbours=same_type to avoid it.")
+        return strict_or_warnings(concerns, self.options.strict)
+
+
+def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = False) -> tuple[int, int]:
+    """The base layers on both sides of a new one, the next first.
+
+    Args:
+        base: The base.
+        layer: The new layer.
+        index: Its index in the upscaled model.
+        same_type: Whether to look back further, for a layer of the next one's attention type.
+
+    Raises:
+        RequestError: If there is none on a side, or none of that type.
+    """
+    if layer.previous is None or layer.next is None:
+        side = "before" if layer.previous is None else "after"
+        raise RequestError(
+            f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose "
+            "placement top-heavy, or indices inside the model."
+        )
+    following = whole_layer(base, layer.next, index)
+    types = base.family.resolved_layer_types(base.config)
+    if not same_type or types is None:
+        return following, whole_layer(base, layer.previous, index)
+    for candidate in range(layer.previous, -1, -1):
+        if types[candidate] == types[following] and candidate not in base.inserted_memory:
+            return following, candidate
+    raise RequestError(
+        f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "
+        "it; expected one, since neighbours is 'same_type'. Choose another placement, or neighbours=adjacent."
+    )
+
+
+def mixed_types(base: BaseModel, plan: Plan) -> list[int]:
+    """The new layers whose sources attend in different ways."""
+    types = base.family.resolved_layer_types(base.config)
+    if types is None:
+        return []
+    return [
+        index
+        for index, layer in enumerate(plan.layers)
+        if isinstance(layer, New) and len({types[source] for source in layer.sources}) > 1
+    ]
+
+
+def mixed_types_concern(base: BaseModel, plan: Plan, remedy: str) -> list[str]:
+    """The warning about new layers whose sources attend in different ways, if there are any.
+
+    Args:
+        base: The base.
+        plan: The plan.
+        remedy: What helps, a sentence.
+    """
+    mixed = mixed_types(base, plan)
+    if not mixed:
+        return []
+    return [
+        f"new layer{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))} fuse{'s' * (len(mixed) == 1)} sliding and full "
+        f"attention, whose rotary embeddings and windows may differ. {remedy}"
+    ]
+
+
+def strict_or_warnings(concerns: list[str], strict: bool) -> list[str]:
+    """The concerns, as they are.
+
+    Raises:
+        RequestError: The first of them, if `strict`.
+    """
+    if concerns and strict:
+        raise RequestError(f"{concerns[0]} It is an error since strict is set.")
+    return concerns
+
+
+def combination(base: BaseModel, name: str, role: str, terms: Sequence[tuple[int, float]]) -> Combine:
+    """A linear combination of one tensor of several base layers.
+
+    Norms are combined by their gains, which are 1 + weight in some families.
+
+    Args:
+        base: The base.
+        name: The tensor's name within the layer.
+        role: Its role.
+        terms: Base layers with their coefficients.
+    """
+    sources = tuple((base.layer_names(layer)[name], coefficient) for layer, coefficient in terms)
+    excess = sum(coefficient for _, coefficient in terms) - 1.0
+    shifts = role in NORM_ROLES and base.family.unit_offset_norms and abs(excess) > 1e-12
+    return Combine(base.tensors[sources[0][0]].shape, sources, excess if shifts else 0.0)
+
+
+def mean(base: BaseModel, name: str, role: str, sources: Sequence[int]) -> Combine:
+    """The mean of one tensor over several base layers."""
+    return combination(base, name, role, [(layer, 1.0 / len(sources)) for layer in sources])

@@ -1,0 +1,120 @@
+"""New layers as linear combinations of any layers of the base."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError
+from upscalers.engine.method import register_method
+from upscalers.engine.options import option
+from upscalers.engine.plan import New, Plan
+from upscalers.engine.recipes import Recipe
+from upscalers.methods.dense_block import (
+    IDENTITY_HELP,
+    DenseMethod,
+    IdentityInit,
+    combination,
+    mixed_types_concern,
+    strict_or_warnings,
+    whole_layer,
+)
+
+_RELATIVE = re.compile(r"^(previous|next)\s*([+-]\s*\d+)?$")
+
+
+@dataclass
+class LinearCombinationOptions:
+    """Which layers a new one is combined from."""
+
+    coefficients: Any = option(
+        {"previous": 0.5, "next": 0.5},
+        "base layers and their coefficients: indices, or previous and next, also previous-1 or next+2; one mapping for "
+        "all new layers, or a list with one for each",
+        type="a mapping or a list of mappings",
+    )
+    identity: IdentityInit = option("none", IDENTITY_HELP)
+    strict: bool = option(False, "fail where otherwise a warning is given")
+
+    def __post_init__(self) -> None:
+        mappings = self.coefficients if isinstance(self.coefficients, list) else [self.coefficients]
+        if not mappings or not all(isinstance(mapping, dict) and mapping for mapping in mappings):
+            raise RequestError(
+                f"coefficients is {self.coefficients!r}; expected a mapping such as {{previous: 0.5, next: 0.5}}, or a list "
+                "with one for each new layer."
+            )
+        for mapping in mappings:
+            for layer, coefficient in mapping.items():
+                if isinstance(layer, bool) or not (
+                    isinstance(layer, int) or (isinstance(layer, str) and _RELATIVE.match(layer))
+                ):
+                    raise RequestError(
+                        f"coefficients names the layer {layer!r}; expected the index of a base layer, or previous or next, "
+                        "such as previous-1."
+                    )
+                if isinstance(coefficient, bool) or not isinstance(coefficient, int | float):
+                    raise RequestError(f"the coefficient of layer {layer} is {coefficient!r}; expected a number.")
+
+
+@register_method("linear-combination")
+class LinearCombination(DenseMethod):
+    """Each tensor of a new layer is `sum_j c_j W_j` over base layers j, with given coefficients (as LiGO learns them)."""
+
+    summary = "new layers are linear combinations of any base layers, with given coefficients"
+    paper = None
+    options_class = LinearCombinationOptions
+    identity = False
+    default_placement = "top-heavy"
+
+    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+        plan = super().plan(base, num_new_layers, placement)
+        given = self.options.coefficients
+        if isinstance(given, list) and len(given) != len(plan.new_indices):
+            raise RequestError(
+                f"coefficients lists {len(given)} mappings for {len(plan.new_indices)} new layers; expected one for each, or a "
+                "single mapping for all."
+            )
+        layers = list(plan.layers)
+        for number, index in enumerate(plan.new_indices):
+            layer = layers[index]
+            assert isinstance(layer, New)
+            terms = self._terms(base, layer, index, number)
+            layers[index] = replace(layer, coefficients=tuple(terms[source] for source in layer.sources))
+        return Plan(tuple(layers), plan.num_base_layers)
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        terms = self._terms(base, layer, index, number)
+        return tuple(sorted(terms, key=lambda source: (-abs(terms[source]), source)))
+
+    def _terms(self, base: BaseModel, layer: New, index: int, number: int) -> dict[int, float]:
+        """Base layers and their coefficients; a layer that is named twice has the sum."""
+        given = self.options.coefficients
+        mapping = given[min(number, len(given) - 1)] if isinstance(given, list) else given
+        terms: dict[int, float] = {}
+        for name, coefficient in mapping.items():
+            source = _resolved(name, layer)
+            if source is None or not 0 <= source < base.num_layers:
+                raise RequestError(
+                    f"coefficients names {name} for new layer {index}, which stands {layer.place}; expected base layers from 0 "
+                    f"to {base.num_layers - 1}. Choose another placement or other layers."
+                )
+            source = whole_layer(base, source, index)
+            terms[source] = terms.get(source, 0.0) + float(coefficient)
+        return terms
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        concerns = mixed_types_concern(base, plan, "Name layers of one type in coefficients.")
+        return strict_or_warnings(concerns, self.options.strict)
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
+        return combination(base, name, role, list(zip(layer.sources, layer.coefficients, strict=True)))
+
+
+def _resolved(name: int | str, layer: New) -> int | None:
+    """The base layer that a name means beside a new layer; None where there is no layer on that side."""
+    if isinstance(name, int):
+        return name
+    match = _RELATIVE.match(name)
+    assert match
+    anchor = layer.previous if match[1] == "previous" else layer.next
+    return None if anchor is None else anchor + int((match[2] or "0").replace(" ", ""))

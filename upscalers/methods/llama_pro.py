@@ -1,0 +1,33 @@
+"""LLaMA-Pro: copies of layers that are the identity at first."""
+
+from dataclasses import dataclass
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.method import register_method
+from upscalers.engine.options import option
+from upscalers.engine.plan import New
+from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, whole_layer
+from upscalers.methods.papers import LLAMA_PRO
+
+
+@dataclass
+class LlamaProOptions:
+    """How a copy is made the identity."""
+
+    identity: IdentityInit = option("auto", IDENTITY_HELP)
+
+
+@register_method("llama-pro")
+class LlamaPro(DenseMethod):
+    """Block expansion (section 3.2): after each group of layers its last one again, as the identity."""
+
+    summary = "block expansion: copies of evenly spaced layers, made the identity"
+    paper = LLAMA_PRO
+    options_class = LlamaProOptions
+    identity = True
+    default_placement = "llama-pro"
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        source = layer.previous if layer.previous is not None else layer.next
+        assert source is not None
+        return (whole_layer(base, source, index),)

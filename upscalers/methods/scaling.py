@@ -1,0 +1,60 @@
+"""Scaling the tensors of a layer by role."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.recipes import Recipe
+from upscalers.methods.dense_block import combination
+
+OTHERS = "others"
+"""The key of a scale that stands for every role it does not name."""
+SCALE_TYPE = "a mapping of roles, or others, to numbers"
+
+
+def check_scale(scale: Any, what: str) -> None:
+    """Refuse what is no mapping of names to numbers.
+
+    Args:
+        scale: What a person gave.
+        what: What it is called in messages.
+
+    Raises:
+        RequestError: With what is wrong.
+    """
+    if not isinstance(scale, dict) or not all(isinstance(role, str) for role in scale):
+        raise RequestError(f"{what} is {scale!r}; expected a mapping of roles to numbers, such as {{down: 0.5}}.")
+    for role, factor in scale.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise RequestError(f"{what}.{role} is {factor!r}; expected a number.")
+
+
+def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
+    """Refuse roles that no tensor of the base's layers has.
+
+    Raises:
+        RequestError: With the roles there are.
+    """
+    roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
+    for role in scale:
+        if role not in roles | {OTHERS}:
+            raise RequestError(
+                f"{what} names the role {role!r}, which no tensor of a {base.family.model_type} layer has. "
+                f"{near_matches(role, [*sorted(roles), OTHERS])}"
+            )
+
+
+def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
+    """The roles whose scale changes nothing, because a norm follows their tensors."""
+    if not base.family.output_norms:
+        return []
+    return [role for role in ("output_projection", "down") if scale.get(role, 0.0) not in (0.0, 1.0)]
+
+
+def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dict[str, Recipe]:
+    """Recipes for a base layer with each tensor times the factor of its role; norms by their gains."""
+    return {
+        name: combination(base, name, tensor.role, [(layer, scale.get(tensor.role, scale.get(OTHERS, 1.0)))])
+        for name, tensor in base.family.layer_tensors(base.config).items()
+    }

@@ -1,0 +1,125 @@
+"""Any order of the base's layers, slice by slice, each with a scale."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError
+from upscalers.engine.method import register_method
+from upscalers.engine.options import option, parse_options
+from upscalers.engine.plan import Base, New, Plan
+from upscalers.engine.recipes import Recipe
+from upscalers.methods.dense_block import DenseMethod, whole_layer
+from upscalers.methods.scaling import SCALE_TYPE, check_roles, check_scale, scaled_layer
+
+
+@dataclass
+class Slice:
+    """Consecutive layers of the base."""
+
+    layers: Any = option(None, "first layer and the one after the last, [first, end]", type="two integers")
+    scale: Any = option(None, "factors by role; default: 1 for all", type=SCALE_TYPE)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, list) or [type(bound) for bound in self.layers] != [int, int]:
+            raise RequestError(f"a slice has layers = {self.layers!r}; expected [first, end], the end not included.")
+        if self.scale is None:
+            self.scale = {}
+        check_scale(self.scale, "the scale of a slice")
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether its layers are taken over as they are."""
+        return all(factor == 1 for factor in self.scale.values())
+
+
+@dataclass
+class SlicesOptions:
+    """The slices."""
+
+    slices: Any = option(
+        None,
+        "a list of {layers: [first, end], scale: {role: factor}}, the end not included, the scale optional",
+        type="a list of slices",
+    )
+    trainable: Literal["all", "new"] = option(
+        "all", "what is trained afterwards; new means layers that are repeated or scaled"
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.slices, list) or not self.slices:
+            raise RequestError(
+                f"slices is {self.slices!r}; expected a list such as [{{layers: [0, 12]}}, {{layers: [4, 16]}}]. Give it in a "
+                "--config file under options."
+            )
+        if not all(isinstance(given, dict) for given in self.slices):
+            raise RequestError(
+                "slices holds something that is no mapping; expected {layers: [first, end]} in each place."
+            )
+        self.parsed()
+
+    def parsed(self) -> list[Slice]:
+        """The slices, checked."""
+        return [parse_options(Slice, given, "a slice") for given in self.slices]
+
+
+@register_method("slices")
+class Slices(DenseMethod):
+    """Stacks slices of the base in a given order: every passthrough merge of one model."""
+
+    summary = "slices of the base in any order, repeated, left out or scaled by role"
+    paper = None
+    options_class = SlicesOptions
+    identity = False
+    trainable = "all"
+    default_placement = None
+
+    @property
+    def trained(self) -> Literal["new", "all"]:
+        return self.options.trainable
+
+    def check(self, base: BaseModel) -> None:
+        for given in self.options.parsed():
+            first, end = given.layers
+            if not 0 <= first < end <= base.num_layers:
+                raise RequestError(
+                    f"a slice has layers = {given.layers}; expected 0 <= first < end <= {base.num_layers}, the number of base "
+                    "layers. The end is not included."
+                )
+            check_roles(base, given.scale, "the scale of a slice")
+
+    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+        for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
+            if value is not None:
+                raise RequestError(f"{name} is {value!r}, but slices say which layers there are; expected none.")
+        order = [(layer, given.is_verbatim) for given in self.options.parsed() for layer in range(*given.layers)]
+        layers: list[Base | New] = []
+        for index, (source, is_verbatim) in enumerate(order):
+            if is_verbatim:
+                layers.append(Base(source))
+                continue
+            before = [layer for layer, verbatim in order[:index] if verbatim]
+            after = [layer for layer, verbatim in order[index + 1 :] if verbatim]
+            layers.append(
+                New(
+                    before[-1] if before else None,
+                    after[0] if after else None,
+                    sources=(whole_layer(base, source, index),),
+                )
+            )
+        plan = Plan(tuple(layers), base.num_layers)
+        if layers == [Base(layer) for layer in range(base.num_layers)]:
+            raise RequestError("the slices are the base as it is; expected a layer more, less or changed.")
+        if self.options.trainable == "new" and not plan.new_indices:
+            raise RequestError("trainable is 'new', but the slices repeat and scale nothing; expected 'all'.")
+        return plan
+
+    def placement_request(self, plan: Plan) -> dict[str, Any]:
+        return {}
+
+    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+        return [
+            self.copied_layer(base, layer) if given.is_verbatim else scaled_layer(base, layer, given.scale)
+            for given in self.options.parsed()
+            for layer in range(*given.layers)
+        ]
