@@ -1,0 +1,293 @@
+"""OpT-DeUS: the layers on both sides, the previous one's neurons matched to the next one's by optimal transport."""
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError
+from upscalers.engine.families import MATRIX_ROLES, LayerTensor
+from upscalers.engine.method import register_method
+from upscalers.engine.options import option
+from upscalers.engine.plan import New
+from upscalers.engine.recipes import Recipe
+from upscalers.engine.solver import Measurement, Solved, Solver, Workplace
+from upscalers.methods.dense_block import (
+    IDENTITY_HELP,
+    FusionMethod,
+    FusionOptions,
+    IdentityInit,
+    mean,
+    strict_or_warnings,
+)
+from upscalers.methods.papers import OPT_DEUS
+from upscalers.solvers.devices import check_device, check_package
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.solvers.transport import Transport
+
+_WEAK = 0.3
+
+
+@dataclass
+class OptDeusOptions(FusionOptions):
+    """How neurons are matched and fused."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "release": {"plan_scale": "raw", "regularization": 0.06, "mlp_t_in": "o_proj", "solver": "sinkhorn"}
+    }
+
+    identity: IdentityInit = option("auto", IDENTITY_HELP)
+    solver: Literal["sinkhorn", "hungarian"] = option(
+        "sinkhorn", "entropic transport, or the exact assignment: a permutation, slow beyond a few thousand rows"
+    )
+    plan_scale: Literal["barycentric", "raw"] = option(
+        "barycentric",
+        "barycentric: each matched row is a mean of rows, as the method says; raw: plan entries as they are, which "
+        "shrinks matched rows by their number, as the released code does",
+    )
+    regularization: float = option(0.06, "of the entropy, in units of the distance between rows")
+    tolerance: float = option(1e-4, "largest L1 violation of the plan's marginals at which Sinkhorn stops")
+    max_iterations: int = option(10000, "after which Sinkhorn stops all the same, with a warning")
+    mlp_t_in: Literal["o_proj", "residual_mean"] = option(
+        "o_proj",
+        "what maps the inputs of gate and up: the output projection's plan, as released, or its mean with the identity, "
+        "as for the norm in front",
+    )
+    head_aware: bool = option(
+        False,
+        "match whole heads, query heads with their key/value head, instead of single rows of query, key and value",
+    )
+    norm_preserving: bool = option(False, "scale each matched row back to the norm of the rows it was made from")
+    precision: Literal["float64", "float32"] = option("float64", "what transport is computed in")
+    device: str = option("cpu", "where it is computed: cpu, cuda, cuda:1")
+    workers: int | None = option(None, "layers fused at once; default: as many as processors and memory allow")
+
+    def __post_init__(self) -> None:
+        for name, value in (("regularization", self.regularization), ("tolerance", self.tolerance)):
+            if not 0 < value < float("inf"):
+                raise RequestError(f"{name} is {value}; expected a number above 0.")
+        for name, count in (("max_iterations", self.max_iterations), ("workers", self.workers)):
+            if count is not None and count < 1:
+                raise RequestError(f"{name} is {count}; expected at least 1.")
+
+
+@register_method("opt-deus")
+class OptDeus(FusionMethod):
+    """Each matrix of a new block is `(T^T W_previous + W_next) / 2`, T the transport plan between their rows.
+
+    The output projection's plan also maps the inputs of the feed-forward network, which reads what attention wrote.
+    """
+
+    summary = "new layers fuse the layers on both sides, neurons matched by optimal transport"
+    paper = OPT_DEUS
+    options_class = OptDeusOptions
+    identity = True
+
+    def check_machine(self) -> None:
+        if self.options.solver == "sinkhorn":
+            check_package("ot", "POT", "solver sinkhorn", "ot")
+        if self.options.solver == "hungarian" or self.options.head_aware:
+            check_package("scipy", "scipy", "an exact assignment", "ot")
+        check_device(self.options.device)
+
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        solver = BlockFusion(base, layer, index, frozenset(self.identity_fills(base)), self.options)
+        recipes = super().new_layer_recipes(base, layer, index, seed)
+        for name, tensor in solver.made.items():
+            recipes[name] = Solved(tensor.shape, solver, name)
+        return recipes
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
+        return mean(base, name, role, layer.sources)
+
+    def review(self, measurements: Sequence[Measurement]) -> list[str]:
+        concerns = []
+        for role in MATRIX_ROLES:
+            rows = [row for row in measurements if row["tensor"] == role]
+            late = [row for row in rows if not row["residual"] <= self.options.tolerance]
+            if late:
+                concerns.append(
+                    f"Sinkhorn did not converge for {role} of new layers {_layers(late)}: residual "
+                    f"{max(row['residual'] for row in late):.2g} after {self.options.max_iterations} iterations, expected at "
+                    f"most {self.options.tolerance:g}. Raise max_iterations, tolerance or regularization."
+                )
+        ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
+        weak = {row["tensor"]: row for row in ordered if row["norm_ratio"] < _WEAK}  # the weakest layer of each
+        if weak and self.options.plan_scale == "barycentric" and not self.options.norm_preserving:
+            listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in weak.items())
+            concerns.append(
+                f"matched rows keep little of their norm ({listed}): they have no counterparts, so that what is fused is near "
+                "half the next layer's. solver=hungarian or norm_preserving=true keep it."
+            )
+        return strict_or_warnings(concerns, self.options.strict)
+
+
+def _layers(rows: list[Measurement]) -> str:
+    return ", ".join(str(row["layer"]) for row in rows)
+
+
+class BlockFusion(Solver):
+    """Fuses the layers on both sides of one new block.
+
+    Peak memory, with n rows of the largest matrix, D the hidden size and 8 bytes (4 in float32) a number: six n x n
+    matrices of the transport problem and four n x D ones, `b (6 n^2 + 4 n D)`.
+
+    Args:
+        base: The base.
+        layer: The new layer; its sources are the next and the previous base layer.
+        index: Its index in the upscaled model.
+        filled: Roles that the identity fills: they are not made, and solved only where others need their plan.
+        options: Of the method.
+    """
+
+    def __init__(self, base: BaseModel, layer: New, index: int, filled: frozenset[str], options: OptDeusOptions):
+        super().__init__(f"layer {index}")
+        self._index, self._filled, self._options = index, filled, options
+        self._next, self._previous = (base.layer_names(source) for source in layer.sources)
+        self._tensors = base.family.layer_tensors(base.config)
+        self._gain_offset = 1.0 if base.family.unit_offset_norms else 0.0
+        self._key_value_heads = base.family.num_key_value_heads(base.config)
+        self._head_dim = base.family.head_dim(base.config)
+        whole_norms = {"query_norm", "key_norm"} if base.family.query_key_norm == "whole" else set()
+        roles = ({*MATRIX_ROLES, "mlp_norm"} | whole_norms) - filled
+        self.made: dict[str, LayerTensor] = {
+            name: tensor for name, tensor in self._tensors.items() if tensor.role in roles
+        }
+        rows = max(self._tensors[self._name(role)].shape[0] for role in ("query", "output_projection", "gate"))
+        itemsize = 8 if options.precision == "float64" else 4
+        self.work_bytes = itemsize * (6 * rows * rows + 4 * rows * base.config["hidden_size"])
+        self.workers = options.workers
+
+    def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        place.progress.begin(self.label, len(MATRIX_ROLES) - ("down" in self._filled) + 1)
+        query_rows = yield from self._attention(place)
+        previous, following = self._pair(place, "output_projection")
+        if query_rows is not None:
+            previous = previous[:, query_rows]  # its inputs follow the heads
+        residual = self._transport("output_projection", previous, following, place)
+        if "output_projection" not in self._filled:
+            yield from self._fused("output_projection", residual, place, previous, following)
+        yield from self._mlp_norm(residual, place)
+        for role in ("gate", "up"):
+            previous, following = self._pair(place, role)
+            carried = residual.columns(previous)
+            if self._options.mlp_t_in == "residual_mean":
+                carried = (carried + previous) / 2
+            yield from self._fused(role, self._transport(role, carried, following, place), place, carried, following)
+        if "down" not in self._filled:
+            previous, following = self._pair(place, "down")
+            yield from self._fused(
+                "down", self._transport("down", previous, following, place), place, previous, following
+            )
+        place.progress.end(self.label)
+
+    def _attention(self, place: Workplace) -> "Generator[tuple[str, torch.Tensor], None, torch.Tensor | None]":
+        """Query, key and value; returns the source row of each query row where whole heads were matched."""
+        plans = self._head_plans(place) if self._options.head_aware else {}
+        for role in ("query", "key", "value"):
+            previous, following = self._pair(place, role)
+            plan = plans[role] if plans else self._transport(role, previous, following, place)
+            yield from self._fused(role, plan, place, previous, following)
+            norm = f"self_attn.{role[0]}_norm.weight"
+            if norm in self.made:
+                one, other = self._read(place, norm)
+                yield norm, ((self._barycentric(plan, one) + other) / 2).cpu()
+        return plans["query"].permutation if plans else None
+
+    def _head_plans(self, place: Workplace) -> "dict[str, Transport]":
+        from upscalers.solvers.head_groups import match_heads
+        from upscalers.solvers.transport import Transport
+
+        started = time.perf_counter()
+        pairs = {role: self._pair(place, role) for role in ("query", "key", "value")}
+        source, target = ({role: pair[side] for role, pair in pairs.items()} for side in (0, 1))
+        queries, keys = match_heads(source, target, self._key_value_heads, self._head_dim)
+        seconds = (time.perf_counter() - started) / 3
+        plans = {}
+        for role, rows in (("query", queries), ("key", keys), ("value", keys)):
+            scale = 1.0 if self._options.plan_scale == "barycentric" else 1 / len(rows)
+            plans[role] = Transport(None, rows, scale, 1, 0.0, 1.0)
+            self._measure(role, plans[role], source[role], seconds)
+            place.step(self.label)
+        return plans
+
+    def _pair(self, place: Workplace, role: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        """The previous and the next layer's matrix of a role."""
+        return self._read(place, self._name(role))
+
+    def _read(self, place: Workplace, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        import torch
+
+        dtype = getattr(torch, self._options.precision)
+        previous, following = (
+            place.read(names[name]).to(self._options.device, dtype) for names in (self._previous, self._next)
+        )
+        return previous, following
+
+    def _transport(self, role: str, source: "torch.Tensor", target: "torch.Tensor", place: Workplace) -> "Transport":
+        from upscalers.solvers.transport import assignment, sinkhorn
+
+        options, started = self._options, time.perf_counter()
+        if options.solver == "hungarian":
+            plan = assignment(source, target, options.plan_scale)
+        else:
+            plan = sinkhorn(
+                source, target, options.regularization, options.tolerance, options.max_iterations, options.plan_scale
+            )
+        self._measure(role, plan, source, time.perf_counter() - started)
+        place.step(self.label)
+        return plan
+
+    def _measure(self, role: str, plan: "Transport", source: "torch.Tensor", seconds: float) -> None:
+        norm = source.norm().item()
+        self.measurements.append(
+            {
+                "layer": self._index,
+                "tensor": role,
+                "norm_ratio": plan.rows(source).norm().item() / norm if norm else 1.0,
+                "effective_sources": plan.effective_sources,
+                "iterations": plan.iterations,
+                "residual": plan.residual,
+                "seconds": seconds,
+            }
+        )
+
+    def _fused(
+        self, role: str, plan: "Transport", place: Workplace, previous: "torch.Tensor", following: "torch.Tensor"
+    ) -> "Iterator[tuple[str, torch.Tensor]]":
+        matched = plan.rows(previous)
+        if self._options.norm_preserving:
+            wanted = self._barycentric(plan, previous.norm(dim=1))
+            matched *= (wanted / matched.norm(dim=1).clamp_min(1e-30))[:, None]
+        yield self._name(role), ((matched + following) / 2).cpu()
+        bias = self._name(role, "bias")
+        if bias in self.made:
+            one, other = self._read(place, bias)
+            carried = one if self._options.plan_scale == "raw" else plan.rows(one)
+            yield bias, ((carried + other) / 2).cpu()
+
+    def _mlp_norm(self, residual: "Transport", place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        """The norm in front of the feed-forward network reads the residual stream: half mapped, half not."""
+        name = next((name for name, tensor in self.made.items() if tensor.role == "mlp_norm"), None)
+        if name is not None:
+            previous, following = (gain + self._gain_offset for gain in self._read(place, name))
+            mapped = (residual.columns(previous) + previous) / 2
+            yield name, ((mapped + following) / 2 - self._gain_offset).cpu()
+        place.step(self.label)
+
+    @staticmethod
+    def _barycentric(plan: "Transport", values: "torch.Tensor") -> "torch.Tensor":
+        """Values of the source rows, averaged by the plan whatever its scale."""
+        import torch
+
+        return plan.rows(values) / plan.rows(torch.ones_like(values))
+
+    def _name(self, role: str, kind: str = "weight") -> str:
+        weight = next(
+            name for name, tensor in self._tensors.items() if tensor.role == role and name.endswith(".weight")
+        )
+        return f"{weight.removesuffix('weight')}{kind}"

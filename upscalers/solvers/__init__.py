@@ -1,0 +1,1 @@
+"""Numerical work behind methods that compute new layers: optimal transport, and a predictor of layers."""

@@ -1,0 +1,39 @@
+"""The device that a solver computes on."""
+
+from upscalers.engine.errors import RequestError
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not have here.
+
+    Raises:
+        RequestError: With what there is.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
+        reason = str(error).splitlines()[0]
+        raise RequestError(
+            f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
+        ) from None
+
+
+def check_package(module: str, package: str, what: str, extra: str) -> None:
+    """Refuse to go on without a package.
+
+    Args:
+        module: What is imported.
+        package: Its name for people.
+        what: What needs it.
+        extra: The extra of this distribution that brings it.
+
+    Raises:
+        RequestError: If it is not installed.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        raise RequestError(f"{what} needs {package}, which is not installed. Run: pip install 'midus-hf[{extra}]'.")

@@ -1,0 +1,135 @@
+"""Transport between the rows of two matrices: which neurons of one stand for which of the other."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+_ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
+"""How large scalings may grow before they are absorbed into the potentials, well within the range of the dtype."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A plan T [n, m] between n source rows and m target rows.
+
+    Args:
+        matrix: T [n, m]; None where the plan is a permutation.
+        permutation: For each target row its one source row [m]; None where the plan is spread out.
+        scale: What every entry is multiplied by.
+        iterations: Of the solver.
+        residual: L1 distance of the plan's marginals from uniform ones, both sides together.
+        effective_sources: exp(entropy) of a column, mean over columns: how many source rows a target row draws on.
+    """
+
+    matrix: torch.Tensor | None
+    permutation: torch.Tensor | None
+    scale: float
+    iterations: int
+    residual: float
+    effective_sources: float
+
+    def rows(self, values: torch.Tensor) -> torch.Tensor:
+        """`T^T values`: source rows [n, ...] carried to the target's [m, ...]."""
+        if self.permutation is not None:
+            return values[self.permutation] * self.scale
+        assert self.matrix is not None
+        return (self.matrix.mT @ values) * self.scale
+
+    def columns(self, values: torch.Tensor) -> torch.Tensor:
+        """`values T`: source columns [..., n] carried to the target's [..., m]."""
+        if self.permutation is not None:
+            return values[..., self.permutation] * self.scale
+        assert self.matrix is not None
+        return (values @ self.matrix) * self.scale
+
+
+def sinkhorn(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    regularization: float,
+    tolerance: float,
+    max_iterations: int,
+    plan_scale: Literal["barycentric", "raw"],
+) -> Transport:
+    """Entropic optimal transport between uniform distributions over rows; the cost is their Euclidean distance.
+
+    The solver is POT's log-stabilised Sinkhorn. It starts from the row and column minima of the cost as potentials, so
+    that no row of its kernel underflows however far apart the rows are.
+
+    Args:
+        source: [n, c], float32 or float64.
+        target: [m, c].
+        regularization: Of the entropy, in units of distance.
+        tolerance: Largest L1 violation of the marginals.
+        max_iterations: After which it stops all the same.
+        plan_scale: `"barycentric"`: columns sum to one, so that each target row is a mean of source rows. `"raw"`: the
+            plan's mass is one in all.
+    """
+    import ot
+
+    n, m = len(source), len(target)
+    cost = torch.cdist(source, target)  # [n, m]
+    source_mass, target_mass = source.new_full((n,), 1 / n), source.new_full((m,), 1 / m)
+    row_potential = cost.min(dim=1).values  # [n]
+    column_potential = (cost - row_potential[:, None]).min(dim=0).values  # [m]
+    plan, log = ot.bregman.sinkhorn_stabilized(
+        source_mass,
+        target_mass,
+        cost,
+        regularization,
+        numItermax=max_iterations,
+        tau=_ABSORB[source.dtype],
+        stopThr=tolerance / m**0.5,  # POT measures in L2
+        warmstart=(row_potential, column_potential),
+        log=True,
+        warn=False,
+    )
+    del cost
+    column_sums = plan.sum(dim=0)
+    residual = (column_sums - target_mass).abs().sum() + (plan.sum(dim=1) - source_mass).abs().sum()
+    if plan_scale == "barycentric":
+        plan.div_(column_sums)
+    return Transport(
+        matrix=plan,
+        permutation=None,
+        scale=1.0,
+        iterations=int(log["n_iter"]) + 1,
+        residual=residual.item(),
+        effective_sources=_effective_sources(plan, column_sums if plan_scale == "raw" else None),
+    )
+
+
+def assignment(source: torch.Tensor, target: torch.Tensor, plan_scale: Literal["barycentric", "raw"]) -> Transport:
+    """The permutation of rows with the least total Euclidean distance (the exact plan, without entropy).
+
+    Args:
+        source: [n, c].
+        target: [n, c].
+        plan_scale: As for `sinkhorn`.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    assert len(source) == len(target)
+    rows, columns = linear_sum_assignment(torch.cdist(source, target).cpu().numpy())
+    permutation = torch.empty(len(source), dtype=torch.long)
+    permutation[torch.from_numpy(columns)] = torch.from_numpy(rows)
+    return Transport(
+        matrix=None,
+        permutation=permutation.to(source.device),
+        scale=1.0 if plan_scale == "barycentric" else 1 / len(source),
+        iterations=1,
+        residual=0.0,
+        effective_sources=1.0,
+    )
+
+
+def _effective_sources(plan: torch.Tensor, column_sums: torch.Tensor | None) -> float:
+    """exp(entropy) of the columns, each divided by its sum where they do not sum to one already; chunked over columns."""
+    total = 0.0
+    for first in range(0, plan.shape[1], 1024):
+        columns = plan[:, first : first + 1024]
+        if column_sums is not None:
+            columns = columns / column_sums[first : first + 1024]
+        total += torch.special.entr(columns).sum(dim=0).exp().sum().item()
+    return total / plan.shape[1]
