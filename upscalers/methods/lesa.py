@@ -1,0 +1,243 @@
+"""LESA: new layers predicted from their neighbours by networks trained on the base's own layers."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.errors import RequestError
+from upscalers.engine.families import MATRIX_ROLES
+from upscalers.engine.method import register_method
+from upscalers.engine.options import option
+from upscalers.engine.plan import New, Plan
+from upscalers.engine.recipes import Copy, Recipe, tensor_seed
+from upscalers.engine.solver import Measurement, Solved, Solver, Workplace
+from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean, strict_or_warnings
+from upscalers.methods.papers import LESA
+from upscalers.solvers.devices import check_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.solvers.layer_predictor import PredictorTraining
+
+_COLLAPSED = 0.5
+_HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
+
+
+@dataclass
+class LesaOptions(FusionOptions):
+    """How the predictors are trained, and what predicts nothing."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"release": {"norm_init": "layer0", "identity": "none"}}
+
+    norm_init: Literal["layer0", "previous", "next", "mean"] = option(
+        "mean", "where the norms of a new layer come from: the base's first layer, as released, a neighbour, or both"
+    )
+    hidden_size: int = option(256, "of both hidden layers of a predictor")
+    epochs: int = option(10, "passes over all rows of all layers")
+    batch_size: int = option(64, "rows a step")
+    learning_rate: float = option(1e-3, "of AdamW")
+    weight_decay: float = option(0.01, "of AdamW")
+    norm_weight: float = option(5e-4, "lambda, weight of the loss that keeps predictions from collapsing")
+    device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
+    workers: int | None = option(None, "matrices worked on at once; default: as many as processors and memory allow")
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "epochs", "batch_size", "workers"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise RequestError(f"{name} is {count}; expected at least 1.")
+        if not 0 < self.learning_rate < float("inf"):
+            raise RequestError(f"learning_rate is {self.learning_rate}; expected a number above 0.")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise RequestError(f"weight_decay is {self.weight_decay}; expected 0 or more.")
+        if not 0 <= self.norm_weight <= 1:
+            raise RequestError(f"norm_weight is {self.norm_weight}; expected 0 <= norm_weight <= 1.")
+
+
+@register_method("lesa")
+class Lesa(FusionMethod):
+    """The layers' matrices of one kind share a basis; in it a network predicts a layer from the two around it.
+
+    It is trained on neighbours two layers apart and applied to neighbours one apart. Biases are means of the neighbours'.
+    """
+
+    summary = "new layers are predicted from the layers on both sides by networks trained on the base's layers"
+    paper = LESA
+    options_class = LesaOptions
+    identity = False
+
+    def check(self, base: BaseModel) -> None:
+        super().check(base)
+        if base.num_layers < 3:
+            raise RequestError(
+                f"the base has {base.num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
+            )
+        for layer in sorted(base.inserted_memory):
+            raise RequestError(
+                f"base layer {layer} is a memory block; lesa learns from all layers, and expected each to have a feed-forward "
+                "network. Upscale the base without memory first."
+            )
+
+    def check_machine(self) -> None:
+        check_device(self.options.device)
+
+    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+        recipes = super().recipes(base, plan, seed)
+        filled = self.identity_fills(base)
+        gaps = {
+            index: (layer.sources[1], layer.sources[0])
+            for index, layer in enumerate(plan.layers)
+            if isinstance(layer, New)
+        }
+        for name, tensor in base.family.layer_tensors(base.config).items():
+            if tensor.role in MATRIX_ROLES and tensor.role not in filled and name.endswith(".weight"):
+                solver = MatrixPrediction(base, name, tensor.role, tensor.shape, gaps, seed, self.options)
+                for index in gaps:
+                    recipes[index][name] = Solved(tensor.shape, solver, str(index))
+        return recipes
+
+    def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
+        if role not in _HIDDEN_NORMS or self.options.norm_init == "mean":
+            return mean(base, name, role, layer.sources)
+        following, previous = layer.sources
+        donor = {"layer0": 0, "previous": previous, "next": following}[self.options.norm_init]
+        source = base.layer_names(donor)[name]
+        return Copy(base.tensors[source].shape, source)
+
+    def review(self, measurements: Sequence[Measurement]) -> list[str]:
+        concerns = []
+        ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
+        collapsed = {
+            row["tensor"]: row for row in ordered if row["norm_ratio"] < _COLLAPSED
+        }  # the worst layer of each
+        if collapsed:
+            listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in collapsed.items())
+            concerns.append(
+                f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({listed}). Raise norm_weight or "
+                "epochs, or use avg-deus."
+            )
+        guarded = {row["tensor"]: row["directions_left_out"] for row in measurements if row["directions_left_out"]}
+        if guarded:
+            listed = ", ".join(f"{role} {count}" for role, count in guarded.items())
+            concerns.append(
+                f"the base's layers do not span all directions: {listed} singular values lie under the guard and are left out."
+            )
+        return strict_or_warnings(concerns, self.options.strict)
+
+
+class MatrixPrediction(Solver):
+    """Predicts one matrix [out, in] of every new layer.
+
+    Peak memory: the Gram matrix and its decomposition, five [out, out] matrices in float64, or later the basis with three
+    [out, in] ones, `8 max(5 out^2, 2 out^2 + 3 out in)` bytes. All layers' coordinates, `4 L out in` bytes, lie in a
+    temporary file beside the output.
+
+    Args:
+        base: The base.
+        name: The matrix's name within a layer.
+        role: Its role.
+        shape: out, in.
+        gaps: For each new layer, by its index, the base layers before and after it.
+        seed: Of the run.
+        options: Of the method.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        name: str,
+        role: str,
+        shape: tuple[int, ...],
+        gaps: dict[int, tuple[int, int]],
+        seed: int,
+        options: LesaOptions,
+    ):
+        super().__init__(role)
+        self._sources = [base.layer_names(layer)[name] for layer in range(base.num_layers)]
+        self._role, self._gaps, self._options = role, gaps, options
+        self._seed = tensor_seed(seed, f"lesa:{name}")
+        self._out, self._in = shape
+        self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 3 * self._out * self._in)
+        self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
+        self.workers = options.workers
+
+    def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
+        import torch
+
+        from upscalers.solvers.layer_predictor import num_steps, predict, train_predictor
+        from upscalers.solvers.shared_basis import RowFile, shared_basis
+
+        started = time.perf_counter()
+        num_layers, training = len(self._sources), self._training()
+        place.progress.begin(
+            self.label, 2 * num_layers + 1 + num_steps(self._out, num_layers, training) + len(self._gaps)
+        )
+
+        def done() -> None:
+            place.step(self.label)
+
+        def matrix_of(layer: int) -> torch.Tensor:
+            return place.read(self._sources[layer]).to(self._options.device, torch.float64)
+
+        basis = shared_basis(num_layers, matrix_of, done)
+        num_rows = len(basis.values)
+        if not num_rows:
+            raise RequestError(
+                f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from."
+            )
+        with RowFile(place.scratch / f"{self._role}.rows", num_rows, num_layers, self._in) as rows:
+            for layer in range(num_layers):
+                rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
+                done()
+            predictor = train_predictor(
+                rows,
+                num_rows,
+                num_layers,
+                self._in,
+                training,
+                torch.Generator().manual_seed(self._seed),
+                self._options.device,
+                done,
+            )
+            for index, (previous, following) in self._gaps.items():
+                coordinates = predict(predictor, rows, num_rows, self._in, previous, following, self._options.device)
+                matrix = basis.matrix(coordinates)
+                self._measure(index, matrix, matrix_of(previous), matrix_of(following), basis.num_left_out)
+                yield str(index), matrix.cpu()
+                done()
+        for row in self.measurements:
+            row["seconds"] = (time.perf_counter() - started) / len(self.measurements)
+        place.progress.end(self.label)
+
+    def _training(self) -> "PredictorTraining":
+        from upscalers.solvers.layer_predictor import PredictorTraining
+
+        options = self._options
+        return PredictorTraining(
+            options.hidden_size,
+            options.epochs,
+            options.batch_size,
+            options.learning_rate,
+            options.weight_decay,
+            options.norm_weight,
+        )
+
+    def _measure(
+        self, index: int, matrix: "torch.Tensor", previous: "torch.Tensor", following: "torch.Tensor", left_out: int
+    ) -> None:
+        import torch
+
+        matrix, middle = matrix.double(), (previous + following) / 2
+        neighbours = (previous.norm() + following.norm()) / 2
+        self.measurements.append(
+            {
+                "layer": index,
+                "tensor": self._role,
+                "norm_ratio": (matrix.norm() / neighbours).item(),
+                "cosine_to_mean": torch.cosine_similarity(matrix.flatten(), middle.flatten(), dim=0).item(),
+                "directions_left_out": left_out,
+            }
+        )
