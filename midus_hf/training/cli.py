@@ -48,7 +48,7 @@ def _refuse(error: ValueError) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_cpt.py",
-        description="Continue the pretraining of a model, by default of its new layers alone.",
+        description="Continue the pretraining of a model, by default of the layers that its upscaling method trains.",
         epilog=f"{_keys(TrainConfig)}\n\nkeys of corpus:\n{_keys(CorpusOptions)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

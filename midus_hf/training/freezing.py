@@ -1,12 +1,16 @@
-"""Which parameters train: the layers that were added to the base, or everything."""
+"""Which parameters train: the layers that were added to the base, everything, or layers by their indices."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from midus_hf.training.options import Trainable
+
+_SUMMARIES = {"new": "the new layers alone", "all": "everything"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +18,7 @@ class TrainableReport:
     """What trains, for a person to read.
 
     Args:
-        trainable: `"new"` or `"all"`.
+        trainable: `"new"`, `"all"` or the layers that were listed; for `"auto"`, what the config says.
         layers: Indices of the decoder layers that train, ascending.
         num_layers: L, all decoder layers.
         parameters: Parameters that train.
@@ -23,7 +27,7 @@ class TrainableReport:
             attention, or a part of the model outside them.
     """
 
-    trainable: str
+    trainable: Literal["new", "all"] | list[int]
     layers: list[int]
     num_layers: int
     parameters: int
@@ -31,16 +35,44 @@ class TrainableReport:
     parameters_of_part: dict[str, int]
 
     def __rich__(self) -> RenderableType:
-        which = "the new layers alone" if self.trainable == "new" else "everything"
+        indices = ", ".join(map(str, self.layers))
+        which, caption = f"layers {indices} alone", None
+        if not isinstance(self.trainable, list):
+            which, caption = _SUMMARIES[self.trainable], f"layers {indices}"
         summary = (
             f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
         )
-        table = Table("part", "parameters", caption=f"layers {', '.join(map(str, self.layers))}")
+        table = Table("part", "parameters", caption=caption)
         table.columns[1].justify = "right"
         for part, count in self.parameters_of_part.items():
             table.add_row(part, f"{count:,}")
         return Group(summary, table)
+
+
+def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Literal["new", "all"] | list[int]:
+    """Replace `"auto"` by what the config says, and see that the layers that are to train exist.
+
+    Args:
+        config: Of the model.
+        trainable: `"auto"`, `"new"`, `"all"` or a list of layer indices.
+
+    Returns:
+        `"new"`, `"all"` or the list.
+
+    Raises:
+        ValueError: If `trainable` is none of these; if it is `"auto"` and the config does not record what trains; if
+            it is `"new"` and the config records no new layers; if the list is empty, names a layer twice, or one that
+            the model does not have.
+    """
+    resolved = _recorded_trainable(config) if trainable == "auto" else trainable
+    if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
+        _check_listed(config, resolved)
+    elif resolved == "new":
+        new_layers(config)
+    elif resolved != "all":
+        raise ValueError(f"trainable is {trainable!r}; expected 'auto', 'new', 'all' or a list of layer indices.")
+    return resolved
 
 
 def new_layers(config: PreTrainedConfig) -> list[int]:
@@ -49,14 +81,13 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     Raises:
         ValueError: If the config records none, or layers that the model does not have.
     """
-    upscale = getattr(config, "upscale", None)
-    layers = upscale.get("new_layers") if isinstance(upscale, dict) else None
+    layers = _record(config).get("new_layers")
     if not layers:
         raise ValueError(
-            f"trainable is 'new', but the config of this {config.model_type} model records no new layers in "
+            f"what trains is 'new', but the config of this {config.model_type} model records no new layers in "
             "upscale.new_layers; upscale the model first, or set trainable: all."
         )
-    outside = [layer for layer in layers if not 0 <= layer < config.num_hidden_layers]
+    outside = _outside(config, layers)
     if outside:
         raise ValueError(
             f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {config.num_hidden_layers}. "
@@ -65,24 +96,27 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     return sorted(layers)
 
 
-def set_trainable(model: PreTrainedModel, trainable: Literal["new", "all"]) -> TrainableReport:
+def set_trainable(model: PreTrainedModel, trainable: Trainable) -> TrainableReport:
     """Set `requires_grad` of every parameter.
 
     With `"new"`, the added layers train whole (norms, projections, memory) and nothing else does: not the base layers,
-    the embeddings, the final norm or the head.
+    the embeddings, the final norm or the head. With a list, the same holds of the layers it names. `"auto"` is what
+    the config of an upscaled model records as its method's own: `"new"` or `"all"`.
 
     Args:
         model: A causal language model whose decoder has `layers`.
-        trainable: `"new"` or `"all"`.
+        trainable: `"auto"`, `"new"`, `"all"` or a list of layer indices.
 
     Raises:
-        ValueError: If `trainable` is neither, or is `"new"` and the config records no new layers.
+        ValueError: As `resolve_trainable`.
     """
-    if trainable not in ("new", "all"):
-        raise ValueError(f"trainable is {trainable!r}; expected 'new' or 'all'.")
+    resolved = resolve_trainable(model.config, trainable)
     layers: nn.ModuleList = model.get_decoder().layers
-    chosen = new_layers(model.config) if trainable == "new" else list(range(len(layers)))
-    model.requires_grad_(trainable == "all")
+    if isinstance(resolved, list):
+        chosen = sorted(resolved)
+    else:
+        chosen = new_layers(model.config) if resolved == "new" else list(range(len(layers)))
+    model.requires_grad_(resolved == "all")
     for index in chosen:
         layers[index].requires_grad_(True)
 
@@ -96,10 +130,46 @@ def set_trainable(model: PreTrainedModel, trainable: Literal["new", "all"]) -> T
         if parameter.requires_grad and id(parameter) not in inside:
             parameters_of_part[name] = parameter.numel()
     return TrainableReport(
-        trainable=trainable,
+        trainable=resolved,
         layers=chosen,
         num_layers=len(layers),
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_of_part=parameters_of_part,
     )
+
+
+def _record(config: PreTrainedConfig) -> dict[str, Any]:
+    """What `upscale` recorded in the config; empty if the model is not its work."""
+    record = getattr(config, "upscale", None)
+    return record if isinstance(record, dict) else {}
+
+
+def _recorded_trainable(config: PreTrainedConfig) -> Literal["new", "all"]:
+    recorded = _record(config).get("trainable")
+    if recorded not in ("new", "all"):
+        raise ValueError(
+            f"trainable is 'auto', but upscale.trainable in the config of this {config.model_type} model is "
+            f"{recorded!r}; expected 'new' or 'all' there. Upscale the model first, or set trainable: all, or list "
+            "layers, as in trainable: [3, 7]."
+        )
+    return recorded
+
+
+def _check_listed(config: PreTrainedConfig, layers: list[int]) -> None:
+    if not layers:
+        raise ValueError("trainable is [], no layer; list at least one, or set trainable: all.")
+    repeated = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if repeated:
+        raise ValueError(f"trainable is {layers}, which repeats {repeated}; name each layer once.")
+    outside = _outside(config, layers)
+    if outside:
+        raise ValueError(
+            f"trainable is {layers}, but this {config.model_type} model has no layers {outside}; "
+            f"expected 0 <= layer < {config.num_hidden_layers}."
+        )
+
+
+def _outside(config: PreTrainedConfig, layers: list[int]) -> list[int]:
+    """Those of the indices that are no layers of the model."""
+    return [layer for layer in layers if not 0 <= layer < config.num_hidden_layers]

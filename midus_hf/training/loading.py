@@ -1,7 +1,7 @@
 """Load what a run names: the model, its config, its tokenizer. What cannot be loaded is a wrong request."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -16,28 +16,28 @@ from transformers import (
 )
 
 from midus_hf.documents import first_line
-from midus_hf.training.freezing import new_layers
+from midus_hf.training.freezing import resolve_trainable
+from midus_hf.training.options import Trainable
 
 ACCOMPANYING = ("upscale.json", "README.md", "LICENSE*", "NOTICE*")
 """What a trained model carries on from the one it came from: its record, its card, its terms."""
 
 
-def load_config(model: str, trainable: Literal["new", "all"]) -> PreTrainedConfig:
-    """The config of the model, which must record new layers if only those train.
+def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
+    """The config of the model, which must have the layers that are to train.
 
     Args:
         model: Folder or Hub id.
-        trainable: `"new"` or `"all"`.
+        trainable: As in `TrainConfig`.
 
     Raises:
-        ValueError: If there is no such model, or it has no new layers to train.
+        ValueError: If there is no such model, or it does not say what trains, or has no such layers.
     """
     try:
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(_not_a_model(model, error)) from error
-    if trainable == "new":
-        new_layers(model_config)
+    resolve_trainable(model_config, trainable)
     return model_config
 
 

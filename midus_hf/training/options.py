@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Literal
 
+Trainable = Literal["auto", "new", "all"] | list[int]
+"""What trains: see `TrainConfig`."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class CorpusOptions:
@@ -54,7 +57,9 @@ class TrainConfig:
         sequence_length: T, tokens a sequence. Default: 2048.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
-        trainable: `"new"` trains the layers that were added to the base, `"all"` everything. Default: `"new"`.
+        trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
+            as `[3, 7]` these layers of any model. `"auto"` is `"new"` or `"all"`: what the config of an upscaled model
+            records as its method's own. Default: `"auto"`.
         learning_rate: Maximum rate of everything but keys and values. Default: 1e-4.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone, constant. Default: `key_value_learning_rate`.
@@ -88,7 +93,7 @@ class TrainConfig:
     corpus: CorpusOptions
     sequence_length: int = 2048
     document_mask: bool = False
-    trainable: Literal["new", "all"] = "new"
+    trainable: Trainable = "auto"
     learning_rate: float = 1e-4
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from training.tiny_run import save_upscaled, write_corpus
+from training.tiny_run import save_native, save_upscaled, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,19 @@ def upscaled(tmp_path_factory):
     def checkpoint(family: str) -> Path:
         if family not in made:
             made[family] = save_upscaled(family, tmp_path_factory.mktemp(f"upscaled_{family}"))
+        return made[family]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory):
+    """Gives the checkpoint of a family's own class whose config says which of its layers are new, made once."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(family: str) -> Path:
+        if family not in made:
+            made[family] = save_native(family, tmp_path_factory.mktemp(f"native_{family}"))
         return made[family]
 
     return checkpoint

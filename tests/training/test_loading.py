@@ -44,12 +44,32 @@ def test_weights_that_lack_a_tensor_are_refused(upscaled, corpus, tmp_path):
         train(tiny_config(model, corpus, tmp_path / "out"))
 
 
-def test_a_base_that_was_not_upscaled_has_no_new_layers_to_train(upscaled, corpus, tmp_path):
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        (
+            "auto",
+            "trainable is 'auto', but upscale.trainable in the config of this llama model is None; expected 'new'",
+        ),
+        ("new", "records no new layers in upscale.new_layers; upscale the model first, or set trainable: all."),
+        ([], r"trainable is \[\], no layer; list at least one"),
+        ([1, 1], r"trainable is \[1, 1\], which repeats \[1\]"),
+        ([4], r"trainable is \[4\], but this llama model has no layers \[4\]; expected 0 <= layer < 4."),
+    ],
+)
+def test_a_base_without_the_layers_that_are_to_train_is_refused_before_its_weights_are_read(
+    upscaled, corpus, tmp_path, trainable, message
+):
+    base = tmp_path / "base"
+    shutil.copytree(upscaled("llama").parent / "base", base)
+    (base / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=message):
+        train(tiny_config(base, corpus, tmp_path / "out", trainable=trainable))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_was_not_upscaled_can_train_whole(upscaled, corpus, tmp_path):
     base = upscaled("llama").parent / "base"
-    with pytest.raises(
-        ValueError, match=r"records no new layers in upscale.new_layers; upscale the model first, or set"
-    ):
-        train(tiny_config(base, corpus, tmp_path / "out"))
     assert train(tiny_config(base, corpus, tmp_path / "out", trainable="all", max_steps=1)).steps == 1
 
 

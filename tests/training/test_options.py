@@ -32,6 +32,12 @@ def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
     )
 
 
+def test_layers_to_train_can_be_listed(tmp_path):
+    path = write(tmp_path, "model: m\noutput: o\ncorpus: c\n")
+    assert read_config(TrainConfig, path).trainable == "auto"
+    assert read_config(TrainConfig, path, ["trainable=[3, 7, 11]"]).trainable == [3, 7, 11]
+
+
 def test_null_stands_for_no_limit(tmp_path):
     config = read_config(TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c"), ["keep_checkpoints=null"])
     assert config.keep_checkpoints is None
@@ -56,6 +62,12 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
         ({"max_steps": 1.5}, "max_steps is 1.5; expected a whole number or null."),
         ({"document_mask": 1}, "document_mask is 1; expected true or false."),
         ({"precision": "fp16"}, "precision is 'fp16'; expected 'bf16' or 'fp32'."),
+        ({"trainable": "nwe"}, "trainable is 'nwe'; expected 'auto' or 'new' or 'all' or a list, each item of it a "),
+        (
+            {"trainable": 3},
+            "trainable is 3; expected 'auto' or 'new' or 'all' or a list, each item of it a whole number.",
+        ),
+        ({"trainable": [3, "x"]}, "trainable[1] is 'x'; expected a whole number."),
         ({"model": 3}, "model is 3; expected a string."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"corpus": None}, "corpus is None; expected a mapping with path, config, split, column, "),

@@ -1,15 +1,47 @@
-"""The recipes in `configs/train` are read, and say what the paper says."""
+"""The recipes in `configs/train` are read, say what the paper says, and fit the recipes that make their models."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from midus_hf.config_file import read_config
-from midus_hf.training import TrainConfig
+from midus_hf.config_file import read_config, read_mapping
+from midus_hf.training import TrainConfig, set_trainable
+from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
+from upscalers.engine.placements import place
 
-RECIPES = Path(__file__).parents[2] / "configs" / "train"
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = REPOSITORY / "configs" / "train"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 GIVEN = {"model": "model=m", "output": "output=o", "corpus": "corpus=c"}
 """What a recipe may leave to the command line."""
+
+BASES = {
+    "llama-3.2-1b": (LLAMA_3_2_1B, "meta-llama/Llama-3.2-1B", 8),
+    "llama-3.1-8b": (LLAMA_3_1_8B, "meta-llama/Llama-3.1-8B", 16),
+}
+"""Config, id and number of new layers (section 5.1) of the paper's bases."""
+
+TRAINABLE = {"midus-hml": "new", "base": "all"} | dict.fromkeys(
+    ("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"
+)
+"""What the recipes of each method, and of the base itself, say of `trainable`."""
+
+RATES = {
+    f"{method}-{base}{corpus}": (rate, tokens)
+    for method in (*TRAINABLE, "matched")
+    for base, corpus, rate, tokens in (
+        ("llama-3.2-1b", "", 1e-4, 1.5e9),
+        ("llama-3.1-8b", "", 5e-5, 1.5e9),
+        ("llama-3.2-1b", "-mathpile", 1e-4, 1.1e9),
+        ("llama-3.1-8b", "-mathpile", 1e-4, 1.1e9),
+    )
+    if not corpus or method == "midus-hml"
+}
+"""Learning rate and tokens of each recipe (appendix B)."""
 
 
 def recipe(name: str) -> TrainConfig:
@@ -18,25 +50,85 @@ def recipe(name: str) -> TrainConfig:
     return read_config(TrainConfig, path, [word for key, word in GIVEN.items() if key not in stated])
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def layers_that_llama_pro_copies(num_layers: int, num_new_layers: int) -> list[int]:
+    """In the numbering of the base: each new layer follows the one that it is a copy of."""
+    return [index - 1 - earlier for earlier, index in enumerate(place("llama-pro", num_layers, num_new_layers))]
+
+
+def empty_model(config: dict, num_layers: int, **record):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**{**config, "num_hidden_layers": num_layers}))
+    model.config.upscale = record
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_is_a_config(name):
-    assert recipe(name).trainable == "new"
+    recipe(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "rate", "tokens"),
-    [
-        ("midus-hml-llama-3.2-1b", 1e-4, 1.5e9),
-        ("midus-hml-llama-3.1-8b", 5e-5, 1.5e9),
-        ("midus-hml-llama-3.2-1b-mathpile", 1e-4, 1.1e9),
-        ("midus-hml-llama-3.1-8b-mathpile", 1e-4, 1.1e9),
-    ],
-)
-def test_the_recipes_of_the_paper_have_its_hyperparameters(name, rate, tokens):
-    config = recipe(name)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("method", TRAINABLE)
+def test_there_is_a_recipe_of_every_method_for_both_bases_and_it_trains_what_the_paper_trains(method, base):
+    assert recipe(f"{method}-{base}").trainable == TRAINABLE[method]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_recipes_of_the_paper_have_its_hyperparameters(name):
+    config, (rate, tokens) = recipe(name), RATES[name]
     assert (config.learning_rate, config.key_value_learning_rate) == (rate, None)
     assert (config.schedule, config.warmup_ratio, config.precision) == ("cosine", 0.1, "bf16")
     assert config.weight_decay in (0, 1e-6, 1e-2)
     assert config.batch_size * config.gradient_accumulation == 64
     assert config.sequence_length == 2048
     assert 0 <= tokens - config.max_steps * 64 * 2048 < 64 * 2048
+
+
+def test_no_recipe_goes_unchecked():
+    assert {*RATES, "demo"} == set(NAMES)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_matched_baseline_trains_the_layers_that_llama_pro_copies_and_as_many_parameters(base):
+    config, base_id, num_new_layers = BASES[base]
+    num_layers = config["num_hidden_layers"]
+    matched, pro = recipe(f"matched-{base}"), recipe(f"llama-pro-{base}")
+    assert matched.trainable == layers_that_llama_pro_copies(num_layers, num_new_layers)
+    assert matched.model == base_id
+
+    expanded = empty_model(
+        config,
+        num_layers + num_new_layers,
+        trainable="new",
+        new_layers=place("llama-pro", num_layers, num_new_layers),
+    )
+    new = set_trainable(expanded, pro.trainable)
+    existing = set_trainable(empty_model(config, num_layers), matched.trainable)
+    assert existing.parameters == new.parameters > 0
+    assert existing.total_parameters == new.total_parameters - new.parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
+    text, config = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), recipe(name)
+    run = re.findall(r"^#   python scripts/train_cpt\.py (\S+)", text, flags=re.MULTILINE)
+    assert run == [f"configs/train/{name}.yaml"]
+    made = re.findall(r"^#   upscale (.+) --output (\S+)$", text, flags=re.MULTILINE)
+    bases = {base_id for _, base_id, _ in BASES.values()} | {"m"}
+    assert [output for _, output in made] == ([] if config.model in bases else [config.model])
+    for arguments, _ in made:
+        stated = dict(zip(*[iter(arguments.split())] * 2, strict=True))
+        if "--config" in stated:
+            upscaling = read_mapping(REPOSITORY / stated["--config"])
+            stated = {"--base": upscaling["base"], "--method": upscaling["method"]}
+        (base,) = (base for base in BASES if base in name)
+        assert stated == {"--base": BASES[base][1], "--method": name.partition(f"-{base}")[0]}
+
+
+def test_recipes_of_one_base_and_corpus_differ_only_in_what_is_trained():
+    for base in BASES:
+        configs = [dataclasses.asdict(recipe(f"{method}-{base}")) for method in (*TRAINABLE, "matched")]
+        for config in configs:
+            for key in ("model", "output", "trainable"):
+                del config[key]
+        assert all(config == configs[0] for config in configs)

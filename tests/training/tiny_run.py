@@ -1,10 +1,12 @@
 """What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
-from tiny import save_tiny_model
+import torch
+from tiny import save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +27,14 @@ def tiny_tokenizer(**special_tokens: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **{"pad_token": "<pad>", "eos_token": "<eos>", **special_tokens}
     )
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the letters that `document` uses: of a kind that the tokenizer class of every base reads."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": EOS_ID} | {letter: i for i, letter in enumerate("Ġw0123456789", 3)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def document(length: int, seed: int) -> str:
@@ -57,6 +67,26 @@ def save_upscaled(family: str, folder: Path, **base_options: Any) -> Path:
     for checkpoint in (base, folder / "model"):
         tiny_tokenizer().save_pretrained(checkpoint)
     return folder / "model"
+
+
+def save_native(family: str, folder: Path, dtype: torch.dtype = torch.float32, **record: Any) -> Path:
+    """Save a tiny model of six layers of the family's own class, with `record` as `upscale` in its config."""
+    tiny_model(family, dtype, num_hidden_layers=6).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    record = {
+        "method": "llama-pro",
+        "new_layers": NEW_LAYERS,
+        "trainable": "new",
+        "plan": [{"new": layer in NEW_LAYERS} for layer in range(6)],
+        "options": {"identity": "auto"},
+        "seed": 0,
+        "base_dtype": "float32",
+        "base_config": {**config, "num_hidden_layers": 4},
+        **record,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "upscale": record}), encoding="utf-8")
+    letter_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> TrainConfig:
