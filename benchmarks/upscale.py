@@ -1,11 +1,13 @@
 """Speed and memory of `upscale`, beside a plain copy of the output and beside mergekit.
 
     python benchmarks/upscale.py                                  # a synthetic 4 GB checkpoint, midus-hml
-    python benchmarks/upscale.py --mergekit OTHER_VENV/bin/mergekit-yaml
+    python benchmarks/upscale.py --methods midus-hml,llama-pro,solar,avg-deus --mergekit OTHER_VENV/bin/mergekit-yaml
+    python benchmarks/upscale.py --methods opt-deus,lesa --gigabytes 2.1 --rounds 1       # as large as Llama-3.2-1B
 
 Every tool runs as a process of its own. Each round times a dry run (start-up), the run itself and `cp -r` of the output
-with a sync, one after the other, so that the ratio compares what ran under the same conditions. mergekit's row is a
-passthrough recipe with as many slices and zeroed projections as an equal LLaMA-Pro expansion.
+with a sync, one after the other, so that the ratio compares what ran under the same conditions. mergekit's rows are
+passthrough recipes equal to llama-pro (slices of one layer with zeroed projections) and to solar. Methods that solve for
+their tensors give a row a kind of matrix as well, in `solvers.csv`.
 """
 
 import argparse
@@ -19,11 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "upscale.csv"
+MACHINE = f"{platform.machine()} {os.cpu_count()} cores"
+SOLVER_RESULTS = RESULTS.with_name("solvers.csv")
 
 
 @dataclass
@@ -101,15 +106,36 @@ def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def mergekit_recipe(base: Path, layers: int, new_layers: int) -> dict:
-    """LLaMA-Pro as a passthrough: after each group its last layer once more, output projections scaled to zero."""
-    stride = layers // new_layers
-    zeroed = {"scale": [{"filter": "o_proj", "value": 0.0}, {"filter": "down_proj", "value": 0.0}, {"value": 1.0}]}
-    slices: list[dict] = []
-    for group in range(new_layers):
-        first, last = group * stride, (group + 1) * stride
-        slices.append({"sources": [{"model": str(base), "layer_range": [first, last]}]})
-        slices.append({"sources": [{"model": str(base), "layer_range": [last - 1, last], "parameters": zeroed}]})
+@dataclass
+class SolverRow:
+    """Time that a method took for one kind of matrix, all new layers together; kinds are solved side by side."""
+
+    date: str
+    commit: str
+    machine: str
+    method: str
+    base_gb: float
+    tensor: str
+    layers: int
+    seconds: float
+
+
+def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
+    """The passthrough merge that gives what a method gives with its defaults; None where there is none."""
+    if method == "solar":
+        left_out = layers // 4
+        ranges = [[0, layers - left_out], [left_out, layers]]
+        slices: list[dict] = [{"sources": [{"model": str(base), "layer_range": bounds}]} for bounds in ranges]
+    elif method == "llama-pro":
+        scale = [{"filter": "o_proj", "value": 0.0}, {"filter": "down_proj", "value": 0.0}, {"value": 1.0}]
+        slices = []
+        for last in range(2, layers + 1, 2):
+            slices.append({"sources": [{"model": str(base), "layer_range": [last - 2, last]}]})
+            slices.append(
+                {"sources": [{"model": str(base), "layer_range": [last - 1, last], "parameters": {"scale": scale}}]}
+            )
+    else:
+        return None
     return {"merge_method": "passthrough", "dtype": "bfloat16", "slices": slices}
 
 
@@ -168,10 +194,8 @@ def bench(
     full_ratios = [wall / copy for wall, copy in zip(times["wall"], times["copy"], strict=True)]
     return Row(
         date=date.today().isoformat(),
-        commit=subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-        ).stdout.strip(),
-        machine=f"{platform.machine()} {os.cpu_count()} cores",
+        commit=commit(),
+        machine=MACHINE,
         tool=tool,
         method=method,
         base_gb=round(folder_gigabytes(base), 2),
@@ -188,11 +212,32 @@ def bench(
     )
 
 
-def append(rows: list[Row]) -> None:
+def commit() -> str:
+    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+
+
+def solver_rows(method: str, base: Path, output: Path) -> list[SolverRow]:
+    """Seconds by kind of matrix, as `upscale.json` has them; none for methods without solvers."""
+    measurements = json.loads((output / "upscale.json").read_text())["measurements"]
+    rows = []
+    for tensor in dict.fromkeys(row["tensor"] for row in measurements):
+        seconds = [row["seconds"] for row in measurements if row["tensor"] == tensor]
+        size = round(folder_gigabytes(base), 2)
+        rows.append(
+            SolverRow(
+                date.today().isoformat(), commit(), MACHINE, method, size, tensor, len(seconds), round(sum(seconds), 1)
+            )
+        )
+    return rows
+
+
+def append(rows: Sequence[Row | SolverRow], results: Path) -> None:
     """Append to the tracked results."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as stream:
+    if not rows:
+        return
+    results.parent.mkdir(exist_ok=True)
+    is_new = not results.exists()
+    with results.open("a", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(asdict(rows[0])))
         if is_new:
             writer.writeheader()
@@ -220,6 +265,7 @@ def main() -> None:
         making = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--only-make", str(base)]
         subprocess.run(making, check=True)
         layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
+        solved: list[SolverRow] = []
         for method in arguments.methods.split(","):
             request = [upscale, "--base", str(base), "--method", method, "--output", str(output), "--json"]
             rows.append(
@@ -234,17 +280,23 @@ def main() -> None:
                     arguments.rounds,
                 )
             )
-        if arguments.mergekit:
-            recipe = Path(work) / "recipe.yaml"
-            recipe.write_text(json.dumps(mergekit_recipe(base, layers, layers // 2)))
-            command = [arguments.mergekit, str(recipe), str(output)]
-            imports = [str(Path(arguments.mergekit).with_name("python")), "-c", "import mergekit.merge"]
-            method = "passthrough as llama-pro"
-            rows.append(bench("mergekit", method, base, command, None, imports, output, arguments.rounds))
-    for row in rows:
+            solved += solver_rows(method, base, output)
+            recipe = mergekit_recipe(method, base, layers)
+            if arguments.mergekit and recipe is not None:
+                path = Path(work) / "recipe.yaml"
+                path.write_text(json.dumps(recipe))
+                command = [arguments.mergekit, str(path), str(output)]
+                imports = [str(Path(arguments.mergekit).with_name("python")), "-c", "import mergekit.merge"]
+                rows.append(
+                    bench(
+                        "mergekit", f"passthrough as {method}", base, command, None, imports, output, arguments.rounds
+                    )
+                )
+    for row in [*rows, *solved]:
         print(json.dumps(asdict(row)))
     if not arguments.no_append:
-        append(rows)
+        append(rows, RESULTS)
+        append(solved, SOLVER_RESULTS)
 
 
 if __name__ == "__main__":
