@@ -133,17 +133,20 @@ def run(
 
 
 @app.command()
-def methods(json_: Json = False) -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Only this one.  [default: all]", metavar="NAME")] = None,
+    json_: Json = False,
+) -> None:
     """List every method, its options, defaults and paper."""
     import upscalers.methods  # noqa: F401 - fills the table
     from upscalers.console import print_methods
-    from upscalers.engine.method import METHODS
+    from upscalers.engine.method import METHODS, get_method
     from upscalers.engine.options import describe_options
     from upscalers.engine.provenance import paper_entry
 
     described = [
         {
-            "name": name,
+            "name": method.name,
             "summary": method.summary,
             "identity": method.identity,
             "trainable": method.trainable,
@@ -151,7 +154,7 @@ def methods(json_: Json = False) -> None:
             "options": describe_options(method.options_class),
             "paper": paper_entry(method),
         }
-        for name, method in sorted(METHODS.items())
+        for method in ([get_method(name)] if name else [METHODS[known] for known in sorted(METHODS)])
     ]
     if json_:
         print(json.dumps(described))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import rich.box
+import yaml
 from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.table import Table
@@ -143,17 +144,30 @@ def print_measurements(measurements: list[dict[str, Any]]) -> None:
 
 
 def print_methods(described: list[dict[str, Any]]) -> None:
-    """All methods and their options."""
+    """Methods and their options."""
     for method in described:
         table = _table(method["name"], method["summary"])
-        table.add_row("identity", "exact at the start" if method["identity"] else "no")
-        table.add_row("trains", method["trainable"])
+        table.add_row("identity", _starts_as(method))
+        table.add_row("trains", {"new": "the new layers", "all": "everything"}[method["trainable"]])
         table.add_row("placement", method["placement"] or "its own")
         for option in method["options"]:
-            table.add_row(f"--set {option['name']}={option['default']}", f"{option['help']} ({option['type']})")
+            default = "" if option["default"] is None else f"={_yaml(option['default'])}"
+            table.add_row(f"--set {option['name']}{default}", f"{option['help']} ({option['type']})")
         if method["paper"]:
             table.add_row("paper", f"{method['paper']['title']} ({method['paper']['reference']})")
         RichConsole().print(table)
+        print()
+
+
+def _starts_as(method: dict[str, Any]) -> str:
+    if method["identity"]:
+        return "exact at the start"
+    chosen = any(option["name"] == "identity" for option in method["options"])
+    return "no; exact with --set identity=auto" if chosen else "no"
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False).removesuffix("\n").removesuffix("\n...")
 
 
 def print_inspection(inspection: dict[str, Any]) -> None:
