@@ -38,12 +38,12 @@ def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> 
     hints = typing.get_type_hints(options_class)
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
     parsed: dict[str, Any] = {}
-    if presets and values.get("preset") is not None:
-        values = dict(values)
-        preset = values.pop("preset")
-        if preset not in presets:
+    if presets:
+        preset = values.get("preset")
+        if preset is not None and preset not in presets:
             raise RequestError(f"preset is {preset!r}; expected one of: {', '.join(presets)}.")
-        parsed.update(presets[preset])
+        parsed.update({} if preset is None else presets[preset])
+        values = {key: value for key, value in values.items() if key != "preset"}
     for key, value in values.items():
         if key not in fields:
             known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
