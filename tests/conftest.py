@@ -8,7 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from tiny import FAMILIES
+from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
 
 
@@ -25,5 +25,11 @@ def one_thread():
 
 @pytest.fixture(params=FAMILIES)
 def family(request) -> str:
-    """Each family of the table in turn."""
+    """Each family that hosts memory, in turn."""
+    return request.param
+
+
+@pytest.fixture(params=NATIVE_FAMILIES)
+def native_family(request) -> str:
+    """Each family that is upscaled as its own kind, in turn."""
     return request.param

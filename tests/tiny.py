@@ -1,4 +1,4 @@
-"""The table of families that every test runs on: tiny random checkpoints, one a family, built from their configs."""
+"""The tables of families that tests run on: tiny random checkpoints, one a family, built from their configs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
@@ -65,12 +67,22 @@ FAMILIES = {
         ),
     )
 }
+"""The families that host memory: what most tests run on."""
+
+NATIVE_FAMILIES = FAMILIES | {
+    family.name: family
+    for family in (
+        TinyFamily("mistral", MistralConfig, {"sliding_window": WINDOW, "tie_word_embeddings": False}),
+        TinyFamily("olmo2", Olmo2Config, {"tie_word_embeddings": False}),
+    )
+}
+"""The families that methods take which add layers of the family's own kind."""
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of the family, with every bias and norm moved off its start value, in eval mode."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family].config(**changes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(NATIVE_FAMILIES[family].config(**changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

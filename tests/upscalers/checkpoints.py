@@ -30,7 +30,7 @@ def save_base(
 
     Args:
         folder: Where to.
-        family: A key of `tiny.FAMILIES`.
+        family: A key of `tiny.NATIVE_FAMILIES`.
         dtype: Of every tensor.
         max_shard_size: One file where it is None.
         prefix: In front of the names of the decoder's tensors, `"model."` or nothing.

@@ -78,8 +78,8 @@ class Combine(Recipe):
         (_, coefficient), *others = self.terms
         total = values[0].float() * coefficient
         for (_, coefficient), value in zip(others, values[1:], strict=True):
-            total += value.float() * coefficient
-        return total + self.constant if self.constant else total
+            total.add_(value.float(), alpha=coefficient)
+        return total.add_(self.constant) if self.constant else total
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         return self.combine(*(read(source) for source, _ in self.terms))

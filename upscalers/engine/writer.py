@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from upscalers.engine.errors import RequestError
 from upscalers.engine.progress import NoProgress, Progress
-from upscalers.engine.recipes import Combine, Copy, Recipe
+from upscalers.engine.recipes import Combine, Copy, Fill, Recipe
 from upscalers.engine.safetensors_format import TORCH_NAMES, StoredTensor, copy_bytes, layout, write_all
 from upscalers.engine.solver import Measurement, Solved, Solver, Workplace, solve_all
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE_FILE = "model.safetensors"
-_CHUNK_ELEMENTS = 1 << 23
+_CHUNK_ELEMENTS = 1 << 20
 _SCRATCH = ".scratch"
 _MOST_OPEN_FILES = 64
 
@@ -123,9 +123,13 @@ class CheckpointWriter:
                 head, starts = layout([(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors])
                 with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
                     write_all(target, head, 0)
-                    bytes_written += len(head) + sum(tensor.num_bytes for tensor in tensors)
+                    num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
+                    os.ftruncate(target, num_bytes)
+                    bytes_written += num_bytes
                     for tensor in tensors:
-                        if self._goes_through_kernel(tensor):
+                        if isinstance(tensor.recipe, Fill) and tensor.recipe.value == 0:
+                            self._progress.advance(tensor.num_bytes)  # the file is zero where nothing was written
+                        elif self._goes_through_kernel(tensor):
                             self._copy_in_kernel(tensor, target, starts[tensor.name])
                         else:
                             later.append(_Placed(tensor, folder / file_name, starts[tensor.name]))
