@@ -15,7 +15,7 @@ from upscalers.engine.recipes import Copy, Recipe, tensor_seed
 from upscalers.engine.solver import Measurement, Solved, Solver, Workplace
 from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean, strict_or_warnings
 from upscalers.methods.papers import LESA
-from upscalers.solvers.devices import check_device
+from upscalers.solvers.devices import check_device, workers_on
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ class MatrixPrediction(Solver):
         self._out, self._in = shape
         self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 3 * self._out * self._in)
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
-        self.workers = options.workers
+        self.workers = workers_on(options.device, options.workers)
 
     def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch

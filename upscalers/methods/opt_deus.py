@@ -22,7 +22,7 @@ from upscalers.methods.dense_block import (
     strict_or_warnings,
 )
 from upscalers.methods.papers import OPT_DEUS
-from upscalers.solvers.devices import check_device, check_package
+from upscalers.solvers.devices import check_device, check_package, workers_on
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class OptDeus(FusionMethod):
             check_package("ot", "POT", "solver sinkhorn", "ot")
         if self.options.solver == "hungarian" or self.options.head_aware:
             check_package("scipy", "scipy", "an exact assignment", "ot")
-        check_device(self.options.device)
+        check_device(self.options.device, self.options.precision)
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         solver = BlockFusion(base, layer, index, frozenset(self.identity_fills(base)), self.options)
@@ -160,7 +160,7 @@ class BlockFusion(Solver):
         rows = max(self._tensors[self._name(role)].shape[0] for role in ("query", "output_projection", "gate"))
         itemsize = 8 if options.precision == "float64" else 4
         self.work_bytes = itemsize * (6 * rows * rows + 4 * rows * base.config["hidden_size"])
-        self.workers = options.workers
+        self.workers = workers_on(options.device, options.workers)
 
     def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         place.progress.begin(self.label, len(MATRIX_ROLES) - ("down" in self._filled) + 1)

@@ -3,8 +3,12 @@
 from upscalers.engine.errors import RequestError
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that torch does not have here.
+def check_device(device: str, precision: str = "float64") -> None:
+    """Refuse a device that torch does not have here, or that cannot compute in a precision.
+
+    Args:
+        device: As torch names it.
+        precision: A dtype's name.
 
     Raises:
         RequestError: With what there is.
@@ -12,8 +16,8 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=device, dtype=getattr(torch, precision))
+    except (RuntimeError, AssertionError, TypeError) as error:
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
         reason = str(error).splitlines()[0]
         raise RequestError(
@@ -37,3 +41,8 @@ def check_package(module: str, package: str, what: str, extra: str) -> None:
 
     if importlib.util.find_spec(module) is None:
         raise RequestError(f"{what} needs {package}, which is not installed. Run: pip install 'midus-hf[{extra}]'.")
+
+
+def workers_on(device: str, workers: int | None) -> int | None:
+    """Most solvers that may work at once: what a person said, else one on an accelerator, whose memory they would share."""
+    return 1 if workers is None and device != "cpu" else workers
