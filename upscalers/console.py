@@ -103,7 +103,7 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         "base": report.base,
         "output": report.output or "(none: dry run)",
         "model type": report.model_type,
-        "layers": f"{report.num_layers}, new: {', '.join(map(str, report.new_layer_indices))}",
+        "layers": f"{report.num_layers}, new: {', '.join(map(str, report.new_layer_indices)) or 'none'}",
         "parameters": _sum(counts),
         "trainable": f"{counts.trainable:,} ({100 * counts.trainable / counts.total:.1f} %)",
     }

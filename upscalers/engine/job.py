@@ -63,15 +63,19 @@ class Job:
             for name in self.base.outer_names()
         ]
         layers = [
-            OutputTensor(self.base.new_name(index, name), recipe, self._dtype_of(recipe))
+            OutputTensor(self.base.new_name(index, name), recipe, self._dtype_of(index, name, recipe))
             for index, recipes in enumerate(self.layers)
             for name, recipe in recipes.items()
         ]
         embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
         return embeddings + layers + [tensor for tensor in outer if "embed_tokens" not in tensor.name]
 
-    def _dtype_of(self, recipe: Recipe) -> str:
-        return self._cast(self.base.tensors[recipe.source].dtype if isinstance(recipe, Copy) else self.base.dtype)
+    def _dtype_of(self, index: int, name: str, recipe: Recipe) -> str:
+        """A copy keeps its dtype; what is made has that of the same tensor in the layer it is made from."""
+        if isinstance(recipe, Copy):
+            return self._cast(self.base.tensors[recipe.source].dtype)
+        source = self.base.layer_names(self.plan.sources[index]).get(name)
+        return self._cast(self.base.dtype if source is None else self.base.tensors[source].dtype)
 
     def _cast(self, dtype: str) -> str:
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]

@@ -48,7 +48,8 @@ def model_card(
             *front,
             f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
             "",
-            f"{base_name} ({plan.num_base_layers} layers) with {len(plan.new_indices)} new layers: {method.summary}.",
+            f"{base_name} ({plan.num_base_layers} layers) as {plan.num_layers} layers, {len(plan.new_indices)} of them new: "
+            f"{method.summary}.",
             start,
             "",
             "```python",

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> 
     parsed: dict[str, Any] = {}
     if presets:
         preset = values.get("preset")
-        if preset is not None and preset not in presets:
+        if preset is not None and preset not in list(presets):
             raise RequestError(f"preset is {preset!r}; expected one of: {', '.join(presets)}.")
         parsed.update({} if preset is None else presets[preset])
         values = {key: value for key, value in values.items() if key != "preset"}
@@ -95,6 +96,17 @@ def option(default: Any, help: str, type: str = "") -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def finite_number(value: Any) -> float | None:
+    """A number, also from text, since YAML takes `1e-4`, which has no point, for text; None where it is no finite one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def _default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
@@ -111,11 +123,11 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         if value is None and type(None) in typing.get_args(hint):
             return None
         return _checked(key, value, next(arg for arg in typing.get_args(hint) if arg is not type(None)))
-    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML reads 1e-4, without a point, as text
-        except ValueError:
-            raise RequestError(f"{key} is {value!r}; expected a number.") from None
+    if hint is float:
+        number = finite_number(value)
+        if number is None:
+            raise RequestError(f"{key} is {value!r}; expected a number.")
+        return number
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise RequestError(f"{key} is {value!r}; expected {_type_name(hint)}.")
     return value

@@ -1,5 +1,7 @@
 """Verification: the upscaled model computes what the base computes, or each new block maps its input to itself."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,9 +70,10 @@ def _logits(folder: Path, dtype: str) -> "torch.Tensor":
     import torch
     from transformers import AutoModelForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, TORCH_NAMES[dtype]), local_files_only=True, output_loading_info=True
-    )
+    with _without_loading_bar():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, TORCH_NAMES[dtype]), local_files_only=True, output_loading_info=True
+        )
     model, info = loaded
     wrong = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
     if wrong:
@@ -81,6 +84,20 @@ def _logits(folder: Path, dtype: str) -> "torch.Tensor":
     tokens = torch.randint(0, vocabulary, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         return model.eval()(tokens, use_cache=False).logits
+
+
+@contextlib.contextmanager
+def _without_loading_bar() -> Iterator[None]:
+    """Keep transformers from drawing a bar of its own into the command's."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def check_blocks(
@@ -142,8 +159,8 @@ def check_blocks(
             ) from None
         if output.isnan().any():
             raise VerificationError(
-                f"new layer {index} gives NaN: the attention that it takes from the base holds NaN or infinite weights, or "
-                "overflows. Repair the base."
+                f"new layer {index} gives NaN: what it takes from the base holds NaN or infinite weights, or overflows. "
+                "Repair the base."
             )
         if not torch.equal(output, hidden_states):
             difference = (output.double() - hidden_states.double()).abs().max().item()

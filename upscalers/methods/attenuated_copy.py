@@ -9,7 +9,7 @@ from upscalers.engine.options import option
 from upscalers.engine.plan import New, Plan
 from upscalers.engine.recipes import Recipe
 from upscalers.methods.dense_block import DenseMethod, whole_layer
-from upscalers.methods.scaling import SCALE_TYPE, check_roles, check_scale, scaled_layer, without_effect
+from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
 
 _HALF_THE_POWER = 0.5**0.5
 
@@ -27,7 +27,7 @@ class AttenuatedCopyOptions:
 
     def __post_init__(self) -> None:
         if self.scale is not None:
-            check_scale(self.scale, "scale")
+            self.scale = read_scale(self.scale, "scale")
 
 
 @register_method("attenuated-copy")

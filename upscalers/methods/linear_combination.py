@@ -7,7 +7,7 @@ from typing import Any
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError
 from upscalers.engine.method import register_method
-from upscalers.engine.options import option
+from upscalers.engine.options import finite_number, option
 from upscalers.engine.plan import New, Plan
 from upscalers.engine.recipes import Recipe
 from upscalers.methods.dense_block import (
@@ -20,7 +20,7 @@ from upscalers.methods.dense_block import (
     whole_layer,
 )
 
-_RELATIVE = re.compile(r"^(previous|next)\s*([+-]\s*\d+)?$")
+_LAYER = re.compile(r"^(?:(?P<index>-?\d+)|(?P<side>previous|next)\s*(?P<offset>[+-]\s*\d+)?)$")
 
 
 @dataclass
@@ -45,15 +45,15 @@ class LinearCombinationOptions:
             )
         for mapping in mappings:
             for layer, coefficient in mapping.items():
-                if isinstance(layer, bool) or not (
-                    isinstance(layer, int) or (isinstance(layer, str) and _RELATIVE.match(layer))
-                ):
+                if isinstance(layer, bool) or not _LAYER.match(str(layer)):
                     raise RequestError(
                         f"coefficients names the layer {layer!r}; expected the index of a base layer, or previous or next, "
                         "such as previous-1."
                     )
-                if isinstance(coefficient, bool) or not isinstance(coefficient, int | float):
-                    raise RequestError(f"the coefficient of layer {layer} is {coefficient!r}; expected a number.")
+                if finite_number(coefficient) is None:
+                    raise RequestError(
+                        f"the coefficient of layer {layer} is {coefficient!r}; expected a finite number."
+                    )
 
 
 @register_method("linear-combination")
@@ -112,9 +112,9 @@ class LinearCombination(DenseMethod):
 
 def _resolved(name: int | str, layer: New) -> int | None:
     """The base layer that a name means beside a new layer; None where there is no layer on that side."""
-    if isinstance(name, int):
-        return name
-    match = _RELATIVE.match(name)
+    match = _LAYER.match(str(name))
     assert match
-    anchor = layer.previous if match[1] == "previous" else layer.next
-    return None if anchor is None else anchor + int((match[2] or "0").replace(" ", ""))
+    if match["index"]:
+        return int(match["index"])
+    anchor = layer.previous if match["side"] == "previous" else layer.next
+    return None if anchor is None else anchor + int((match["offset"] or "0").replace(" ", ""))

@@ -5,6 +5,7 @@ from typing import Any
 
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.options import finite_number
 from upscalers.engine.recipes import Recipe
 from upscalers.methods.dense_block import combination
 
@@ -13,21 +14,25 @@ OTHERS = "others"
 SCALE_TYPE = "a mapping of roles, or others, to numbers"
 
 
-def check_scale(scale: Any, what: str) -> None:
-    """Refuse what is no mapping of names to numbers.
+def read_scale(scale: Any, what: str) -> dict[str, float]:
+    """Factors by role, from what a person gave.
 
     Args:
-        scale: What a person gave.
+        scale: A mapping.
         what: What it is called in messages.
 
     Raises:
-        RequestError: With what is wrong.
+        RequestError: If it is no mapping of names to finite numbers.
     """
     if not isinstance(scale, dict) or not all(isinstance(role, str) for role in scale):
         raise RequestError(f"{what} is {scale!r}; expected a mapping of roles to numbers, such as {{down: 0.5}}.")
+    factors = {}
     for role, factor in scale.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise RequestError(f"{what}.{role} is {factor!r}; expected a number.")
+        number = finite_number(factor)
+        if number is None:
+            raise RequestError(f"{what}.{role} is {factor!r}; expected a finite number.")
+        factors[role] = number
+    return factors
 
 
 def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:

@@ -10,7 +10,7 @@ from upscalers.engine.options import option, parse_options
 from upscalers.engine.plan import Base, New, Plan
 from upscalers.engine.recipes import Recipe
 from upscalers.methods.dense_block import DenseMethod, whole_layer
-from upscalers.methods.scaling import SCALE_TYPE, check_roles, check_scale, scaled_layer
+from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer
 
 
 @dataclass
@@ -23,9 +23,7 @@ class Slice:
     def __post_init__(self) -> None:
         if not isinstance(self.layers, list) or [type(bound) for bound in self.layers] != [int, int]:
             raise RequestError(f"a slice has layers = {self.layers!r}; expected [first, end], the end not included.")
-        if self.scale is None:
-            self.scale = {}
-        check_scale(self.scale, "the scale of a slice")
+        self.scale = read_scale({} if self.scale is None else self.scale, "the scale of a slice")
 
     @property
     def is_verbatim(self) -> bool:

@@ -1,0 +1,67 @@
+"""One plain request to each dense method, and what is true of all of them on any family."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tiny import NATIVE_FAMILIES
+
+from upscalers import UpscaleReport, upscale
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.families import family_of
+from upscalers.engine.method import get_method
+from upscalers.engine.options import parse_options
+from upscalers.engine.plan import Plan
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "solar": {},
+    "llama-pro": {},
+    "avg-deus": {},
+    "linear-combination": {"options": {"coefficients": {"previous": 0.5, "next": 0.75, "previous-1": -0.25}}},
+    "attenuated-copy": {},
+    "slices": {"options": {"slices": [{"layers": [0, 3]}, {"layers": [1, 4], "scale": {"down": 0.5}}, {"layers": [3, 4]}]}},
+    "lesa": {"options": {"epochs": 1}},
+    "opt-deus": {},
+}  # fmt: skip
+"""Keyword arguments of `upscale` by method. All keep every layer of a base of four as it was."""
+
+TRAINS_ALL = ("solar", "slices")
+"""Methods after which the whole model is trained, unless an option says otherwise."""
+
+FUSING = ("avg-deus", "linear-combination")
+"""Methods that make a layer from several others, by a formula."""
+
+PROMISING = {"llama-pro": "auto", "opt-deus": "auto", "lesa": "none", **dict.fromkeys(FUSING, "none")}
+"""Methods with the option `identity`, and its default."""
+
+OUTPUT_NORMS = ("gemma2", "gemma3", "olmo2")
+"""Families with norms behind attention and feed-forward network."""
+
+
+def upscaled(base: Path, output: Path, method: str, verify: bool = False, **changes: Any) -> UpscaleReport:
+    """Send the method's plain request, with changes."""
+    return upscale(base=base, method=method, output=output, **{**REQUESTS[method], "verify": verify, **changes})
+
+
+def settings(method: str) -> list[str]:
+    """The options of the method's plain request, as arguments of the command."""
+    options = REQUESTS[method].get("options", {})
+    return [word for key, value in options.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def planned(
+    config: dict[str, Any],
+    method: str,
+    num_new_layers: int | None = None,
+    placement: str | None = None,
+    **options: Any,
+) -> Plan:
+    """The method's plan for a base of which only the config is known."""
+    chosen = get_method(method)
+    base = BaseModel(Path(), config, family_of(config), {})
+    return chosen(parse_options(chosen.options_class, options, method)).plan(base, num_new_layers, placement)
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """The raw config of a tiny model."""
+    return NATIVE_FAMILIES[family].config(**changes).to_dict()

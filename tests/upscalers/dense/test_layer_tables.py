@@ -1,0 +1,176 @@
+"""Which base layers the layers of the result are: the tables of SOLAR and LLaMA-Pro, and where copies come from."""
+
+import pytest
+import torch
+from tiny import NUM_LAYERS
+
+from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
+from tests.upscalers.dense.layers import layer, same_layers
+from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
+from upscalers import RequestError
+from upscalers.engine.plan import Base, New
+
+SOLAR = {
+    (16, 8): [*range(0, 12), *range(4, 16)],
+    (32, 16): [*range(0, 24), *range(8, 32)],
+}
+LLAMA_PRO = {
+    (32, 8): [4, 9, 14, 19, 24, 29, 34, 39],
+    (16, 8): [2, 5, 8, 11, 14, 17, 20, 23],
+    (30, 15): [2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35, 38, 41, 44],
+}
+"""Indices of the new layers."""
+
+
+def plan(num_layers: int, method: str, *request, **options):
+    return planned(tiny_config("llama", num_hidden_layers=num_layers), method, *request, **options)
+
+
+@pytest.mark.parametrize("sizes", SOLAR, ids=str)
+def test_solar_stacks_the_layers_that_the_paper_stacks(sizes):
+    result = plan(sizes[0], "solar", sizes[1])
+    assert list(result.layers) == [Base(index) for index in SOLAR[sizes]]
+    assert plan(sizes[0], "solar").layers == result.layers, "half the layers are the default"
+
+
+def test_layers_that_solar_has_a_second_time_are_the_new_ones():
+    assert plan(32, "solar", 16).new_indices == [*range(24, 40)]
+    assert plan(16, "solar", 8).new_indices == [*range(12, 20)]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "default"), [(30, 16), (28, 14), (5, 3), (3, 1), (4, 2), (7, 3), (6, 4), (26, 14), (22, 12)]
+)
+def test_the_default_of_solar_is_the_valid_number_nearest_to_half_the_layers(num_layers, default):
+    assert plan(num_layers, "solar").num_layers == num_layers + default
+    assert plan(num_layers, "solar").layers == plan(num_layers, "solar", default).layers
+    left_out = (num_layers - default) // 2
+    assert plan(num_layers, "solar").sources == [*range(num_layers - left_out), *range(left_out, num_layers)]
+
+
+@pytest.mark.parametrize("num_layers", range(3, 24))
+def test_solar_follows_the_formula_for_every_number_of_layers_or_refuses_it(num_layers):
+    for num_new_layers in range(-1, num_layers + 3):
+        left_out, odd = divmod(num_layers - num_new_layers, 2)
+        if odd or not 0 < left_out < num_layers / 2:
+            with pytest.raises(
+                RequestError, match=f"num-new-layers is {num_new_layers}; solar leaves the same number"
+            ):
+                plan(num_layers, "solar", num_new_layers)
+            continue
+        sources = plan(num_layers, "solar", num_new_layers).sources
+        assert len(sources) == num_layers + num_new_layers == 2 * (num_layers - left_out)
+        for index, source in enumerate(sources):
+            first = index < num_layers - left_out
+            assert source == (index if first else index - num_layers + 2 * left_out)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_solar_copies_every_layer_byte_for_byte_and_the_rest_once(native_family, dtype, tmp_path):
+    base = save_base(tmp_path / "base", native_family, getattr(torch, dtype))
+    upscaled(base, tmp_path / "out", "solar")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, source in enumerate([0, 1, 2, 1, 2, 3]):
+        assert same_layers(layer(new, index), layer(old, source))
+    outer = {name for name in old if ".layers." not in name}
+    assert {name for name in new if ".layers." not in name} == outer
+    assert all(same_bits(new[name], old[name]) for name in outer)
+    assert len(new) == len(outer) + 6 * len(layer(old, 0))
+
+
+@pytest.mark.parametrize("sizes", LLAMA_PRO, ids=str)
+def test_llama_pro_puts_a_copy_after_the_last_layer_of_each_group(sizes):
+    num_layers, num_new_layers = sizes
+    result = plan(num_layers, "llama-pro", num_new_layers)
+    group = num_layers // num_new_layers
+    assert result.new_indices == LLAMA_PRO[sizes]
+    for number, index in enumerate(result.new_indices):
+        donor = (number + 1) * group - 1
+        following = donor + 1 if donor + 1 < num_layers else None
+        assert result.layers[index] == New(donor, following, sources=(donor,))
+        assert result.layers[index - 1] == Base(donor)
+    assert result.layers[-1] == New(num_layers - 1, None, sources=(num_layers - 1,))
+
+
+@pytest.mark.parametrize(
+    ("placement", "sources"),
+    [
+        ("llama-pro", [3, 7, 11, 15]),
+        ("distributed", [2, 6, 10, 14]),
+        ("top-heavy", [11, 12, 13, 14]),
+        ("bottom-heavy", [0, 0, 1, 2]),
+        ("0,1,9,19", [0, 0, 6, 15]),
+    ],
+)
+def test_llama_pro_copies_the_layer_before_wherever_it_stands_and_the_first_where_there_is_none(placement, sources):
+    result = plan(16, "llama-pro", 4, placement)
+    assert [result.layers[index].sources for index in result.new_indices] == [(source,) for source in sources]
+
+
+@pytest.mark.parametrize(
+    ("placement", "neighbours"),
+    [
+        ("top-heavy", [(12, 11), (13, 12), (14, 13), (15, 14)]),
+        ("distributed", [(3, 2), (7, 6), (11, 10), (15, 14)]),
+        ("3,4,12", [(3, 2), (3, 2), (10, 9)]),
+    ],
+)
+def test_avg_deus_fuses_the_layers_on_both_sides_and_takes_the_attention_type_of_the_next(placement, neighbours):
+    result = plan(16, "avg-deus", len(neighbours), placement)
+    assert [result.layers[index].sources for index in result.new_indices] == neighbours
+
+
+def test_top_heavy_is_the_default_of_fusing_methods_and_llama_pro_that_of_copying_ones():
+    for method in ("avg-deus", "linear-combination"):
+        assert plan(16, method).new_indices == [8, 10, 12, 14, 16, 18, 20, 22]
+    for method in ("llama-pro", "attenuated-copy"):
+        assert plan(16, method).new_indices == [2, 5, 8, 11, 14, 17, 20, 23]
+
+
+def test_llama_pro_copies_byte_for_byte_what_does_not_make_the_identity(native_family, shared_base, tmp_path):
+    base = shared_base(native_family)
+    upscaled(base, tmp_path / "out", "llama-pro")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, source in enumerate([0, 1, 1, 2, 3, 3]):
+        found, expected = layer(new, index), layer(old, source)
+        assert found.keys() == expected.keys()
+        changed = {name for name in found if not same_bits(found[name], expected[name])}
+        if index not in (2, 5):
+            assert not changed
+        elif native_family in OUTPUT_NORMS:
+            assert changed == {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
+            assert all((found[name] == (0 if native_family == "olmo2" else -1)).all() for name in changed)
+        else:
+            assert changed == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+            assert not any(found[name].any() for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("slices", "sources"),
+    [
+        ([[0, 3], [1, 4]], [0, 1, 2, 1, 2, 3]),
+        ([[0, 1], [0, 1], [0, 1]], [0, 0, 0]),
+        ([[2, 4], [0, 2]], [2, 3, 0, 1]),
+        ([[1, 3]], [1, 2]),
+    ],
+)
+def test_slices_are_taken_in_the_order_given_byte_for_byte(native_family, slices, sources, shared_base, tmp_path):
+    base = shared_base(native_family)
+    options = {"slices": [{"layers": given} for given in slices]}
+    report = upscaled(base, tmp_path / "out", "slices", options=options, verify=True)
+    assert report.num_layers == len(sources)
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, source in enumerate(sources):
+        assert same_layers(layer(new, index), layer(old, source))
+    assert {name: same_bits(new[name], old[name]) for name in new if ".layers." not in name} == {
+        name: True for name in old if ".layers." not in name
+    }
+
+
+def test_solar_is_two_overlapping_slices(native_family, shared_base, tmp_path):
+    base = shared_base(native_family)
+    upscaled(base, tmp_path / "solar", "solar")
+    slices = [{"layers": [0, NUM_LAYERS - 1]}, {"layers": [1, NUM_LAYERS]}]
+    upscaled(base, tmp_path / "slices", "slices", options={"slices": slices})
+    names = ("model.safetensors", "generation_config.json")
+    assert all((tmp_path / "solar" / name).read_bytes() == (tmp_path / "slices" / name).read_bytes() for name in names)

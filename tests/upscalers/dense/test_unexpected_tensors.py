@@ -1,0 +1,116 @@
+"""Only the layer in a tensor's name moves; bases whose layers do not stand alone are refused."""
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import edit_config, read_tensors, same_bits, same_tensors, save_base, write_tensors
+from tests.upscalers.dense.requests import FUSING, REQUESTS, settings, upscaled
+from upscalers import strip
+
+EXPERT = "mlp.experts.{}.w1.weight"
+
+
+def save_with_experts(folder):
+    """A tiny Llama whose layers also hold experts, as a mixture of experts names them; no two tensors are alike."""
+    base = save_base(folder)
+    experts = {
+        f"model.layers.{layer}.{EXPERT.format(expert)}": torch.full((2, 3), 10.0 * layer + expert)
+        for layer in range(4)
+        for expert in range(4)
+    }
+    write_tensors(base, {**read_tensors(base), **experts, "model.extra.layers.1.weight": torch.full((2,), 99.0)})
+    return base
+
+
+def experts_of(tensors) -> dict[int, list[float]]:
+    """For each layer the value of each of its experts, in the order of their ids."""
+    found: dict[int, dict[int, float]] = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if ".experts." in name:
+            assert parts[:2] == ["model", "layers"] and parts[3:5] == ["mlp", "experts"]
+            found.setdefault(int(parts[2]), {})[int(parts[5])] = tensor[0, 0].item()
+    return {layer: [experts[number] for number in range(4)] for layer, experts in sorted(found.items())}
+
+
+def of_layer(layer: int) -> list[float]:
+    return [10.0 * layer + expert for expert in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("method", "sources"),
+    [
+        ("solar", {0: 0, 1: 1, 2: 2, 3: 1, 4: 2, 5: 3}),
+        ("llama-pro", {0: 0, 1: 1, 3: 2, 4: 3}),
+        ("attenuated-copy", {0: 0, 1: 1, 3: 2, 4: 3}),
+        *((method, {0: 0, 1: 1, 3: 2, 5: 3}) for method in (*FUSING, "lesa", "opt-deus")),
+        ("slices", {0: 0, 1: 1, 2: 2, 6: 3}),
+    ],
+)
+def test_experts_keep_their_ids_when_their_layer_moves(method, sources, tmp_path):
+    base = save_with_experts(tmp_path / "base")
+    upscaled(base, tmp_path / "out", method)
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    assert experts_of(new) == {index: of_layer(source) for index, source in sources.items()}
+    assert same_bits(new["model.extra.layers.1.weight"], old["model.extra.layers.1.weight"])
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_tensors_that_the_architecture_does_not_have_come_back_and_are_warned_of(method, tmp_path, command):
+    base = save_with_experts(tmp_path / "base")
+    upscaled(base, tmp_path / "out", method)
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", base)
+    outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "again", "--no-verify")
+    said = "the base holds 17 tensors its architecture does not have; they are carried along."
+    assert (outcome.status, outcome.err.strip()) == (0, f"upscale: warning: {said}")
+
+
+EXPERTS = r"the base is a mixture of experts \(llama\); expected a dense model of: llama, qwen2, .*, olmo2"
+SHARED = r"shares keys and values between layers \(num_kv_shared_layers = 2\); expected layers that stand alone"
+AHEAD = (
+    r"predicts several tokens ahead \({} = 1\); expected a model without such layers. Save its decoder as a checkpoint"
+)
+REFUSED = {
+    "num_experts": (8, EXPERTS),
+    "num_local_experts": (4, EXPERTS),
+    "n_routed_experts": (64, EXPERTS),
+    "num_kv_shared_layers": (2, SHARED),
+    **{key: (1, AHEAD.format(key)) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")},
+}
+"""Values of `config.json`, and what is said of them."""
+
+
+@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("method", REQUESTS)
+def test_a_base_whose_layers_are_not_those_of_a_dense_decoder_is_refused(method, key, tmp_path, command, refused):
+    value, message = REFUSED[key]
+    base = save_base(tmp_path / "base")
+    edit_config(base, **{key: value})
+    outcome = command("--base", base, "--method", method, *settings(method), "--output", tmp_path / "out")
+    refused(outcome, message, ["base"])
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe_moe"])
+def test_a_mixture_of_experts_is_refused_by_its_model_type(model_type, tmp_path, command, refused):
+    base = save_base(tmp_path / "base")
+    edit_config(base, model_type=model_type)
+    outcome = command("--base", base, "--method", "solar", "--output", tmp_path / "out")
+    refused(outcome, rf"the base is a mixture of experts \({model_type}\)", ["base"])
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_only_says_that_there_is_none_is_fine(key, tmp_path):
+    base = save_base(tmp_path / "base")
+    edit_config(base, **{key: 0})
+    upscaled(base, tmp_path / "out", "llama-pro")
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_names_without_a_prefix_stay_so_and_mean_the_same(native_family, method, shared_base, tmp_path):
+    base = save_base(tmp_path / "base", native_family, prefix="")
+    upscaled(base, tmp_path / "out", method)
+    upscaled(shared_base(native_family), tmp_path / "usual", method)
+    found, usual = read_tensors(tmp_path / "out"), read_tensors(tmp_path / "usual")
+    assert found.keys() == {name.removeprefix("model.") for name in usual}
+    assert all(same_bits(found[name.removeprefix("model.")], usual[name]) for name in usual)
