@@ -38,7 +38,6 @@ VARIANTS = [
     Variant("llama-pro", "llama-pro"),
     Variant("opt-deus", "opt-deus"),
     Variant("avg-deus, identity=auto", "avg-deus", ("identity=auto",)),
-    Variant("lesa, identity=auto", "lesa", ("identity=auto",)),
     Variant("attenuated-copy", "attenuated-copy"),
     Variant("llama-pro, identity=none", "llama-pro", ("identity=none",)),
     Variant("linear-combination, 0.75 next", "linear-combination", ("coefficients={previous: 0.25, next: 0.75}",)),
