@@ -98,8 +98,10 @@ def solve_all(
 ) -> None:
     """Run solvers side by side, as many at once as `num_workers` says, and hand over every tensor as it is made.
 
+    Those with the largest matrices begin, so that none of them is left alone at the end.
+
     Args:
-        solvers: To run, the longest first for the best use of the processors.
+        solvers: To run.
         place: What they work with.
         write: Takes each tensor; called by one thread at a time.
     """
@@ -111,6 +113,8 @@ def solve_all(
     lock = threading.Lock()
 
     def run(solver: Solver) -> None:
+        if place.cancelled.is_set():
+            return
         torch.set_num_threads(threads)
         try:
             for key, tensor in solver.solve(place):
@@ -118,22 +122,19 @@ def solve_all(
                     write(solver, key, tensor)
         except Cancelled:
             pass
-        except BaseException:
-            place.cancelled.set()
-            raise
 
+    largest_first = sorted(solvers, key=lambda solver: -solver.work_bytes)
     try:
         with ThreadPoolExecutor(workers, thread_name_prefix="solver") as pool:
-            futures: list[Future[None]] = [pool.submit(run, solver) for solver in solvers]
             try:
-                done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+                futures: list[Future[None]] = [pool.submit(run, solver) for solver in largest_first]
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
             except BaseException:
                 place.cancelled.set()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
-            for future in waiting:
-                future.cancel()
-            for future in done:
-                future.result()
     finally:
         torch.set_num_threads(threads_before)
 
