@@ -91,8 +91,13 @@ class _Amount(rich_progress.ProgressColumn):
 def _table(*columns: str) -> Table:
     table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(Text(column), overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str, style: str | None = None) -> None:
+    """Add a row of plain text: brackets in names are no markup."""
+    table.add_row(*map(Text, cells), style=style)
 
 
 def print_report(report: UpscaleReport, dry_run: bool) -> None:
@@ -109,13 +114,14 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
     }
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
+        rows["identity"] = "promised" if report.promises_identity else "not promised by the method"
     else:
         rows["written"] = (
             f"{_gigabytes(report.bytes.written)} in {report.seconds:.1f} s, peak memory {_gigabytes(report.peak_rss_bytes)}"
         )
         rows["identity"] = _identity(report)
     for name, value in rows.items():
-        table.add_row(name, value)
+        _add(table, name, value)
     RichConsole().print(table)
     print_measurements(report.measurements)
 
@@ -139,7 +145,7 @@ def print_measurements(measurements: list[dict[str, Any]]) -> None:
         header, *rows = summary_table(measurements)
         table = _table(*header)
         for row in rows:
-            table.add_row(*row)
+            _add(table, *row)
         RichConsole().print(table)
 
 
@@ -147,14 +153,14 @@ def print_methods(described: list[dict[str, Any]]) -> None:
     """Methods and their options."""
     for method in described:
         table = _table(method["name"], method["summary"])
-        table.add_row("identity", _starts_as(method))
-        table.add_row("trains", {"new": "the new layers", "all": "everything"}[method["trainable"]])
-        table.add_row("placement", method["placement"] or "its own")
+        _add(table, "identity", _starts_as(method))
+        _add(table, "trains", {"new": "the new layers", "all": "everything"}[method["trainable"]])
+        _add(table, "placement", method["placement"] or "its own")
         for option in method["options"]:
             default = "" if option["default"] is None else f"={_yaml(option['default'])}"
-            table.add_row(f"--set {option['name']}{default}", f"{option['help']} ({option['type']})")
+            _add(table, f"--set {option['name']}{default}", f"{option['help']} ({option['type']})")
         if method["paper"]:
-            table.add_row("paper", f"{method['paper']['title']} ({method['paper']['reference']})")
+            _add(table, "paper", f"{method['paper']['title']} ({method['paper']['reference']})")
         RichConsole().print(table)
         print()
 
@@ -173,18 +179,18 @@ def _yaml(value: Any) -> str:
 def print_inspection(inspection: dict[str, Any]) -> None:
     """What was done to a checkpoint."""
     table = _table("", inspection["method"])
-    table.add_row("base", str(inspection["base"]))
-    table.add_row("model type", inspection["model_type"])
-    table.add_row("options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
-    table.add_row("seed", str(inspection["seed"]))
-    table.add_row(
-        "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
+    _add(table, "base", str(inspection["base"]))
+    _add(table, "model type", inspection["model_type"])
+    _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
+    _add(table, "seed", str(inspection["seed"]))
+    _add(
+        table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )
     RichConsole().print(table)
     layers = _table("layer", "from", "parameters")
     for layer in inspection["layers"]:
         style = "bold" if layer["new"] else None
-        layers.add_row(str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
+        _add(layers, str(layer["index"]), layer["from"], f"{layer['parameters']:,}", style=style)
     RichConsole().print(layers)
     print_measurements(inspection["measurements"])
 

@@ -67,7 +67,7 @@ def test_a_policy_gives_k_ascending_indices_of_the_upscaled_model_or_refuses(pol
         ("bottom-heavy", 16, 17, "num-new-layers is 17; placement bottom-heavy fits at most 16, one before each"),
         ("distributed", 16, 0, "num-new-layers is 0; expected at least 1"),
         ("top-heavy", 16, -3, "num-new-layers is -3; expected at least 1"),
-        ("distributed", 1, None, "num-new-layers is 0; expected at least 1"),
+        ("distributed", 1, None, "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers"),
         ("1,4", 16, 3, "num-new-layers is 3, but placement lists 2 indices. Give one of the two"),
         ("1,,4", 16, None, "placement is '1,,4'; expected indices joined by commas, such as 1,4,7"),
         ("1,4-5", 16, None, "placement is '1,4-5'; expected indices joined by commas"),

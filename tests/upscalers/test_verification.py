@@ -95,7 +95,7 @@ def test_a_method_that_promises_no_identity_reports_the_difference(tmp_path, mon
     assert report.identity.max_abs_diff > 0
     assert report.kl_divergence > 0
     assert not report.promises_identity
-    assert "It does not compute what the base computes" in (tmp_path / "out" / "README.md").read_text()
+    assert "It is not promised to compute what the base computes" in (tmp_path / "out" / "README.md").read_text()
     unchecked = upscaled(base, tmp_path / "unchecked", verify=False)
     assert (unchecked.identity.checked, unchecked.identity.max_abs_diff) == (None, None)
 

@@ -34,7 +34,7 @@ def model_card(
     start = (
         "It computes exactly what the base computes until it is trained."
         if method.promises_identity
-        else "It does not compute what the base computes: it is meant to be trained first."
+        else "It is not promised to compute what the base computes: it is meant to be trained first."
     )
     rows = [
         f"| **{index}** | **{plan.describe(index)}** |"

@@ -55,6 +55,10 @@ def place(placement: str, num_layers: int, num_new_layers: int | None) -> list[i
             f"placement {placement!r} is unknown. {near_matches(placement, [*PLACEMENTS, 'I,J,K,...'])}"
         )
     if num_new_layers is None:
+        if num_layers < 2:
+            raise RequestError(
+                "the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers."
+            )
         num_new_layers = num_layers // 2
     if num_new_layers < 1:
         raise RequestError(f"num-new-layers is {num_new_layers}; expected at least 1.")

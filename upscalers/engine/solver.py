@@ -1,5 +1,6 @@
 """Solvers: tensors that have to be made together, and the crew that makes them side by side."""
 
+import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -38,14 +39,22 @@ class Workplace:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def step(self, task: str, num_steps: int = 1) -> None:
-        """Tell of steps done. A solver calls this often, so that it can be stopped.
+        """Tell of steps done.
 
         Raises:
             Cancelled: If the work is to stop.
         """
+        self.check()
+        self.progress.step(task, num_steps)
+
+    def check(self) -> None:
+        """Stop here if the work is to stop; a solver calls this, or `step`, often.
+
+        Raises:
+            Cancelled: If it is.
+        """
         if self.cancelled.is_set():
             raise Cancelled
-        self.progress.step(task, num_steps)
 
 
 class Cancelled(Exception):
@@ -65,6 +74,9 @@ class Solver(ABC):
     """Most that it writes into the scratch folder, in bytes."""
     workers: int | None = None
     """Most solvers that may work at once. Default: as many as processors and free memory allow."""
+    threads: int | None = None
+    """Threads that it computes with. Default: its share of the processors, so that results may differ in the last bits
+    from one machine to another."""
 
     def __init__(self, label: str):
         self.label = label
@@ -109,19 +121,22 @@ def solve_all(
 
     workers = num_workers(solvers)
     threads_before = torch.get_num_threads()
-    threads = max(1, threads_before // workers)
+    share = max(1, threads_before // workers)
     lock = threading.Lock()
 
     def run(solver: Solver) -> None:
         if place.cancelled.is_set():
             return
-        torch.set_num_threads(threads)
+        torch.set_num_threads(solver.threads or share)
         try:
             for key, tensor in solver.solve(place):
                 with lock:
                     write(solver, key, tensor)
         except Cancelled:
             pass
+        except BaseException:
+            place.cancelled.set()  # here already, or this thread would begin the next one
+            raise
 
     largest_first = sorted(solvers, key=lambda solver: -solver.work_bytes)
     try:
@@ -145,14 +160,22 @@ def num_workers(solvers: Sequence[Solver]) -> int:
     if limits:
         return max(1, min(*limits, len(solvers)))
     largest = max(solver.work_bytes for solver in solvers)
-    return max(1, min(os.cpu_count() or 1, len(solvers), _available_bytes() // 2 // max(1, largest)))
+    return max(1, min(_num_processors(), len(solvers), _available_bytes() // 2 // max(1, largest)))
+
+
+def _num_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _available_bytes() -> int:
-    try:
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # "max" where the container has no limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return available

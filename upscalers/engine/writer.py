@@ -159,6 +159,7 @@ class CheckpointWriter:
         def write(solver: Solver, key: str, values: "torch.Tensor") -> None:
             for one in wanted.pop((solver, key)):
                 assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
+                _refuse_not_finite(values, one.tensor.name)
                 with _opened(one.file, os.O_RDWR) as target:
                     write_all(target, _to_bytes(values, one.tensor), one.start)
                 self._progress.advance(one.tensor.num_bytes)
@@ -196,7 +197,12 @@ class CheckpointWriter:
                 if self._scan:
                     for chunk, name in zip(chunks, names, strict=True):
                         _refuse_nan(chunk, name)
-                values = chunks[0] if isinstance(tensor.recipe, Copy) else tensor.recipe.combine(*chunks)
+                if isinstance(tensor.recipe, Copy):
+                    values = chunks[0]
+                else:
+                    values = tensor.recipe.combine(*chunks)
+                    if all(chunk.isfinite().all() for chunk in chunks):
+                        _refuse_not_finite(values, tensor.name)
                 data = _to_bytes(values, tensor)
                 write_all(target, data, start)
                 start += len(data)
@@ -207,11 +213,17 @@ class CheckpointWriter:
         self._progress.advance(tensor.num_bytes)
 
     def _read(self, name: str) -> "torch.Tensor":
+        """A whole tensor that something is computed from; any thread may ask."""
         import torch
 
         source = self._sources[name]
         with self._reading:
             chunks = list(self._read_chunks(source))
+        if not all(chunk.isfinite().all() for chunk in chunks):
+            raise RequestError(
+                f"{name} holds NaN or infinite values; expected finite weights, since new ones are computed from them. Repair "
+                "the base."
+            )
         return torch.cat(chunks).view(source.shape) if chunks else torch.empty(source.shape)
 
     def _read_chunks(self, source: StoredTensor) -> Iterator["torch.Tensor"]:
@@ -272,6 +284,14 @@ def _refuse_nan(values: "torch.Tensor", name: str) -> None:
     if values.isnan().any():
         raise RequestError(
             f"{name} holds NaN; expected finite weights. Repair the base, or pass --allow-nan to go on."
+        )
+
+
+def _refuse_not_finite(values: "torch.Tensor", name: str) -> None:
+    if not values.isfinite().all():
+        raise RequestError(
+            f"{name} came out as NaN or infinite, though what it is made from is finite. Lower the factors, or the learning rate, "
+            "that it is made with."
         )
 
 

@@ -57,11 +57,7 @@ class AttenuatedCopy(DenseMethod):
         return (whole_layer(base, source, index),)
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        return [
-            f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale "
-            f"{'attention_output_norm' if role == 'output_projection' else 'mlp_output_norm'} instead."
-            for role in without_effect(base, self.scale(base))
-        ]
+        return without_effect(base, self.scale(base))
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
         return scaled_layer(base, layer.sources[0], self.scale(base))

@@ -88,7 +88,7 @@ def whole_layer(base: BaseModel, layer: int, index: int) -> int:
     if layer in base.inserted_memory:
         raise RequestError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
-            "feed-forward network. Choose another placement."
+            "feed-forward network. Choose other layers or another placement."
         )
     return layer
 

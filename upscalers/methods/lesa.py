@@ -163,6 +163,9 @@ class MatrixPrediction(Solver):
         self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 3 * self._out * self._in)
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
         self.workers = workers_on(options.device, options.workers)
+        self.threads = (
+            1  # the same seed gives the same bytes, whatever else runs and however many processors there are
+        )
 
     def solve(self, place: Workplace) -> "Iterator[tuple[str, torch.Tensor]]":
         import torch
@@ -230,14 +233,16 @@ class MatrixPrediction(Solver):
     ) -> None:
         import torch
 
-        matrix, middle = matrix.double(), (previous + following) / 2
         neighbours = (previous.norm() + following.norm()) / 2
+        middle = previous.add_(following).div_(2)
+        matrix = matrix.double()
+        norms = (matrix.norm() * middle.norm()).item()
         self.measurements.append(
             {
                 "layer": index,
                 "tensor": self._role,
-                "norm_ratio": (matrix.norm() / neighbours).item(),
-                "cosine_to_mean": torch.cosine_similarity(matrix.flatten(), middle.flatten(), dim=0).item(),
+                "norm_ratio": (matrix.norm() / neighbours).item() if neighbours else 1.0,
+                "cosine_to_mean": torch.dot(matrix.flatten(), middle.flatten()).item() / norms if norms else 0.0,
                 "directions_left_out": left_out,
             }
         )

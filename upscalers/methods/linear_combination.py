@@ -20,7 +20,7 @@ from upscalers.methods.dense_block import (
     whole_layer,
 )
 
-_LAYER = re.compile(r"^(?:(?P<index>-?\d+)|(?P<side>previous|next)\s*(?P<offset>[+-]\s*\d+)?)$")
+_LAYER = re.compile(r"^(?:(?P<index>-?\d+)|(?P<side>previous|next)\s*(?P<offset>[+-]\s*\d+)?)$", re.ASCII)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class LinearCombination(DenseMethod):
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         terms = self._terms(base, layer, index, number)
-        return tuple(sorted(terms, key=lambda source: (-abs(terms[source]), source)))
+        return tuple(sorted(terms, key=lambda source: (-abs(terms[source]), source != layer.next, source)))
 
     def _terms(self, base: BaseModel, layer: New, index: int, number: int) -> dict[int, float]:
         """Base layers and their coefficients; a layer that is named twice has the sum."""

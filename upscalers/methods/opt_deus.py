@@ -110,9 +110,10 @@ class OptDeus(FusionMethod):
             rows = [row for row in measurements if row["tensor"] == role]
             late = [row for row in rows if not row["residual"] <= self.options.tolerance]
             if late:
+                worst, most = max(row["residual"] for row in late), max(row["iterations"] for row in late)
                 concerns.append(
                     f"Sinkhorn did not converge for {role} of new layers {_layers(late)}: residual "
-                    f"{max(row['residual'] for row in late):.2g} after {self.options.max_iterations} iterations, expected at "
+                    f"{worst:.2g} after {most} iterations, expected at "
                     f"most {self.options.tolerance:g}. Raise max_iterations, tolerance or regularization."
                 )
         ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
@@ -177,7 +178,8 @@ class BlockFusion(Solver):
             carried = residual.columns(previous)
             if self._options.mlp_t_in == "residual_mean":
                 carried = (carried + previous) / 2
-            yield from self._fused(role, self._transport(role, carried, following, place), place, carried, following)
+            plan = self._transport(role, carried, following, place, previous)
+            yield from self._fused(role, plan, place, carried, following, previous)
         if "down" not in self._filled:
             previous, following = self._pair(place, "down")
             yield from self._fused(
@@ -211,7 +213,7 @@ class BlockFusion(Solver):
         for role, rows in (("query", queries), ("key", keys), ("value", keys)):
             scale = 1.0 if self._options.plan_scale == "barycentric" else 1 / len(rows)
             plans[role] = Transport(None, rows, scale, 1, 0.0, 1.0)
-            self._measure(role, plans[role], source[role], seconds)
+            self._measure(role, plans[role], source[role], source[role], seconds)
             place.step(self.label)
         return plans
 
@@ -228,7 +230,15 @@ class BlockFusion(Solver):
         )
         return previous, following
 
-    def _transport(self, role: str, source: "torch.Tensor", target: "torch.Tensor", place: Workplace) -> "Transport":
+    def _transport(
+        self,
+        role: str,
+        source: "torch.Tensor",
+        target: "torch.Tensor",
+        place: Workplace,
+        original: "torch.Tensor | None" = None,
+    ) -> "Transport":
+        """The plan between rows; `original` is the source before its inputs were mapped, for what is measured."""
         from upscalers.solvers.transport import assignment, sinkhorn
 
         options, started = self._options, time.perf_counter()
@@ -236,14 +246,22 @@ class BlockFusion(Solver):
             plan = assignment(source, target, options.plan_scale)
         else:
             plan = sinkhorn(
-                source, target, options.regularization, options.tolerance, options.max_iterations, options.plan_scale
+                source,
+                target,
+                options.regularization,
+                options.tolerance,
+                options.max_iterations,
+                options.plan_scale,
+                place.check,
             )
-        self._measure(role, plan, source, time.perf_counter() - started)
+        self._measure(role, plan, source, source if original is None else original, time.perf_counter() - started)
         place.step(self.label)
         return plan
 
-    def _measure(self, role: str, plan: "Transport", source: "torch.Tensor", seconds: float) -> None:
-        norm = source.norm().item()
+    def _measure(
+        self, role: str, plan: "Transport", source: "torch.Tensor", original: "torch.Tensor", seconds: float
+    ) -> None:
+        norm = original.norm().item()
         self.measurements.append(
             {
                 "layer": self._index,
@@ -257,11 +275,18 @@ class BlockFusion(Solver):
         )
 
     def _fused(
-        self, role: str, plan: "Transport", place: Workplace, previous: "torch.Tensor", following: "torch.Tensor"
+        self,
+        role: str,
+        plan: "Transport",
+        place: Workplace,
+        source: "torch.Tensor",
+        following: "torch.Tensor",
+        original: "torch.Tensor | None" = None,
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        matched = plan.rows(previous)
+        """The mean of matched and next rows; `original` is the source before its inputs were mapped."""
+        matched = plan.rows(source)
         if self._options.norm_preserving:
-            wanted = self._barycentric(plan, previous.norm(dim=1))
+            wanted = self._barycentric(plan, (source if original is None else original).norm(dim=1))
             matched *= (wanted / matched.norm(dim=1).clamp_min(1e-30))[:, None]
         yield self._name(role), ((matched + following) / 2).cpu()
         bias = self._name(role, "bias")

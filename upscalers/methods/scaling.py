@@ -50,11 +50,22 @@ def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
             )
 
 
+_NORM_BEHIND = {
+    "output_projection": "attention_output_norm",
+    "down": "mlp_output_norm",
+    "query": "query_norm",
+    "key": "key_norm",
+}
+
+
 def without_effect(base: BaseModel, scale: Mapping[str, float]) -> list[str]:
-    """The roles whose scale changes nothing, because a norm follows their tensors."""
-    if not base.family.output_norms:
-        return []
-    return [role for role in ("output_projection", "down") if scale.get(role, 0.0) not in (0.0, 1.0)]
+    """Warnings about factors that change nothing, because a norm follows their tensors."""
+    roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
+    return [
+        f"scale.{role} changes nothing in {base.family.model_type}: a norm follows. Scale {norm} instead."
+        for role, norm in _NORM_BEHIND.items()
+        if norm in roles and scale.get(role, 1.0) > 0 and scale.get(role, 1.0) != 1
+    ]
 
 
 def scaled_layer(base: BaseModel, layer: int, scale: Mapping[str, float]) -> dict[str, Recipe]:

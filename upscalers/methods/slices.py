@@ -10,7 +10,7 @@ from upscalers.engine.options import option, parse_options
 from upscalers.engine.plan import Base, New, Plan
 from upscalers.engine.recipes import Recipe
 from upscalers.methods.dense_block import DenseMethod, whole_layer
-from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer
+from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Slice:
     scale: Any = option(None, "factors by role; default: 1 for all", type=SCALE_TYPE)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, list) or [type(bound) for bound in self.layers] != [int, int]:
+        if not isinstance(self.layers, list | tuple) or [type(bound) for bound in self.layers] != [int, int]:
             raise RequestError(f"a slice has layers = {self.layers!r}; expected [first, end], the end not included.")
         self.scale = read_scale({} if self.scale is None else self.scale, "the scale of a slice")
 
@@ -48,7 +48,7 @@ class SlicesOptions:
         if not isinstance(self.slices, list) or not self.slices:
             raise RequestError(
                 f"slices is {self.slices!r}; expected a list such as [{{layers: [0, 12]}}, {{layers: [4, 16]}}]. Give it in a "
-                "--config file under options."
+                "--config file under options, or with --set."
             )
         if not all(isinstance(given, dict) for given in self.slices):
             raise RequestError(
@@ -111,6 +111,10 @@ class Slices(DenseMethod):
         if self.options.trainable == "new" and not plan.new_indices:
             raise RequestError("trainable is 'new', but the slices repeat and scale nothing; expected 'all'.")
         return plan
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        found = (concern for given in self.options.parsed() for concern in without_effect(base, given.scale))
+        return list(dict.fromkeys(found))
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         return {}

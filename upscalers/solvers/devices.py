@@ -16,10 +16,10 @@ def check_device(device: str, precision: str = "float64") -> None:
     import torch
 
     try:
-        torch.empty(0, device=device, dtype=getattr(torch, precision))
-    except (RuntimeError, AssertionError, TypeError) as error:
+        torch.zeros(1, device=device, dtype=getattr(torch, precision)).sum().item()
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0][:120]
         raise RequestError(
             f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
         ) from None

@@ -1,5 +1,6 @@
 """Transport between the rows of two matrices: which neurons of one stand for which of the other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,7 @@ import torch
 
 _ABSORB = {torch.float32: 1e30, torch.float64: 1e100}
 """How large scalings may grow before they are absorbed into the potentials, well within the range of the dtype."""
+_STRETCH = 500
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def sinkhorn(
     tolerance: float,
     max_iterations: int,
     plan_scale: Literal["barycentric", "raw"],
+    check: Callable[[], None] = lambda: None,
 ) -> Transport:
     """Entropic optimal transport between uniform distributions over rows; the cost is their Euclidean distance.
 
@@ -65,6 +68,7 @@ def sinkhorn(
         max_iterations: After which it stops all the same.
         plan_scale: `"barycentric"`: columns sum to one, so that each target row is a mean of source rows. `"raw"`: the
             plan's mass is one in all.
+        check: Called every few hundred iterations; what it raises ends the work. Default: nothing.
     """
     import ot
 
@@ -73,18 +77,23 @@ def sinkhorn(
     source_mass, target_mass = source.new_full((n,), 1 / n), source.new_full((m,), 1 / m)
     row_potential = cost.min(dim=1).values  # [n]
     column_potential = (cost - row_potential[:, None]).min(dim=0).values  # [m]
-    plan, log = ot.bregman.sinkhorn_stabilized(
-        source_mass,
-        target_mass,
-        cost,
-        regularization,
-        numItermax=max_iterations,
-        tau=_ABSORB[source.dtype],
-        stopThr=tolerance / m**0.5,  # POT measures in L2
-        warmstart=(row_potential, column_potential),
-        log=True,
-        warn=False,
-    )
+    potentials, iterations, error = (row_potential, column_potential), 0, float("inf")
+    while iterations < max_iterations and error > tolerance / m**0.5:  # POT measures in L2
+        check()
+        plan, log = ot.bregman.sinkhorn_stabilized(
+            source_mass,
+            target_mass,
+            cost,
+            regularization,
+            numItermax=min(_STRETCH, max_iterations - iterations),
+            tau=_ABSORB[source.dtype],
+            stopThr=tolerance / m**0.5,
+            warmstart=potentials,
+            log=True,
+            warn=False,
+        )
+        potentials, error = log["warmstart"], float(log["err"][-1])
+        iterations += int(log["n_iter"]) + 1
     del cost
     column_sums = plan.sum(dim=0)
     residual = (column_sums - target_mass).abs().sum() + (plan.sum(dim=1) - source_mass).abs().sum()
@@ -94,7 +103,7 @@ def sinkhorn(
         matrix=plan,
         permutation=None,
         scale=1.0,
-        iterations=int(log["n_iter"]) + 1,
+        iterations=iterations,
         residual=residual.item(),
         effective_sources=_effective_sources(plan, column_sums if plan_scale == "raw" else None),
     )

@@ -1,10 +1,11 @@
 """Factors and coefficients as people and files write them."""
 
 import json
+import re
 
 import pytest
 
-from tests.upscalers.checkpoints import same_tensors
+from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.requests import upscaled
 from upscalers import RequestError, upscale
 
@@ -51,3 +52,67 @@ def test_a_card_and_a_table_tell_of_layers_that_were_only_left_out(command, base
 def test_nothing_but_warnings_goes_to_standard_error(command, base, tmp_path):
     outcome = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out", "--json")
     assert (outcome.status, outcome.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("attenuated-copy", "scale={down: 1e39}"),
+        ("linear-combination", "coefficients={previous: 1e39}"),
+        ("lesa", "learning_rate=1e30"),
+    ],
+)
+@pytest.mark.parametrize("verify", ["--verify", "--no-verify"])
+def test_weights_that_come_out_infinite_are_refused(command, refused, base, tmp_path, method, setting, verify):
+    arguments = ("--base", base, "--method", method, "--output", tmp_path / "out", "--set", setting, verify)
+    refused(command(*arguments), "came out as NaN or infinite, though what it is made from is finite", [])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{}, {"solver": "hungarian"}, {"head_aware": True}])
+def test_nothing_is_solved_from_a_base_that_is_not_finite(tmp_path, value, options):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    tensors["model.layers.3.self_attn.v_proj.weight"][0, 0] = value
+    write_tensors(base, tensors)
+    for method, given in (("opt-deus", options), ("lesa", {"epochs": 1})):
+        with pytest.raises(RequestError, match=r"layers\.3\.self_attn\.v_proj\.weight holds NaN or infinite values"):
+            upscale(base=base, method=method, output=tmp_path / "out", options=given, allow_nan=True, verify=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_names_with_brackets_are_shown_as_they_are(command, tmp_path):
+    base = save_base(tmp_path / "x[/red]")
+    shown = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "a[b]c")
+    assert shown.status == 0, shown.err
+    told = "".join(shown.out.split())  # long paths are folded
+    assert "x[/red]" in told and "a[b]c" in told
+    assert "[first, end]" in command("methods", "slices").out
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "norm"),
+    [
+        ("qwen3", "query", "query_norm"),
+        ("gemma3", "key", "key_norm"),
+        ("gemma2", "down", "mlp_output_norm"),
+        ("olmo2", "output_projection", "attention_output_norm"),
+    ],
+)
+def test_a_factor_in_front_of_a_norm_is_said_to_change_nothing(command, shared_base, tmp_path, family, role, norm):
+    message = f"scale.{role} changes nothing in .*: a norm follows. Scale {norm} instead"
+    for method, setting in (
+        ("attenuated-copy", f"scale={{{role}: 0.5}}"),
+        ("slices", f"slices=[{{layers: [0, 4]}}, {{layers: [2, 4], scale: {{{role}: 0.5}}}}]"),
+    ):
+        outcome = command("--base", shared_base(family), "--method", method, "--dry-run", "--set", setting)
+        assert outcome.status == 0
+        assert re.search(message, outcome.err), outcome.err
+
+
+def test_an_even_combination_attends_as_the_next_layer(shared_base, tmp_path):
+    upscaled(shared_base("gemma2"), tmp_path / "mean", "avg-deus")
+    upscaled(shared_base("gemma2"), tmp_path / "same", "linear-combination", options={})
+    assert same_tensors(tmp_path / "mean", tmp_path / "same")
+    types = [json.loads((tmp_path / name / "config.json").read_text())["layer_types"] for name in ("mean", "same")]
+    assert types[0] == types[1]

@@ -1,0 +1,217 @@
+"""LESA on whole checkpoints: what is predicted, what is not, and the same bytes for the same seed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny import NUM_LAYERS
+
+from tests.upscalers.checkpoints import file_digests, read_tensors, save_base, write_tensors
+from tests.upscalers.dense.layers import layer
+from tests.upscalers.solvers.recording import Recorder
+from upscalers import upscale
+from upscalers.engine import output_folder
+from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.solvers import layer_predictor
+from upscalers.solvers.shared_basis import RowFile
+
+QUICK = {"epochs": 1}
+HIDDEN_NORMS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+)
+ROLES = ["query", "key", "value", "output_projection", "gate", "up", "down"]
+GUARDED = "the base's layers do not span all directions: {} singular values lie under the guard and are left out."
+NOT_BYTES = ("upscale.json", "README.md")
+"""These tell how long it took."""
+
+
+def predicted(base, output, verify=False, seed=0, num_new_layers=2, **options):
+    """The report, and what was told meanwhile."""
+    recorder = Recorder()
+    report = upscale(
+        base=base,
+        method="lesa",
+        output=output,
+        num_new_layers=num_new_layers,
+        options=QUICK | options,
+        seed=seed,
+        verify=verify,
+        progress=recorder,
+    )
+    return report, recorder
+
+
+@pytest.mark.parametrize("norm_init", ["layer0", "previous", "next", "mean"])
+def test_norms_are_taken_from_where_it_is_asked_and_all_other_vectors_are_means(
+    native_family, norm_init, shared_base, tmp_path
+):
+    base = shared_base(native_family)
+    predicted(base, tmp_path / "out", norm_init=norm_init)
+    before, after = read_tensors(base), read_tensors(tmp_path / "out")
+    for index, (previous, following) in {2: (1, 2), 4: (2, 3)}.items():
+        made = layer(after, index)
+        assert made.keys() == layer(before, 0).keys()
+        vectors = [name for name, tensor in made.items() if tensor.dim() == 1]
+        assert set(vectors) & set(HIDDEN_NORMS)
+        for name in vectors:
+            one, other = (layer(before, neighbour)[name] for neighbour in (previous, following))
+            wanted = {"layer0": layer(before, 0)[name], "previous": one, "next": other}
+            if name in HIDDEN_NORMS and norm_init != "mean":
+                assert torch.equal(made[name], wanted[norm_init]), name
+            else:
+                torch.testing.assert_close(made[name], (one + other) / 2)
+
+
+def test_biases_are_means_of_the_neighbours(tmp_path):
+    base = save_base(tmp_path / "base", attention_bias=True, mlp_bias=True)
+    predicted(base, tmp_path / "out")
+    before, made = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    biases = [name for name in made if name.endswith(".bias")]
+    assert len(biases) == 7
+    for name in biases:
+        torch.testing.assert_close(made[name], (layer(before, 1)[name] + layer(before, 2)[name]) / 2)
+
+
+def test_all_seven_matrices_are_predicted_and_measured(native_family, shared_base, tmp_path):
+    base = shared_base(native_family)
+    report, recorder = predicted(base, tmp_path / "out")
+    assert sorted((row["layer"], row["tensor"]) for row in report.measurements) == sorted(
+        (index, role) for index in (2, 4) for role in ROLES
+    )
+    assert recorder.balanced and sorted(recorder.expected) == sorted(ROLES)
+    before, made = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    for name, tensor in made.items():
+        if tensor.dim() == 2:
+            assert tensor.isfinite().all() and tensor.any()
+            assert not any(torch.allclose(tensor, layer(before, index)[name]) for index in range(NUM_LAYERS))
+    assert not report.promises_identity
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "neighbours"),
+    [
+        ("llama", {}, {(1, 2), (2, 3)}),
+        ("gemma2", {}, {(1, 2), (2, 3)}),
+        ("gemma2", {"neighbours": "same_type"}, {(0, 2), (1, 3)}),
+    ],
+)
+def test_each_new_layer_is_predicted_from_the_layer_before_and_the_one_after_in_this_order(
+    family, options, neighbours, shared_base, tmp_path, monkeypatch
+):
+    asked, honest = [], layer_predictor.predict
+
+    def watched(predictor, rows, num_rows, width, previous, following, device):
+        asked.append((previous, following))
+        return honest(predictor, rows, num_rows, width, previous, following, device)
+
+    monkeypatch.setattr(layer_predictor, "predict", watched)
+    predicted(shared_base(family), tmp_path / "out", **options)
+    assert len(asked) == 14 and set(asked) == neighbours
+
+
+def test_measurements_stand_in_the_record_the_card_and_inspect(base, tmp_path, command):
+    report, _ = predicted(base, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["measurements"] == report.measurements
+    assert inspect_checkpoint(tmp_path / "out")["measurements"] == report.measurements
+    columns = ["norm ratio", "cosine to mean", "directions left out", "seconds"]
+    assert f"| tensor | layers | {' | '.join(columns)} |" in (tmp_path / "out" / "README.md").read_text()
+    shown = command("inspect", tmp_path / "out").out
+    assert all(word in shown for word in ("norm", "cosine", "directions", "seconds"))
+    assert list(report.measurements[0]) == ["layer", "tensor", *(column.replace(" ", "_") for column in columns)]
+
+
+def test_the_preset_of_the_release_takes_the_norms_of_layer_zero_and_zeroes_nothing(base, tmp_path):
+    report, _ = predicted(base, tmp_path / "out", preset="release")
+    first, made = layer(read_tensors(base), 0), layer(read_tensors(tmp_path / "out"), 4)
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        assert torch.equal(made[name], first[name])
+    assert made["self_attn.o_proj.weight"].any() and made["mlp.down_proj.weight"].any()
+    options = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]["options"]
+    assert (options["norm_init"], options["identity"]) == ("layer0", "none")
+    assert (options["norm_weight"], options["learning_rate"], options["batch_size"]) == (5e-4, 1e-3, 64)
+    assert not report.promises_identity
+
+
+def test_with_identity_the_result_computes_what_the_base_computes(native_family, shared_base, tmp_path):
+    report, _ = predicted(shared_base(native_family), tmp_path / "out", verify=True, identity="auto")
+    assert report.promises_identity
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
+    kept = {row["tensor"] for row in report.measurements}
+    zeroed = {"output_projection", "down"} if native_family in ("llama", "qwen2", "qwen3", "mistral") else set()
+    assert kept == set(ROLES) - zeroed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(dtype, tmp_path):
+    base = save_base(tmp_path / "base", dtype=dtype)
+    for output, seed in (("first", 0), ("second", 0), ("other", 1)):
+        predicted(base, tmp_path / output, seed=seed)
+        torch.rand(3)
+    first, second, other = (file_digests(tmp_path / name, NOT_BYTES) for name in ("first", "second", "other"))
+    assert first == second
+    assert first["model.safetensors"] != other["model.safetensors"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_however_many_matrices_are_worked_on_at_once_the_bytes_are_the_same(threads, tmp_path):
+    """Also where torch has threads to share out: how many work depends on the memory that happens to be free."""
+    base = save_base(tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for workers in (1, 2):
+            predicted(base, tmp_path / str(workers), workers=workers)
+    finally:
+        torch.set_num_threads(before)
+    one, two = (read_tensors(tmp_path / str(workers)) for workers in (1, 2))
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_layers_of_a_base_without_change_from_one_to_the_next_are_predicted_nearly_as_they_are(tmp_path):
+    base = save_base(tmp_path / "base", num_hidden_layers=12)
+    tensors = read_tensors(base)
+    for index in range(1, 12):
+        for name, tensor in layer(tensors, 0).items():
+            tensors[f"model.layers.{index}.{name}"] = tensor.clone()
+    write_tensors(base, tensors)
+    report, recorder = predicted(base, tmp_path / "out", num_new_layers=1, epochs=20)
+    assert all(row["norm_ratio"] > 0.8 and row["cosine_to_mean"] > 0.9 for row in report.measurements)
+    wide = "gate 16, up 16"  # 48 rows, and the same 32 columns in every layer
+    assert recorder.warnings == [GUARDED.format(wide)]
+
+
+def test_coordinates_lie_in_a_folder_that_is_gone_afterwards(base, tmp_path, monkeypatch):
+    seen, write = [], RowFile.write_layer
+
+    def watched(self, number, rows):
+        seen.append(self._path.relative_to(tmp_path))
+        write(self, number, rows)
+
+    monkeypatch.setattr(RowFile, "write_layer", watched)
+    predicted(base, tmp_path / "out")
+    assert {path.parts[:2] for path in seen} == {(".out.partial", ".scratch")}
+    assert {path.name for path in seen} == {f"{role}.rows" for role in ROLES}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not any(path.name.startswith(".") for path in (tmp_path / "out").rglob("*"))
+
+
+def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_path, command, refused, monkeypatch):
+    usual = ("--base", base, "--method", "lesa", "--no-verify", "--set", "epochs=1")
+    written = command(*usual, "--dry-run", "--json").json()["bytes"]["written"]
+    coordinates = 4 * sum(
+        tensor.numel() for name, tensor in read_tensors(base).items() if ".layers." in name and tensor.dim() == 2
+    )
+    usage = shutil.disk_usage(tmp_path)
+    for room, enough in ((written + coordinates, True), (written + coordinates // 2, False)):
+        free = room + 64_000_000
+        monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        outcome = command(*usual, "--output", tmp_path / "out")
+        if enough:
+            assert outcome.status == 0
+            shutil.rmtree(tmp_path / "out")
+        else:
+            refused(outcome, "the output needs .* GB, but .* has .* GB free", [])

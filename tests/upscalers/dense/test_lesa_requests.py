@@ -1,0 +1,200 @@
+"""What bad requests to LESA get, what it warns of, and what an interrupted run leaves: nothing."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, save_base, write_tensors
+from tests.upscalers.solvers.recording import Recorder
+from upscalers import upscale
+from upscalers.engine.errors import RequestError
+from upscalers.solvers import layer_predictor
+
+QUICK = ("--set", "epochs=1")
+OPTIONS = [
+    *((f"{name}=0", f"{name} is 0; expected at least 1.") for name in ("hidden_size", "epochs", "batch_size", "workers")),
+    ("epochs=-3", "epochs is -3; expected at least 1."),
+    ("epochs=many", "epochs is 'many'; expected an integer."),
+    ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
+    ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
+    ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),
+    ("weight_decay=-0.1", r"weight_decay is -0\.1; expected 0 or more\."),
+    ("weight_decay=.inf", r"weight_decay is inf; expected a number\."),
+    ("norm_weight=-1", r"norm_weight is -1\.0; expected 0 <= norm_weight <= 1\."),
+    ("norm_weight=1.5", r"norm_weight is 1\.5; expected 0 <= norm_weight <= 1\."),
+    ("norm_weight=.nan", r"norm_weight is nan; expected a number\."),
+    ("norm_init=first", "norm_init is 'first'; expected one of: layer0, previous, next, mean."),
+    ("identity=zero_out_norm", "identity is 'zero_out_norm', but llama has no norm behind its projections"),
+    ("identity=yes", "identity is True; expected one of: auto, zero_out_proj, zero_out_norm, none."),
+    ("lambda=5e-4", "method lesa has no option 'lambda'."),
+]  # fmt: skip
+COLLAPSED = (
+    r"predictions collapsed: their norm is below 0\.5 of their neighbours' \(.+\)\. Raise norm_weight or epochs, or use "
+    r"avg-deus\."
+)
+GUARDED = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
+STRICT = "It is an error since strict is set."
+
+
+def request(*settings: str) -> list[str]:
+    return ["--method", "lesa", *QUICK, *(word for setting in settings for word in ("--set", setting))]
+
+
+@pytest.fixture
+def narrow(tmp_path):
+    """A base whose queries have five directions less than they could have, and whose gates three."""
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            tensor[3:8] = 0
+        elif "gate_proj" in name:
+            tensor[40:43] = tensor[:3]
+    write_tensors(base, tensors)
+    return base
+
+
+@pytest.mark.parametrize(("setting", "message"), OPTIONS)
+def test_an_option_out_of_range_is_refused(setting, message, base, tmp_path, command, refused):
+    refused(command("--base", base, *request(setting), "--dry-run"), message, [])
+    refused(command("--base", base, *request(setting), "--output", tmp_path / "out"), message, [])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_base_of_too_few_layers_to_learn_from_is_refused(num_layers, tmp_path, command, refused):
+    base = save_base(tmp_path / "base", num_hidden_layers=num_layers)
+    message = f"the base has {num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
+    for rest in (["--dry-run"], ["--output", tmp_path / "out"]):
+        refused(command("--base", base, *request(), "--placement", "1", *rest), message, ["base"])
+
+
+def test_three_layers_suffice(tmp_path):
+    base = save_base(tmp_path / "base", num_hidden_layers=3)
+    report = upscale(
+        base=base, method="lesa", output=tmp_path / "out", placement="1,3", options={"epochs": 1}, verify=False
+    )
+    assert report.num_layers == 5 and len(report.measurements) == 14
+
+
+@pytest.mark.parametrize(
+    ("placement", "side"), [("0", "before"), ("4", "after"), ("llama-pro", "after"), ("bottom-heavy", "before")]
+)
+def test_a_new_layer_at_an_end_is_refused(placement, side, base, tmp_path, command, refused):
+    message = rf"new layer \d has no base layer {side} it; expected one on each side, since both are fused\."
+    outcome = command("--base", base, *request(), "--placement", placement, "--output", tmp_path / "out")
+    refused(outcome, message, [])
+
+
+def test_a_base_with_memory_is_refused_because_all_layers_are_learnt_from(base, tmp_path, command, refused):
+    upscale(base=base, method="midus-hml", output=tmp_path / "memory", options=SMALL_MEMORY, verify=False)
+    message = (
+        "base layer 1 is a memory block; lesa learns from all layers, and expected each to have a feed-forward network. "
+        "Upscale the base without memory first."
+    )
+    outcome = command("--base", tmp_path / "memory", *request(), "--placement", "3", "--output", tmp_path / "out")
+    refused(outcome, message, ["memory"])
+
+
+def test_a_matrix_that_is_zero_in_every_layer_is_refused(tmp_path, command, refused):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    write_tensors(base, {name: tensor * ("down_proj" not in name) for name, tensor in tensors.items()})
+    message = r"model\.layers\.0\.mlp\.down_proj\.weight and its like are zero in every layer; lesa has nothing to learn from\."
+    refused(command("--base", base, *request(), "--output", tmp_path / "out", "--no-verify"), message, ["base"])
+
+
+def test_directions_under_the_guard_are_counted_in_a_warning_and_refused_under_strict(
+    narrow, tmp_path, command, refused
+):
+    usual = ("--base", narrow, *request("norm_weight=1", "epochs=3"), "--no-verify")
+    told = command(*usual, "--output", tmp_path / "out")
+    assert told.status == 0
+    assert f"upscale: warning: {GUARDED}" in told.err.splitlines()
+    strict = command(*usual, "--output", tmp_path / "strict", "--set", "strict=true", "--set", "epochs=60")
+    refused(strict, f"{GUARDED} {STRICT}", ["base", "out"])
+
+
+def test_a_collapse_is_warned_of_with_the_worst_layer_of_each_matrix_and_refused_under_strict(
+    base, tmp_path, command, refused
+):
+    recorder = Recorder()
+    report = upscale(
+        base=base,
+        method="lesa",
+        output=tmp_path / "out",
+        options={"epochs": 1, "norm_weight": 0.0},
+        verify=False,
+        progress=recorder,
+    )
+    (warning,) = recorder.warnings
+    for role in {row["tensor"] for row in report.measurements}:
+        worst = min(row["norm_ratio"] for row in report.measurements if row["tensor"] == role)
+        assert worst < 0.5 and f"{role} {worst:.2g}" in warning
+    usual = ("--base", base, *request("norm_weight=0"), "--no-verify")
+    told = command(*usual, "--output", tmp_path / "second")
+    assert told.status == 0 and told.err == f"upscale: warning: {warning}\n"
+    strict = command(*usual, "--output", tmp_path / "strict", "--set", "strict=true")
+    refused(strict, f"{COLLAPSED} {STRICT}", ["out", "second"])
+
+
+def test_training_that_diverges_is_not_passed_over_in_silence(base, tmp_path):
+    recorder, options = Recorder(), {"epochs": 1, "learning_rate": 1e30}
+    try:
+        upscale(base=base, method="lesa", output=tmp_path / "out", options=options, verify=False, progress=recorder)
+    except RequestError:
+        assert not any(tmp_path.iterdir())
+    else:
+        assert recorder.warnings, "weights that are NaN were written without a word"
+    with pytest.raises(RequestError):
+        strict = {**options, "strict": True}
+        upscale(base=base, method="lesa", output=tmp_path / "strict", options=strict, verify=False)
+
+
+def test_neighbours_that_attend_in_different_ways_are_warned_of(shared_base, command):
+    outcome = command("--base", shared_base("gemma3"), *request(), "--dry-run")
+    assert outcome.status == 0
+    assert "new layers 2, 4 fuse sliding and full attention" in outcome.err
+    same_type = command("--base", shared_base("gemma3"), *request("neighbours=same_type"), "--dry-run")
+    assert same_type.status == 0 and same_type.err == ""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_one_solver_stops_the_others_and_leaves_nothing(workers, base, tmp_path, command, monkeypatch):
+    honest, calls = layer_predictor.train_predictor, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory left")
+        return honest(*arguments)
+
+    monkeypatch.setattr(layer_predictor, "train_predictor", failing)
+    outcome = command("--base", base, *request(f"workers={workers}"), "--output", tmp_path / "out", "--no-verify")
+    assert outcome.status == 1
+    assert outcome.err == "upscale: failed: OutOfMemoryError: no memory left\n"
+    assert not any(tmp_path.iterdir())
+    assert len(calls) < 7
+    assert not any("solver" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only there signals arrive")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupted_from_the_keyboard_nothing_is_left(workers, base, tmp_path, command, monkeypatch):
+    honest, pressed = layer_predictor.train_predictor, threading.Lock()
+
+    def interrupted(*arguments):
+        if pressed.acquire(blocking=False):
+            time.sleep(0.2)  # by then all work is handed out
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return honest(*arguments)
+
+    monkeypatch.setattr(layer_predictor, "train_predictor", interrupted)
+    long = request(f"workers={workers}", "epochs=100000")
+    outcome = command("--base", base, *long, "--output", tmp_path / "out", "--no-verify")
+    assert outcome.status == 130
+    assert outcome.err == "upscale: interrupted; nothing is left of the output.\n"
+    assert not any(tmp_path.iterdir())
+    assert not any("solver" in thread.name for thread in threading.enumerate())

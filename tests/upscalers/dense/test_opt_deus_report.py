@@ -1,0 +1,212 @@
+"""What OpT-DeUS tells of its plans, what it warns of, and the preset of the released code."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
+from tests.upscalers.dense.layers import layer
+from tests.upscalers.dense.opt_deus_reference import PRE_NORM
+from tests.upscalers.solvers import sinkhorn_loop
+from tests.upscalers.solvers.recording import Recorder
+from upscalers import RequestError, upscale
+from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.solvers import transport
+
+SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]
+COLUMNS = ["norm_ratio", "effective_sources", "iterations", "residual", "seconds"]
+WEAK = (
+    r"matched rows keep little of their norm \(.*\): they have no counterparts, so that what is fused is near half the next "
+    r"layer's\. solver=hungarian or norm_preserving=true keep it\."
+)
+LATE = (
+    r"Sinkhorn did not converge for \w+ of new layers 2, 4: residual 0\.\d+ after 1 iterations, expected at most 0\.0001\. "
+    r"Raise max_iterations, tolerance or regularization\."
+)
+
+
+def fused(base, output, verify=False, **options):
+    """The report, and what was told meanwhile."""
+    recorder = Recorder()
+    report = upscale(base=base, method="opt-deus", output=output, options=options, verify=verify, progress=recorder)
+    return report, recorder
+
+
+def test_each_matrix_that_is_solved_is_measured_in_the_order_of_the_layers(native_family, shared_base, tmp_path):
+    report, recorder = fused(shared_base(native_family), tmp_path / "out")
+    roles = SOLVED if native_family in PRE_NORM else [*SOLVED, "down"]
+    assert [(row["layer"], row["tensor"]) for row in report.measurements] == [(i, r) for i in (2, 4) for r in roles]
+    assert all(list(row)[2:] == COLUMNS for row in report.measurements)
+    assert recorder.balanced and recorder.expected.keys() == {"layer 2", "layer 4"}
+
+
+@pytest.mark.parametrize(("identity", "solved"), [("auto", 6), ("zero_out_proj", 6), ("none", 7)])
+def test_a_matrix_that_is_zeroed_is_solved_only_where_others_need_its_plan(
+    identity, solved, base, tmp_path, monkeypatch
+):
+    calls, honest = [], transport.sinkhorn
+
+    def counted(*arguments):
+        calls.append(arguments[0].shape)
+        return honest(*arguments)
+
+    monkeypatch.setattr(transport, "sinkhorn", counted)
+    fused(base, tmp_path / "out", identity=identity, workers=1)
+    assert len(calls) == 2 * solved
+
+
+def test_the_numbers_are_those_of_the_plans(shared_base, tmp_path):
+    base = shared_base("llama")
+    report, _ = fused(base, tmp_path / "out", tolerance=1e-9)
+    previous, following = (layer(read_tensors(base), index) for index in (1, 2))
+    for row in report.measurements[:3]:
+        name = f"self_attn.{row['tensor'][0]}_proj.weight"
+        source, target = previous[name].double(), following[name].double()
+        plan = sinkhorn_loop.plan(source, target, 0.06)
+        aligned = sinkhorn_loop.barycentric(plan).mT @ source
+        assert row["norm_ratio"] == pytest.approx((aligned.norm() / source.norm()).item(), rel=1e-5)
+        assert row["effective_sources"] == pytest.approx(sinkhorn_loop.effective_sources(plan), rel=1e-5)
+        assert row["residual"] <= 1e-9 and row["iterations"] >= 1 and row["seconds"] >= 0
+
+
+def test_the_norm_ratio_of_gate_and_up_is_to_the_previous_layers_matrix(base, tmp_path):
+    """Not to what the output projection's plan left of it, which may be next to nothing."""
+    report, _ = fused(base, tmp_path / "out")
+    before, found = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    rows = {row["tensor"]: row for row in report.measurements if row["layer"] == 2}
+    for role in ("gate", "up"):
+        name = f"mlp.{role}_proj.weight"
+        previous, following = (layer(before, index)[name].double() for index in (1, 2))
+        aligned = 2 * found[name].double() - following
+        assert rows[role]["norm_ratio"] == pytest.approx((aligned.norm() / previous.norm()).item(), rel=1e-3)
+
+
+def test_the_record_the_card_the_command_and_inspect_tell_them(base, tmp_path, command):
+    report, _ = fused(base, tmp_path / "first")
+    outcome = command("--base", base, "--method", "opt-deus", "--output", tmp_path / "out", "--no-verify")
+    assert outcome.status == 0
+    without_time = [{key: value for key, value in row.items() if key != "seconds"} for row in report.measurements]
+    for told in (
+        json.loads((tmp_path / "out" / "upscale.json").read_text())["measurements"],
+        inspect_checkpoint(tmp_path / "out")["measurements"],
+        command("inspect", tmp_path / "out", "--json").json()["measurements"],
+    ):
+        assert [{key: value for key, value in row.items() if key != "seconds"} for row in told] == without_time
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| tensor | layers | norm ratio | effective sources | iterations | residual | seconds |" in card
+    shown = command("inspect", tmp_path / "out").out
+    ratios = [row["norm_ratio"] for row in report.measurements if row["tensor"] == "key"]
+    assert f"| key | 2 | {sum(ratios) / 2:.3g} ({min(ratios):.3g} to {max(ratios):.3g}) |" in card
+    for table in (outcome.out, shown):
+        assert "norm ratio" in table and f"{sum(ratios) / 2:.3g}" in table
+    machine = command(
+        "--base", base, "--method", "opt-deus", "--output", tmp_path / "2", "--no-verify", "--json"
+    ).json()
+    assert "measurements" not in machine
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")) == []
+
+
+def test_the_preset_of_the_release_gives_half_the_next_layer(tmp_path):
+    base = save_base(
+        tmp_path / "base", hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=8
+    )
+    report, recorder = fused(base, tmp_path / "out", preset="release")
+    before, found = read_tensors(base), layer(read_tensors(tmp_path / "out"), 2)
+    previous, following = layer(before, 1), layer(before, 2)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        half = following[f"{name}.weight"] / 2
+        assert (found[f"{name}.weight"] - half).norm() <= 1e-2 * half.norm()
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        assert not found[name].any()
+    norm, both = "post_attention_layernorm.weight", "input_layernorm.weight"
+    expected = 0.25 * previous[norm] + 0.5 * following[norm]
+    assert (found[norm] - expected).norm() <= 1e-2 * expected.norm()
+    torch.testing.assert_close(found[both], (previous[both] + following[both]) / 2)
+    assert all(row["norm_ratio"] <= 1 / 128 for row in report.measurements)
+    assert recorder.warnings == []  # a raw plan shrinks by design
+    options = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]["options"]
+    assert {key: options[key] for key in ("plan_scale", "regularization", "mlp_t_in", "solver")} == {
+        "plan_scale": "raw", "regularization": 0.06, "mlp_t_in": "o_proj", "solver": "sinkhorn",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"preset": "release"}, {"head_aware": True, "solver": "hungarian"}], ids=str)
+def test_however_heads_and_rows_are_matched_the_identity_is_exact(native_family, options, shared_base, tmp_path):
+    report, _ = fused(shared_base(native_family), tmp_path / "out", verify=True, **options)
+    assert report.promises_identity
+    assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
+
+
+def test_a_bfloat16_base_is_fused_in_double_precision_and_rounded_once(tmp_path):
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
+    wide = save_base(tmp_path / "wide")
+    write_tensors(wide, {name: tensor.float() for name, tensor in read_tensors(base).items()})
+    for folder in (base, wide):
+        fused(folder, tmp_path / f"out-{folder.name}")
+    narrow, expected = (read_tensors(tmp_path / f"out-{folder.name}") for folder in (base, wide))
+    assert all(torch.equal(narrow[name], expected[name].bfloat16()) for name in narrow)
+
+
+def test_rows_without_counterparts_are_warned_of(base, tmp_path, command, refused):
+    _, recorder = fused(base, tmp_path / "out")
+    assert len(recorder.warnings) == 1 and re.fullmatch(WEAK, recorder.warnings[0])
+    usual = ("--base", base, "--method", "opt-deus", "--no-verify")
+    told = command(*usual, "--output", tmp_path / "second")
+    assert told.status == 0 and told.err == f"upscale: warning: {recorder.warnings[0]}\n"
+    refused(
+        command(*usual, "--output", tmp_path / "third", "--set", "strict=true"),
+        f"{WEAK} It is an error since strict is set.",
+        ["out", "second"],
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"solver": "hungarian"}, {"norm_preserving": True}, {"plan_scale": "raw"}, {"regularization": 1e-4}],
+    ids=str,
+)
+def test_what_keeps_the_norm_is_not_warned_of(options, base, tmp_path):
+    _, recorder = fused(base, tmp_path / "out", max_iterations=2000, tolerance=1.9, strict=True, **options)
+    assert recorder.warnings == []
+
+
+def test_the_weakest_layer_of_each_matrix_is_named(base, tmp_path):
+    report, recorder = fused(base, tmp_path / "out")
+    for role in SOLVED:
+        weakest = min(row["norm_ratio"] for row in report.measurements if row["tensor"] == role)
+        assert (f"{role} {weakest:.2g}" in recorder.warnings[0]) == (weakest < 0.3), role
+
+
+def test_transport_that_does_not_converge_is_warned_of_with_its_residual(base, tmp_path, command, refused):
+    report, recorder = fused(base, tmp_path / "out", max_iterations=1, norm_preserving=True)
+    late = recorder.warnings
+    assert len(late) > 1 and all(re.fullmatch(LATE, warning) for warning in late)
+    residuals = [row["residual"] for row in report.measurements if row["tensor"] == "value"]
+    assert f"residual {max(residuals):.2g} after" in next(row for row in late if "for value" in row)
+    usual = ("--base", base, "--method", "opt-deus", "--no-verify", "--set", "max_iterations=1")
+    told = command(*usual, "--output", tmp_path / "second")
+    assert told.status == 0
+    assert [line for line in told.err.splitlines() if "converge" in line] == [
+        f"upscale: warning: {line}" for line in late
+    ]
+    failed = command(*usual, "--output", tmp_path / "third", "--set", "strict=true")
+    refused(failed, rf"{LATE} It is an error since strict is set\.", ["out", "second"])
+    with pytest.raises(RequestError, match=LATE):
+        fused(base, tmp_path / "third", max_iterations=1, strict=True)
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_however_many_layers_are_fused_at_once_the_bytes_are_the_same(precision, tmp_path):
+    """Also where torch has threads to share out: how many work depends on the memory that happens to be free."""
+    base = save_base(tmp_path / "base", hidden_size=128, intermediate_size=192, num_attention_heads=4)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for workers in (1, 2):
+            fused(base, tmp_path / str(workers), workers=workers, precision=precision, identity="none")
+    finally:
+        torch.set_num_threads(before)
+    one, two = (read_tensors(tmp_path / str(workers)) for workers in (1, 2))
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []

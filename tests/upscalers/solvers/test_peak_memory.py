@@ -1,0 +1,46 @@
+"""A solver's peak memory is at most what it states, which the number of workers is chosen by."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.upscalers.processes import run_python
+
+REPOSITORY = Path(__file__).parents[3]
+CONSTANT_BYTES = 16_000_000
+"""For what does not grow with the matrices."""
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""The C library gives memory back as soon as it is free: what a solver holds is counted, not what the library keeps."""
+
+SMALL = {"epochs": 1, "batch_size": 1024, "hidden_size": 16}
+"""A predictor that takes no memory to speak of."""
+
+CASES = [
+    ("opt-deus", 512, 1536, {"head_aware": True}),
+    ("opt-deus", 512, 1536, {"precision": "float32", "identity": "none"}),
+    ("opt-deus", 1024, 1024, {"norm_preserving": True, "mlp_t_in": "residual_mean", "identity": "none"}),
+    ("opt-deus", 512, 2048, {"solver": "hungarian", "identity": "none"}),
+    ("lesa", 1024, 1024, SMALL),
+    ("lesa", 512, 2048, SMALL),
+    ("lesa", 1536, 512, SMALL),
+]
+
+
+@cache
+def measured() -> list[dict[str, int]]:
+    """Growth and statement of every case, in bytes."""
+    code = "import runpy; runpy.run_module('tests.upscalers.solvers.peak_memory', run_name='__main__')"
+    paths = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    done = run_python(code, json.dumps(CASES), folder=REPOSITORY, **paths, **GIVEN_BACK)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{case[0]} {case[1:]}" for case in CASES])
+def test_a_solver_holds_no_more_than_it_states(case):
+    found = measured()[case]
+    assert found["stated"] > 1.5 * CONSTANT_BYTES
+    assert found["growth"] <= found["stated"] + CONSTANT_BYTES, f"{found['growth'] / found['stated']:.2f} times"
+    assert found["growth"] > found["stated"] / 5  # a statement far too high would keep processors idle

@@ -1,0 +1,189 @@
+"""Transport between rows: the plan is the one of the definition, whatever the scale and precision."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.upscalers.solvers import sinkhorn_loop
+from upscalers.solvers.transport import assignment, sinkhorn
+
+REGULARIZATION = 0.06
+
+
+def rows(n: int, width: int = 16, scale: float = 0.3, seed: int = 0, dtype: torch.dtype = torch.float64):
+    return (torch.randn(n, width, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def permuted(source: torch.Tensor, noise: float, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows in another order, with noise of this size relative to them, and the order."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(source), generator=generator)
+    noisy = torch.randn(source.shape, generator=generator) * noise * source.std()
+    return source[order] + noisy.to(source.dtype), order
+
+
+def solve(source, target, plan_scale="barycentric", tolerance=1e-9, max_iterations=10000, reg=REGULARIZATION):
+    return sinkhorn(source, target, reg, tolerance, max_iterations, plan_scale)
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.3, 0.6], ids=lambda scale: f"scale {scale}")
+@pytest.mark.parametrize(("n", "m"), [(24, 24), (32, 20), (7, 30), (1, 5), (5, 1)])
+def test_the_plan_is_the_one_of_a_plain_loop_in_the_log_domain(n, m, scale):
+    source, target = rows(n, scale=scale), rows(m, scale=scale, seed=1)
+    expected = sinkhorn_loop.plan(source, target, REGULARIZATION)
+    found = solve(source, target, "raw")
+    assert found.residual <= 1e-9
+    torch.testing.assert_close(found.matrix, expected, rtol=1e-5, atol=1e-9 / (n * m))
+    torch.testing.assert_close(
+        solve(source, target).matrix, sinkhorn_loop.barycentric(expected), rtol=1e-5, atol=1e-9 / n
+    )
+    assert found.effective_sources == pytest.approx(sinkhorn_loop.effective_sources(expected), rel=1e-5)
+
+
+def test_the_plan_depends_on_distance_itself_and_not_on_its_square():
+    source = torch.tensor([[0.0], [0.3]], dtype=torch.float64)
+    target = torch.tensor([[0.0], [0.2]], dtype=torch.float64)
+    found = solve(source, target, "raw", reg=0.1).matrix
+    # exp(-M / reg) of two by two points keeps its cross ratio: exp(-(0 + 0.1 - 0.2 - 0.3) / 0.1)
+    ratio = found[0, 0] * found[1, 1] / (found[0, 1] * found[1, 0])
+    assert ratio.log().item() == pytest.approx(4.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_columns_of_a_barycentric_plan_sum_to_one(dtype):
+    found = solve(rows(40, dtype=dtype), rows(33, seed=1, dtype=dtype), tolerance=1e-4)
+    assert found.matrix.dtype == dtype
+    torch.testing.assert_close(found.matrix.sum(0), torch.ones(33, dtype=dtype), rtol=0, atol=1e-6)
+    assert (found.matrix >= 0).all()
+
+
+@pytest.mark.parametrize("solver", ["sinkhorn", "hungarian"])
+def test_the_mass_of_a_raw_plan_is_one_and_matched_rows_shrink_by_their_number(solver):
+    source = rows(50, scale=2.0)
+    target, order = permuted(source, noise=0.01)
+    found = assignment(source, target, "raw") if solver == "hungarian" else solve(source, target, "raw")
+    assert found.columns(torch.ones(1, 50, dtype=torch.float64)).sum().item() == pytest.approx(1.0, abs=1e-9)
+    assert found.rows(source).norm().item() / source.norm().item() == pytest.approx(1 / 50, rel=1e-6)
+    torch.testing.assert_close(found.rows(source), source[order] / 50, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_permuted_rows_with_noise_are_recovered_to_two_percent(dtype):
+    source = rows(64, 48, dtype=dtype)
+    target, order = permuted(source, noise=0.05)
+    found = solve(source, target, tolerance=1e-4)
+    assert (found.rows(source) - source[order]).norm() < 0.02 * source.norm()
+    assert found.effective_sources == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_an_exact_assignment_recovers_permuted_rows_to_the_bit(dtype):
+    source = rows(64, 48, dtype=dtype)
+    target, order = permuted(source, noise=0.05)
+    found = assignment(source, target, "barycentric")
+    assert torch.equal(found.permutation, order)
+    assert torch.equal(found.rows(source), source[order])
+    assert (found.effective_sources, found.residual, found.iterations) == (1.0, 0.0, 1)
+
+
+def test_an_exact_assignment_has_the_least_total_distance_of_all_permutations():
+    source, target = rows(6, 3), rows(6, 3, seed=1)
+    cost = torch.cdist(source, target)
+    totals = {
+        p: sum(cost[row, column].item() for column, row in enumerate(p)) for p in itertools.permutations(range(6))
+    }
+    assert tuple(assignment(source, target, "barycentric").permutation.tolist()) == min(totals, key=totals.get)
+
+
+def test_columns_follow_rows():
+    """`values T` is what `T^T values^T` is, transposed, for a spread plan as for a permutation."""
+    source, target = rows(20, scale=1.0), rows(20, scale=1.0, seed=1)
+    values = rows(9, 20, seed=2)
+    for plan_scale in ("barycentric", "raw"):
+        for found in (solve(source, target, plan_scale), assignment(source, target, plan_scale)):
+            torch.testing.assert_close(found.columns(values), found.rows(values.mT).mT, rtol=1e-12, atol=1e-15)
+            assert not torch.allclose(found.columns(values), found.rows(values.mT.flip(0)).mT)
+
+
+def test_a_matrix_matched_with_itself_stays_as_it_is():
+    source = rows(64, 48, scale=1.0)
+    found = solve(source, source, tolerance=1e-4)
+    fused = (found.rows(source) + source) / 2
+    assert (fused - source).abs().max() < 1e-9
+    assert torch.equal(assignment(source, source, "barycentric").rows(source), source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [15.0, 150.0, 1e4])
+def test_rows_however_far_apart_converge(dtype, scale):
+    source = rows(48, 32, scale=scale, dtype=dtype)
+    distances = torch.cdist(source, source).fill_diagonal_(torch.inf)
+    assert distances.min() > 50
+    assert torch.exp(-distances.min().double() / REGULARIZATION) == 0
+    target, order = permuted(source, noise=1e-4)
+    found = solve(source, target, tolerance=1e-4)
+    assert found.residual <= 1e-4
+    assert (found.rows(source) - source[order]).norm() < 1e-3 * source.norm()
+    shifted = solve(source, target + 1e3 * scale / 32**0.5, tolerance=1e-4, max_iterations=200)
+    assert shifted.matrix.isfinite().all() and shifted.rows(source).isfinite().all()
+
+
+def test_unrelated_rows_far_apart_converge_to_the_plain_loop():
+    source, target = rows(12, 16, scale=40.0), rows(12, 16, scale=40.0, seed=1)
+    assert torch.exp(-torch.cdist(source, target) / 0.06).max() == 0
+    expected = sinkhorn_loop.plan(source, target, 5.0)
+    found = solve(source, target, "raw", reg=5.0)
+    torch.testing.assert_close(found.matrix, expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("plan_scale", ["barycentric", "raw"])
+def test_too_few_iterations_leave_a_residual_that_is_told(plan_scale):
+    source, target = rows(40, scale=1.0), rows(40, scale=1.0, seed=1)
+    found = solve(source, target, plan_scale, max_iterations=1)
+    assert found.iterations == 1 and found.residual > 1e-3
+    raw = solve(source, target, "raw", max_iterations=1).matrix
+    told = (raw.sum(0) - 1 / 40).abs().sum() + (raw.sum(1) - 1 / 40).abs().sum()
+    assert found.residual == pytest.approx(told.item(), rel=1e-9)
+    assert solve(source, target, plan_scale).residual <= 1e-9
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 1e-6, 1e-9])
+def test_the_tolerance_bounds_the_residual(tolerance):
+    found = solve(rows(40, scale=0.6), rows(30, scale=0.6, seed=1), tolerance=tolerance)
+    assert found.residual <= tolerance
+    assert 1 < found.iterations < 10000
+
+
+def test_single_precision_gives_the_plan_of_double_precision():
+    source, target = rows(48, 32), rows(48, 32, seed=1)
+    double = solve(source, target, tolerance=1e-4)
+    single = solve(source.float(), target.float(), tolerance=1e-4)
+    assert single.matrix.dtype == torch.float32 and single.residual <= 1e-4
+    torch.testing.assert_close(single.matrix.double(), double.matrix, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("n", [3, 40, 1500])
+def test_effective_sources_of_a_uniform_plan_are_all_and_of_a_permutation_one(n):
+    same = torch.zeros(n, 4, dtype=torch.float64)
+    assert solve(same, same).effective_sources == pytest.approx(n)
+    assert solve(same, same, "raw").effective_sources == pytest.approx(n)
+    apart = torch.arange(n, dtype=torch.float64)[:, None] * 100
+    assert solve(apart, apart.flip(0)).effective_sources == pytest.approx(1.0)
+    assert solve(apart, apart.flip(0), "raw").effective_sources == pytest.approx(1.0)
+
+
+def test_rows_of_zeros_are_spread_evenly():
+    """As in the output projection of a block that LLaMA-Pro inserted."""
+    target = rows(16)
+    found = solve(torch.zeros_like(target), target)
+    torch.testing.assert_close(found.matrix, torch.full((16, 16), 1 / 16, dtype=torch.float64))
+    assert not found.rows(torch.zeros_like(target)).any()
+
+
+def test_nothing_that_is_given_is_changed():
+    source, target = rows(20), rows(20, seed=1)
+    before = source.clone(), target.clone()
+    solve(source, target)
+    assignment(source, target, "raw")
+    assert torch.equal(source, before[0]) and torch.equal(target, before[1])
