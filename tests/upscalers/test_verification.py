@@ -145,9 +145,7 @@ def test_without_verification_the_base_is_not_searched_for_nan(tmp_path):
 def test_a_block_check_names_nan_that_comes_from_the_base(tmp_path):
     base = save_base(tmp_path / "base")
     put_nan(base, "model.layers.1.self_attn.v_proj.weight")
-    with pytest.raises(
-        VerificationError, match="new layer 1 gives NaN: what it takes from the base holds NaN"
-    ):
+    with pytest.raises(VerificationError, match="new layer 1 gives NaN: what it takes from the base holds NaN"):
         upscaled(base, tmp_path / "out", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
