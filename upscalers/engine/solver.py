@@ -175,7 +175,9 @@ def _available_bytes() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # "max" where the container has no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where the container has no limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        available = min(available, max(0, limit - used + int(of_files)))  # what files take is given back on demand
     return available

@@ -131,8 +131,8 @@ class Lesa(FusionMethod):
 class MatrixPrediction(Solver):
     """Predicts one matrix [out, in] of every new layer.
 
-    Peak memory: the Gram matrix and its decomposition, five [out, out] matrices in float64, or later the basis with three
-    [out, in] ones, `8 max(5 out^2, 2 out^2 + 3 out in)` bytes. All layers' coordinates, `4 L out in` bytes, lie in a
+    Peak memory: the Gram matrix and its decomposition, five [out, out] matrices in float64, or later the basis with five
+    [out, in] ones, `8 max(5 out^2, 2 out^2 + 5 out in)` bytes. All layers' coordinates, `4 L out in` bytes, lie in a
     temporary file beside the output.
 
     Args:
@@ -160,7 +160,7 @@ class MatrixPrediction(Solver):
         self._role, self._gaps, self._options = role, gaps, options
         self._seed = tensor_seed(seed, f"lesa:{name}")
         self._out, self._in = shape
-        self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 3 * self._out * self._in)
+        self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 5 * self._out * self._in)
         self.scratch_bytes = 4 * len(self._sources) * self._out * self._in
         self.workers = workers_on(options.device, options.workers)
         self.threads = (
@@ -189,7 +189,7 @@ class MatrixPrediction(Solver):
         num_rows = len(basis.values)
         if not num_rows:
             raise RequestError(
-                f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from."
+                f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from. Use another base."
             )
         with RowFile(place.scratch / f"{self._role}.rows", num_rows, num_layers, self._in) as rows:
             for layer in range(num_layers):

@@ -180,6 +180,7 @@ class BlockFusion(Solver):
                 carried = (carried + previous) / 2
             plan = self._transport(role, carried, following, place, previous)
             yield from self._fused(role, plan, place, carried, following, previous)
+            del plan  # before the next is made
         if "down" not in self._filled:
             previous, following = self._pair(place, "down")
             yield from self._fused(

@@ -45,4 +45,4 @@ def check_package(module: str, package: str, what: str, extra: str) -> None:
 
 def workers_on(device: str, workers: int | None) -> int | None:
     """Most solvers that may work at once: what a person said, else one on an accelerator, whose memory they would share."""
-    return 1 if workers is None and device != "cpu" else workers
+    return 1 if workers is None and not device.startswith("cpu") else workers

@@ -77,9 +77,11 @@ def sinkhorn(
     source_mass, target_mass = source.new_full((n,), 1 / n), source.new_full((m,), 1 / m)
     row_potential = cost.min(dim=1).values  # [n]
     column_potential = (cost - row_potential[:, None]).min(dim=0).values  # [m]
+    plan: torch.Tensor | None = None
     potentials, iterations, error = (row_potential, column_potential), 0, float("inf")
     while iterations < max_iterations and error > tolerance / m**0.5:  # POT measures in L2
         check()
+        plan = None  # not two at once
         plan, log = ot.bregman.sinkhorn_stabilized(
             source_mass,
             target_mass,
@@ -95,6 +97,7 @@ def sinkhorn(
         potentials, error = log["warmstart"], float(log["err"][-1])
         iterations += int(log["n_iter"]) + 1
     del cost
+    assert plan is not None
     column_sums = plan.sum(dim=0)
     residual = (column_sums - target_mass).abs().sum() + (plan.sum(dim=1) - source_mass).abs().sum()
     if plan_scale == "barycentric":

@@ -106,6 +106,23 @@ def test_a_matrix_that_is_zero_in_every_layer_is_refused(tmp_path, command, refu
     refused(command("--base", base, *request(), "--output", tmp_path / "out", "--no-verify"), message, ["base"])
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("rest", [["--no-verify"], ["--allow-nan"]])
+@pytest.mark.parametrize(
+    "method", [request(), ["--method", "opt-deus"], ["--method", "opt-deus", "--set", "solver=hungarian"]]
+)
+def test_layers_are_not_made_from_what_is_not_finite(method, rest, value, tmp_path, command, refused):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    tensors["model.layers.2.mlp.gate_proj.weight"][0, 0] = float(value)
+    write_tensors(base, tensors)
+    message = (
+        r"model\.layers\.2\.mlp\.gate_proj\.weight holds NaN or infinite values; expected finite weights, since new ones "
+        r"are computed from them\. Repair the base\."
+    )
+    refused(command("--base", base, *method, *rest, "--output", tmp_path / "out"), message, ["base"])
+
+
 def test_directions_under_the_guard_are_counted_in_a_warning_and_refused_under_strict(
     narrow, tmp_path, command, refused
 ):

@@ -9,7 +9,7 @@ import pytest
 from tests.upscalers.processes import run_python
 
 REPOSITORY = Path(__file__).parents[3]
-CONSTANT_BYTES = 16_000_000
+CONSTANT_BYTES = 8_000_000
 """For what does not grow with the matrices."""
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """The C library gives memory back as soon as it is free: what a solver holds is counted, not what the library keeps."""
@@ -18,12 +18,13 @@ SMALL = {"epochs": 1, "batch_size": 1024, "hidden_size": 16}
 """A predictor that takes no memory to speak of."""
 
 CASES = [
+    ("opt-deus", 256, 1536, {}),
     ("opt-deus", 512, 1536, {"head_aware": True}),
     ("opt-deus", 512, 1536, {"precision": "float32", "identity": "none"}),
     ("opt-deus", 1024, 1024, {"norm_preserving": True, "mlp_t_in": "residual_mean", "identity": "none"}),
     ("opt-deus", 512, 2048, {"solver": "hungarian", "identity": "none"}),
     ("lesa", 1024, 1024, SMALL),
-    ("lesa", 512, 2048, SMALL),
+    ("lesa", 768, 3072, SMALL),
     ("lesa", 1536, 512, SMALL),
 ]
 
@@ -41,6 +42,6 @@ def measured() -> list[dict[str, int]]:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{case[0]} {case[1:]}" for case in CASES])
 def test_a_solver_holds_no_more_than_it_states(case):
     found = measured()[case]
-    assert found["stated"] > 1.5 * CONSTANT_BYTES
+    assert found["stated"] > 4 * CONSTANT_BYTES
     assert found["growth"] <= found["stated"] + CONSTANT_BYTES, f"{found['growth'] / found['stated']:.2f} times"
     assert found["growth"] > found["stated"] / 5  # a statement far too high would keep processors idle

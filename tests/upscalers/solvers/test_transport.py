@@ -148,6 +148,25 @@ def test_too_few_iterations_leave_a_residual_that_is_told(plan_scale):
     assert solve(source, target, plan_scale).residual <= 1e-9
 
 
+@pytest.mark.parametrize("limit", [20, 499, 1100])
+def test_no_more_iterations_are_made_than_allowed(limit):
+    found = solve(rows(40, scale=4.0), rows(40, scale=4.0, seed=1), tolerance=1e-14, max_iterations=limit)
+    assert found.iterations == limit and found.residual > 1e-14
+
+
+def test_a_long_search_asks_now_and_then_whether_to_go_on():
+    asked = []
+
+    def check() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+
+    source, target = rows(40, scale=4.0), rows(40, scale=4.0, seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        sinkhorn(source, target, REGULARIZATION, 1e-14, 10**9, "raw", check)
+
+
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-6, 1e-9])
 def test_the_tolerance_bounds_the_residual(tolerance):
     found = solve(rows(40, scale=0.6), rows(30, scale=0.6, seed=1), tolerance=tolerance)
