@@ -209,7 +209,7 @@ def test_interrupted_from_the_keyboard_nothing_is_left(workers, base, tmp_path, 
         return honest(*arguments)
 
     monkeypatch.setattr(layer_predictor, "train_predictor", interrupted)
-    long = request(f"workers={workers}", "epochs=100000")
+    long = request(f"workers={workers}", "epochs=3000")
     outcome = command("--base", base, *long, "--output", tmp_path / "out", "--no-verify")
     assert outcome.status == 130
     assert outcome.err == "upscale: interrupted; nothing is left of the output.\n"
