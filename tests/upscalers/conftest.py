@@ -1,8 +1,9 @@
 """Settings and fixtures of the upscaler tests."""
 
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ class Outcome:
     def json(self) -> Any:
         """The one object on standard output."""
         return json.loads(self.out)
+
+
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """SIGINT is taken as from a keyboard, also where the tests run in the background of a shell that has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -140,8 +140,8 @@ def test_the_layer_with_the_largest_coefficient_gives_the_attention_type():
     for coefficients, sources in (
         ({"previous": 0.75, "next": 0.25}, [(1, 2), (2, 3)]),
         ({"previous": 0.25, "next": -0.75}, [(2, 1), (3, 2)]),
-        ({"previous": 0.5, "next": 0.5}, [(1, 2), (2, 3)]),
-        ({"previous": 0.3, "next": 0.3, 0: 0.4}, [(0, 1, 2), (0, 2, 3)]),
+        ({"previous": 0.5, "next": 0.5}, [(2, 1), (3, 2)]),
+        ({"previous": 0.3, "next": 0.3, 0: 0.4}, [(0, 2, 1), (0, 3, 2)]),
     ):
         plan = planned(config, "linear-combination", coefficients=coefficients)
         assert [plan.layers[index].sources for index in plan.new_indices] == sources

@@ -29,7 +29,7 @@ ONE_SIDE = (
 )
 MEMORY = (
     "new layer {} would be made from base layer {}, which is a memory block; expected a layer with a feed-forward "
-    "network. Choose another placement."
+    "network. Choose other layers or another placement."
 )
 MIXED = (
     "new layers 2, 4 fuse sliding and full attention, whose rotary embeddings and windows may differ. {} It is an error "

@@ -12,7 +12,7 @@ from upscalers import upscale
 from upscalers.engine.inspection import inspect_checkpoint
 
 DTYPES = ["float32", "bfloat16", "float16"]
-EXACT, OTHERWISE = "It computes exactly what the base computes", "It does not compute what the base computes"
+EXACT, OTHERWISE = "It computes exactly what the base computes", "It is not promised to compute what the base computes"
 
 
 def identities(family: str) -> list[str]:

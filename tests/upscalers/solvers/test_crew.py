@@ -162,6 +162,7 @@ def busy() -> list[str]:
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only there signals arrive")
+@pytest.mark.usefixtures("keyboard")
 def test_interrupted_from_the_keyboard_the_running_solvers_stop(place):
     taken = []
 
@@ -176,6 +177,7 @@ def test_interrupted_from_the_keyboard_the_running_solvers_stop(place):
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only there signals arrive")
+@pytest.mark.usefixtures("keyboard")
 def test_interrupted_from_the_keyboard_no_other_solver_begins(place):
     """Its first step may take minutes."""
     queued = [Steps(f"queued {index}", workers=1) for index in range(5)]
