@@ -8,7 +8,7 @@ from upscalers.engine.method import register_method
 from upscalers.engine.options import option
 from upscalers.engine.plan import New, Plan
 from upscalers.engine.recipes import Recipe
-from upscalers.methods.dense_block import DenseMethod, whole_layer
+from upscalers.methods.dense_block import DenseMethod, layer_before
 from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
 
 _HALF_THE_POWER = 0.5**0.5
@@ -52,9 +52,7 @@ class AttenuatedCopy(DenseMethod):
         return {"output_projection": _HALF_THE_POWER, "down": _HALF_THE_POWER}
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        source = layer.previous if layer.previous is not None else layer.next
-        assert source is not None
-        return (whole_layer(base, source, index),)
+        return (layer_before(base, layer, index),)
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         return without_effect(base, self.scale(base))

@@ -106,6 +106,22 @@ class FusionMethod(DenseMethod):
         return strict_or_warnings(concerns, self.options.strict)
 
 
+def layer_before(base: BaseModel, layer: New, index: int) -> int:
+    """The base layer before a new one, or the one after where there is none: what a copy is made from.
+
+    Args:
+        base: The base.
+        layer: The new layer.
+        index: Its index in the upscaled model.
+
+    Raises:
+        RequestError: If it is a memory block.
+    """
+    source = layer.previous if layer.previous is not None else layer.next
+    assert source is not None
+    return whole_layer(base, source, index)
+
+
 def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = False) -> tuple[int, int]:
     """The base layers on both sides of a new one, the next first.
 

@@ -6,7 +6,7 @@ from upscalers.engine.base_model import BaseModel
 from upscalers.engine.method import register_method
 from upscalers.engine.options import option
 from upscalers.engine.plan import New
-from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, whole_layer
+from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, layer_before
 from upscalers.methods.papers import LLAMA_PRO
 
 
@@ -28,6 +28,4 @@ class LlamaPro(DenseMethod):
     default_placement = "llama-pro"
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        source = layer.previous if layer.previous is not None else layer.next
-        assert source is not None
-        return (whole_layer(base, source, index),)
+        return (layer_before(base, layer, index),)

@@ -197,7 +197,6 @@ def test_an_error_in_one_solver_stops_the_others_and_leaves_nothing(workers, bas
     assert not any("solver" in thread.name for thread in threading.enumerate())
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only there signals arrive")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.usefixtures("keyboard")
 def test_interrupted_from_the_keyboard_nothing_is_left(workers, base, tmp_path, command, monkeypatch):

@@ -161,7 +161,6 @@ def busy() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("solver")]
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only there signals arrive")
 @pytest.mark.usefixtures("keyboard")
 def test_interrupted_from_the_keyboard_the_running_solvers_stop(place):
     taken = []
@@ -176,7 +175,6 @@ def test_interrupted_from_the_keyboard_the_running_solvers_stop(place):
     assert not busy()
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="only there signals arrive")
 @pytest.mark.usefixtures("keyboard")
 def test_interrupted_from_the_keyboard_no_other_solver_begins(place):
     """Its first step may take minutes."""
