@@ -8,19 +8,18 @@ the nearest number that the method can place. A model whose perplexity equals th
 """
 
 import argparse
-import csv
 import json
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
-from os import cpu_count
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "initial_perplexity.csv"
+from tracked import MACHINE, RESULTS, append, commit
+
+PERPLEXITY_RESULTS = RESULTS / "initial_perplexity.csv"
 ROOT = Path(__file__).parent.parent
 
 
@@ -86,15 +85,14 @@ def main() -> None:
 
         text = addresses().held_out
     chosen = arguments.only.split(",") if arguments.only else [variant.method for variant in VARIANTS]
-    machine = f"{platform.machine()} {cpu_count()} cores"
-    commit = _commit()
+    commit_now = commit()
 
     def row(variant: str, folder: Path, report: dict | None, record: dict | None, of_base: float | None) -> Row:
         result, config, parameters = _measured(folder, Path(text), arguments.max_tokens, arguments.sequence_length)
         return Row(
             date=date.today().isoformat(),
-            commit=commit,
-            machine=machine,
+            commit=commit_now,
+            machine=MACHINE,
             base=Path(base).name,
             variant=variant,
             layers=config["num_hidden_layers"],
@@ -119,7 +117,7 @@ def main() -> None:
             print(f"{variant.name}: {rows[-1].perplexity:.4f}", file=sys.stderr)
     print(_table(rows))
     if not arguments.no_append:
-        _append(rows)
+        append(rows, PERPLEXITY_RESULTS)
 
 
 def _upscale(base: Path, variant: Variant, output: Path) -> dict:
@@ -157,20 +155,6 @@ def _table(rows: list[Row]) -> str:
         divergence = "" if row.kl_divergence is None else f"{row.kl_divergence:.3g}"
         lines.append(f"| {row.variant} | {row.layers} | {row.parameters / 1e6:.1f} M | {perplexity} | {divergence} |")
     return "\n".join(lines)
-
-
-def _append(rows: list[Row]) -> None:
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(asdict(rows[0])))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def _commit() -> str:
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
-    return described.stdout.strip()
 
 
 if __name__ == "__main__":

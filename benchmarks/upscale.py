@@ -11,24 +11,22 @@ their tensors give a row a kind of matrix as well, in `solvers.csv`.
 """
 
 import argparse
-import csv
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "upscale.csv"
-MACHINE = f"{platform.machine()} {os.cpu_count()} cores"
-SOLVER_RESULTS = RESULTS.with_name("solvers.csv")
+from tracked import MACHINE, RESULTS, append, commit
+
+UPSCALE_RESULTS = RESULTS / "upscale.csv"
+SOLVER_RESULTS = RESULTS / "solvers.csv"
 
 
 @dataclass
@@ -212,10 +210,6 @@ def bench(
     )
 
 
-def commit() -> str:
-    return subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-
-
 def solver_rows(method: str, base: Path, output: Path) -> list[SolverRow]:
     """Seconds by kind of matrix, as `upscale.json` has them; none for methods without solvers."""
     measurements = json.loads((output / "upscale.json").read_text())["measurements"]
@@ -229,19 +223,6 @@ def solver_rows(method: str, base: Path, output: Path) -> list[SolverRow]:
             )
         )
     return rows
-
-
-def append(rows: Sequence[Row | SolverRow], results: Path) -> None:
-    """Append to the tracked results."""
-    if not rows:
-        return
-    results.parent.mkdir(exist_ok=True)
-    is_new = not results.exists()
-    with results.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(asdict(rows[0])))
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def main() -> None:
@@ -295,7 +276,7 @@ def main() -> None:
     for row in [*rows, *solved]:
         print(json.dumps(asdict(row)))
     if not arguments.no_append:
-        append(rows, RESULTS)
+        append(rows, UPSCALE_RESULTS)
         append(solved, SOLVER_RESULTS)
 
 
