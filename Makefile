@@ -7,9 +7,11 @@ OLDEST ?= .venv-oldest
 WORKERS ?= 2
 # Tiny models lose more to threads than they win.
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-OLDEST_TESTS = tests/ops tests/memory tests/models --ignore=tests/models/test_peft.py
+RESULTS ?= benchmarks/results
+GPU_METHODS = base,llama-pro,opt-deus,midus-hml
+OLDEST_TESTS = tests/ops tests/memory tests/models --ignore=tests/models/test_peft.py --ignore=tests/ops/kernels
 
-.PHONY: demo test test-newest test-oldest material check format bench clean
+.PHONY: demo test test-newest test-oldest material check format bench bench-gpu bench-gpu-sizes bench-upscale clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -34,7 +36,28 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# Ends with the first status that is not 0, but only after all of it ran.
 bench: $(VENV)/installed
+	@status=0; \
+	$(VENV)/bin/python -m benchmarks ops --device cpu --budget 180 --results $(RESULTS) || status=$$?; \
+	$(VENV)/bin/python -m benchmarks model --device cpu --lengths 256 --budget 300 --results $(RESULTS) || status=$$?; \
+	$(VENV)/bin/python -m benchmarks report --results $(RESULTS) || status=$$?; \
+	exit $$status
+
+bench-gpu:
+	@status=0; \
+	$(PYTHON) -m benchmarks ops --device cuda --budget 180 --results $(RESULTS) || status=$$?; \
+	$(PYTHON) -m benchmarks model --device cuda --base llama-3.1-8b --methods $(GPU_METHODS) --rounds 2 --budget 150 \
+		--results $(RESULTS) || status=$$?; \
+	$(PYTHON) -m benchmarks model --device cuda --base llama-3.2-1b --methods $(GPU_METHODS) --rounds 2 --budget 110 \
+		--results $(RESULTS) || status=$$?; \
+	exit $$status
+
+bench-gpu-sizes:
+	$(PYTHON) -m benchmarks model --device cuda --base llama-3.2-1b,llama-3.1-8b --methods $(GPU_METHODS) --rounds 1 \
+		--phases train --batches 32 --lengths 512,1024,4096 --budget 500 --results $(RESULTS)
+
+bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py
 
 $(VENV)/installed: pyproject.toml constraints.txt

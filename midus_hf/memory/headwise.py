@@ -2,36 +2,53 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from midus_hf.memory.registry import MemoryModule, MemoryOptions, register_memory
-from midus_hf.ops.headwise_memory import headwise_memory
+from midus_hf.memory.registry import register_memory
+from midus_hf.memory.retrieval import RetrievalMemory, RetrievalOptions, check_choice, check_switch, check_whole
+from midus_hf.memory.value_cache import ValueCache
+from midus_hf.ops.headwise_memory import expand_values, headwise_memory
+from midus_hf.ops.product_key import product_key_topk, sub_key_scores
+
+VALUES = ("expanded", "shared", "own")
 
 
 @dataclasses.dataclass(kw_only=True)
-class HeadwiseOptions(MemoryOptions):
-    """Options of a head-wise memory.
+class HeadwiseOptions(RetrievalOptions):
+    """Options of a head-wise memory, beside those of `RetrievalOptions`.
 
     Args:
-        layers: Indices of the layers that hold this memory, ascending.
         n: Sub-keys a side; every head addresses `n * n` slots. Default: 64.
-        k: Slots retrieved a head and token. Default: 4.
+        values: `"expanded"`, one bank that each head transforms (HIVE, equation 16); `"shared"`, one bank that all
+            heads read as it is; or `"own"`, a bank a head. Default: `"expanded"`.
+        output_projection: Whether the attention in front keeps its output projection. Default: false.
 
     Raises:
-        ValueError: If `n` or `k` is not a whole number or not positive, or `k` exceeds `n`.
+        ValueError: If `n` or `k` is not a whole number or not positive, `k` exceeds `n`, or another value is not one
+            of those named.
     """
 
     n: int = 64
-    k: int = 4
+    values: str = "expanded"
+    output_projection: bool = False
+
+    @property
+    def keeps_output_projection(self) -> bool:
+        return self.output_projection
+
+    @property
+    def adds_block_input(self) -> bool:
+        return self.inner_residual
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n", "k"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a whole number.")
+        check_whole("n", self.n)
+        check_choice("values", self.values, VALUES)
+        check_switch("output_projection", self.output_projection)
         if self.n < 1:
             raise ValueError(f"n is {self.n}; expected at least one sub-key a side.")
         if not 1 <= self.k <= self.n:
@@ -39,26 +56,36 @@ class HeadwiseOptions(MemoryOptions):
 
 
 @register_memory("headwise", HeadwiseOptions)
-class HeadwiseMemory(MemoryModule):
+class HeadwiseMemory(RetrievalMemory):
     """Memory a head, queried by the head's attention output (MIDUS, section 4.2, equations 11 to 17).
 
     Args:
         hidden_size: D, the width of the residual stream; a multiple of `num_heads`.
         num_heads: H, query heads of the attention in front.
-        head_dim: d, width of one head's attention output; even. It need not be D / H.
+        head_dim: d, width of one head's share of the attention output; even. It need not be D / H.
         n: Sub-keys a side. Default: 64.
-        k: Slots retrieved a head. Default: 4.
+        k: Slots retrieved a head and token. Default: 4.
+        values: As in `HeadwiseOptions`. Default: `"expanded"`.
+        norm_and_gate: `query_norm`, `temperature` and `gate`, as in `RetrievalOptions`.
 
     Raises:
         ValueError: If `hidden_size` is no multiple of `num_heads`, or `head_dim` is odd.
     """
 
-    site = "inserted"
     key_value_parameters = ("row_keys", "column_keys", "value_bank")
     value_parameters = ("value_bank",)
 
-    def __init__(self, *, hidden_size: int, num_heads: int, head_dim: int, n: int = 64, k: int = 4):
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        n: int = 64,
+        k: int = 4,
+        values: str = "expanded",
+        **norm_and_gate: Any,
+    ):
         if hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size is {hidden_size}; expected a multiple of the {num_heads} attention heads, "
@@ -66,23 +93,38 @@ class HeadwiseMemory(MemoryModule):
             )
         if head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; expected an even number, half for rows and half for columns.")
-        self.num_heads, self.head_dim, self.value_dim = num_heads, head_dim, hidden_size // num_heads
-        self.n, self.k = n, k
+        super().__init__(
+            query_width=head_dim, input_width=num_heads * head_dim, num_heads=num_heads, k=k, **norm_and_gate
+        )
+        self.head_dim, self.value_dim, self.n, self.values = head_dim, hidden_size // num_heads, n, values
         self.row_keys = nn.Parameter(torch.empty(num_heads, n, head_dim // 2))
         self.column_keys = nn.Parameter(torch.empty(num_heads, n, head_dim // 2))
-        self.value_bank = nn.Parameter(torch.empty(n * n, self.value_dim))
-        self.value_transform = nn.Parameter(torch.empty(num_heads, self.value_dim, self.value_dim))
+        banks = (num_heads,) if values == "own" else ()
+        self.value_bank = nn.Parameter(torch.empty(*banks, n * n, self.value_dim))
+        if values == "expanded":
+            self.value_transform = nn.Parameter(torch.empty(num_heads, self.value_dim, self.value_dim))
+        self.value_cache = ValueCache()
         self.reset_parameters()
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, options: HeadwiseOptions) -> "HeadwiseMemory":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if options.inner_residual and not options.output_projection and heads * head_dim != config.hidden_size:
+            raise ValueError(
+                f"inner_residual adds the block's input of width {config.hidden_size} to an attention output of width "
+                f"{heads * head_dim}; expected equal widths. Set output_projection to true as well."
+            )
         return cls(
             hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            head_dim=head_dim,
+            num_heads=heads,
+            head_dim=config.hidden_size // heads if options.output_projection else head_dim,
             n=options.n,
             k=options.k,
+            values=options.values,
+            query_norm=options.query_norm,
+            temperature=options.temperature,
+            gate=options.gate,
         )
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -95,27 +137,61 @@ class HeadwiseMemory(MemoryModule):
             tensor.zero_()
         elif name == "value_transform":
             tensor.normal_(0.0, 1.0 / math.sqrt(self.value_dim), generator=generator)
-        else:
+        elif name in ("row_keys", "column_keys"):
             bound = 1.0 / math.sqrt(self.head_dim // 2)
             tensor.uniform_(-bound, bound, generator=generator)
+        else:
+            super().init_parameter(name, tensor, generator)
 
-    def forward(self, attention_output: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
+        return self.normalised(attention_output.unflatten(-1, (self.num_heads, self.head_dim)), track_statistics)
+
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return product_key_topk(query, self.row_keys, self.column_keys, self.k)
+
+    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
+        return list(sub_key_scores(query, self.row_keys, self.column_keys))
+
+    def forward(
+        self, attention_output: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto"
+    ) -> torch.Tensor:
         """Retrieve what every head's attention output asks for.
 
         Args:
-            attention_output: `[B, T, H * d]`, the heads' outputs side by side, before any output projection.
+            attention_output: `[B, T, H * d]`, the heads' outputs side by side.
+            residual: `[B, T, D]`, added to what is retrieved. Default: none.
             backend: Body of the op. Default: `"auto"`.
 
         Returns:
-            `[B, T, D]`, to be added to the residual stream.
+            `[B, T, D]`.
         """
-        query = attention_output.unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, d]
+        bank: torch.Tensor = self.value_bank
+        transform: torch.Tensor | None = getattr(self, "value_transform", None)
+        if transform is not None:
+            cached = self.value_cache.get(self, (bank, transform), expand_values)
+            bank, transform = (bank, transform) if cached is None else (cached, None)
+        by_head = None
+        if residual is not None and self.gate == "none":
+            by_head = residual.unflatten(-1, (self.num_heads, self.value_dim))
         output = headwise_memory(
-            query, self.row_keys, self.column_keys, self.value_bank, self.value_transform, self.k, backend
+            self.queries(attention_output),
+            self.row_keys,
+            self.column_keys,
+            bank,
+            transform,
+            self.k,
+            residual=by_head,
+            temperature=self.temperature,
+            backend=backend,
         )  # [B, T, H, D / H]
-        return output.flatten(-2)
+        output = self.gated(attention_output, output).flatten(-2)
+        return residual + output if residual is not None and self.gate != "none" else output
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, value_dim={self.value_dim}, n={self.n}, k={self.k}"
-        )
+        sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}
+        sizes |= {"n": self.n, "k": self.k}
+        words = {"values": self.values, "query_norm": self.query_norm, "gate": self.gate}
+        chosen: dict[str, Any] = {name: value for name, value in words.items() if value not in ("expanded", "none")}
+        if self.temperature != 1:
+            chosen["temperature"] = self.temperature
+        return ", ".join(f"{name}={value}" for name, value in (sizes | chosen).items())

@@ -25,6 +25,16 @@ class MemoryOptions:
 
     layers: list[int]
 
+    @property
+    def keeps_output_projection(self) -> bool:
+        """Whether the attention in front of an inserted memory keeps its output projection, and the norm behind it."""
+        return False
+
+    @property
+    def adds_block_input(self) -> bool:
+        """Whether the block's input is added to the attention output that an inserted memory reads."""
+        return False
+
     def __post_init__(self) -> None:
         if not isinstance(self.layers, list) or any(type(layer) is not int for layer in self.layers):
             raise ValueError(f"layers is {self.layers!r}; expected a list of layer indices.")
@@ -44,14 +54,14 @@ class MemoryModule(nn.Module):
     """Where the memory sits: `"inserted"` has a decoder layer of its own."""
 
     options_class: ClassVar[type[MemoryOptions]]
-    keeps_output_projection: ClassVar[bool] = False
-    """Whether the attention in front of an inserted memory keeps its output projection."""
-
     key_value_parameters: ClassVar[tuple[str, ...]]
     """Names of the parameters that are keys and values: trained at a constant rate, without weight decay."""
 
     value_parameters: ClassVar[tuple[str, ...]]
     """Those of `key_value_parameters` that are values."""
+
+    norm_parameters: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters that are gains and biases of norms, whatever their dimensions: without weight decay."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, options: Any) -> "MemoryModule":
@@ -59,15 +69,15 @@ class MemoryModule(nn.Module):
         raise TypeError(f"{cls.__name__} does not say how it is built from a config.")
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill `tensor` in place with the initial value of the parameter `name`; the same generator, the same bytes."""
+        """Fill `tensor` in place with the initial value of the parameter or buffer `name`; the same generator, the same bytes."""
         raise TypeError(f"{type(self).__name__} does not say how {name} is initialised.")
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter that no checkpoint has filled."""
-        for name, parameter in self.named_parameters(recurse=False):
-            if not getattr(parameter, "_is_hf_initialized", False):
+        """Initialise every parameter and buffer that no checkpoint has filled."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if not getattr(tensor, "_is_hf_initialized", False):
                 with torch.no_grad():
-                    self.init_parameter(name, parameter)
+                    self.init_parameter(name, tensor)
 
 
 def register_memory(name: str, options: type[MemoryOptions]) -> Callable[[type[MemoryModule]], type[MemoryModule]]:

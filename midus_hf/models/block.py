@@ -1,5 +1,7 @@
 """The inserted decoder layer: attention, then a memory in place of the feed-forward network."""
 
+from typing import ClassVar
+
 import torch
 
 from midus_hf.memory.registry import parse_memory_entry
@@ -9,20 +11,24 @@ class MemoryBlock:
     """Mixin that turns a family's decoder layer into a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18).
 
     The family's layer is built first and then loses what a block does not have: the feed-forward network, every norm
-    but the one before attention, and, unless the memory wants it, the output projection. What is left keeps its names,
-    its place in the cache and its class, so masks, caches, checkpointing and output capture treat it as any other
-    layer. The memory's output goes straight into the residual stream: an output norm (Gemma) at its start value of
-    zero would have a gradient of 1 / sqrt(eps).
+    but the one before attention, and, unless the memory wants them, the output projection and the norm behind it. What
+    is left keeps its names, its place in the cache and its class, so masks, caches, checkpointing and output capture
+    treat it as any other layer. The memory's output goes straight into the residual stream: an output norm (Gemma) at
+    its start value of zero would have a gradient of 1 / sqrt(eps).
     """
 
-    kept_children = ("self_attn", "input_layernorm")
+    attention_output_norm: ClassVar[str | None] = None
+    """The norm that the family puts behind its attention's output projection."""
 
     def __init__(self, config, layer_idx: int, memory_entry: dict):
         super().__init__(config, layer_idx)
-        for name in [name for name, _ in self.named_children() if name not in self.kept_children]:
-            delattr(self, name)
         memory_class, options = parse_memory_entry(memory_entry)
-        if not memory_class.keeps_output_projection:
+        self.normalises_output = options.keeps_output_projection and self.attention_output_norm is not None
+        self.adds_block_input = options.adds_block_input
+        kept = {"self_attn", "input_layernorm", self.attention_output_norm if self.normalises_output else None}
+        for name in [name for name, _ in self.named_children() if name not in kept]:
+            delattr(self, name)
+        if not options.keeps_output_projection:
             # A function, not an `nn.Identity`: a LoRA on every `o_proj` would find the module and refuse it.
             del self.self_attn.o_proj
             self.self_attn.o_proj = _unchanged
@@ -43,8 +49,12 @@ class MemoryBlock:
             position_ids=position_ids,
             past_key_values=past_key_values,
             **kwargs,
-        )  # [B, T, H * d]
-        return hidden_states + self.memory(attention_output)
+        )  # [B, T, H * d], or [B, T, D] behind an output projection
+        if self.normalises_output:
+            attention_output = getattr(self, self.attention_output_norm)(attention_output)
+        if self.adds_block_input:
+            attention_output = hidden_states + attention_output
+        return self.memory(attention_output, hidden_states)
 
 
 def _unchanged(heads_output: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
 class MidusGemma2MemoryBlock(MemoryBlock, Gemma2DecoderLayer):
     """A `Gemma2DecoderLayer` whose feed-forward network is a memory."""
 
+    attention_output_norm = "post_attention_layernorm"
+
 
 class MidusGemma2Model(MemoryModel, Gemma2Model):
     """`Gemma2Model` with memory blocks among its layers."""

@@ -18,6 +18,8 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
 class MidusGemma3MemoryBlock(MemoryBlock, Gemma3DecoderLayer):
     """A `Gemma3DecoderLayer` whose feed-forward network is a memory."""
 
+    attention_output_norm = "post_attention_layernorm"
+
 
 class MidusGemma3Model(MemoryModel, Gemma3TextModel):
     """`Gemma3TextModel` with memory blocks among its layers."""

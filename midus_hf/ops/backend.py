@@ -1,20 +1,101 @@
 """The choice between the bodies of an op."""
 
-BACKENDS = ("auto", "torch")
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import torch
+
+from midus_hf.ops.triton_import import HAS_TRITON
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+SELECTIONS = ("auto", "two-stage", "cartesian")
+BACKWARDS = ("auto", "sorted", "atomic", "dedup")
 
 
-def resolve_backend(backend: str) -> str:
-    """Name the body that an op runs.
+@dataclasses.dataclass(frozen=True)
+class OpChoices:
+    """What ops do where their caller leaves it to `"auto"`.
 
     Args:
-        backend: `"auto"` for the fastest body that can run here, or the name of one body.
+        backend: `"reference"`, the contract, written to be read; `"torch"`, vectorised; `"triton"`, kernels for CUDA
+            tensors. Default: `"auto"`, kernels where they can run, else `"torch"`.
+        selection: How product keys are selected: in `"two-stage"`s, or by one selection over the `"cartesian"` grid of
+            all `n * n` slots (MIDUS, appendix C.1). Default: `"auto"`, two stages.
+        backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which
+            may differ from run to run on CUDA; or `"dedup"`, by MIDUS's Algorithm 1 (appendix C.3). Default: `"auto"`,
+            sorted.
+    """
 
-    Returns:
-        The name of a body. Today that is always `"torch"`, the reference.
+    backend: str = "auto"
+    selection: str = "auto"
+    backward: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("backend", BACKENDS), ("selection", SELECTIONS), ("backward", BACKWARDS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
+
+
+_standing = OpChoices()
+
+
+@contextlib.contextmanager
+def op_choices(**changes: str) -> Iterator[None]:
+    """Choose for all ops called within, where their caller leaves it to `"auto"`.
+
+    Args:
+        changes: Fields of `OpChoices`.
 
     Raises:
-        ValueError: If there is no such backend.
+        ValueError: If there is no such choice.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(map(repr, BACKENDS))}.")
-    return "torch"
+    global _standing
+    before = _standing
+    _standing = dataclasses.replace(before, **changes)
+    try:
+        yield
+    finally:
+        _standing = before
+
+
+def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -> OpChoices:
+    """Name the bodies that an op runs.
+
+    Args:
+        backend: As in `OpChoices`.
+        selection: As in `OpChoices`.
+        backward: As in `OpChoices`.
+        tensor: One of the op's, for its device and dtype. Kernels do not compute in float64.
+
+    Returns:
+        Choices without `"auto"`.
+
+    Raises:
+        ValueError: If there is no such choice, or kernels are asked for where they cannot run.
+    """
+    asked = OpChoices(backend, selection, backward)
+    body = _standing.backend if asked.backend == "auto" else asked.backend
+    if body == "auto":
+        body = "triton" if tensor.is_cuda and HAS_TRITON and tensor.dtype != torch.float64 else "torch"
+    if body == "triton":
+        if not HAS_TRITON:
+            raise ValueError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
+        if not (tensor.is_cuda or interprets_kernels()):
+            raise ValueError(
+                f"backend is 'triton', but the tensors are on {tensor.device.type}; expected cuda, or choose 'torch'."
+            )
+        if tensor.dtype == torch.float64:
+            raise ValueError(
+                "backend is 'triton', but the tensors are float64; expected float32 or less, or choose 'torch'."
+            )
+    way = _standing.selection if asked.selection == "auto" else asked.selection
+    order = _standing.backward if asked.backward == "auto" else asked.backward
+    return OpChoices(body, "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order)
+
+
+def interprets_kernels() -> bool:
+    """Whether triton's interpreter runs kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,9 +1,15 @@
 """The head-wise memory of MIDUS: product-key retrieval a head, and values expanded a head from one shared bank."""
 
 import torch
-import torch.nn.functional as F
 
-from midus_hf.ops.product_key import product_key_topk
+from midus_hf.ops.backend import resolve
+from midus_hf.ops.headwise_lookup import headwise_lookup_op
+from midus_hf.ops.product_key import check_product_keys, product_key_topk
+from midus_hf.ops.product_key import reference as product_key_reference
+from midus_hf.ops.weighted_gather import weighted_gather
+
+_MOST_EXPANDED = 1 << 28
+"""Elements of an expanded bank that are made for one forward pass: 512 MB in bfloat16."""
 
 
 def headwise_memory(
@@ -11,8 +17,15 @@ def headwise_memory(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     value_bank: torch.Tensor,
-    value_transform: torch.Tensor,
+    value_transform: torch.Tensor | None,
     k: int,
+    *,
+    residual: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    expand: bool | None = None,
+    sparse_gradient: bool = False,
+    selection: str = "auto",
+    backward: str = "auto",
     backend: str = "auto",
 ) -> torch.Tensor:
     """Retrieve from the memory of every head (MIDUS, equations 11 to 17).
@@ -21,14 +34,28 @@ def headwise_memory(
     the shared bank so weighed, and maps the sum by its own transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE,
     equation 16). The heads' outputs stand side by side, as an attention's do.
 
+    The transform is linear, so the rows may as well be transformed first, `E_h = V W_h^T`, and gathered then. For
+    more than N tokens that is less work, forward and backward: `dV = sum_h G_h W_h` and `dW_h = G_h^T V` from the sums
+    `G_h` of gradients a slot.
+
     Args:
         query: `[..., H, d]`, floating point: the attention output of each head.
         row_keys: `[H, n, d / 2]`, the sub-keys K^row.
         column_keys: `[H, n, d / 2]`, the sub-keys K^col.
-        value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS.
-        value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper.
+        value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS; or `[H, n * n, v]`, a bank a head.
+        value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper. None where
+            values are used as they are.
         k: Slots retrieved a head, `1 <= k <= n`.
-        backend: `"auto"` or `"torch"`. Default: `"auto"`.
+        residual: `[..., H, v]`, the dtype of `value_bank`; added to what is retrieved, in one rounding where values
+            need no transform after they are gathered. Default: none.
+        temperature: Scores are divided by it before the softmax. Default: 1.
+        expand: Whether rows are transformed before they are gathered. Default: where that is less work.
+        sparse_gradient: Whether the gradient of `value_bank` is a coalesced sparse tensor of the rows that were hit, for
+            banks of which a batch hits few (see `weighted_gather`). Rows are then transformed after they are gathered.
+            Default: false.
+        selection: As in `OpChoices`. Default: `"auto"`.
+        backward: As in `OpChoices`. Default: `"auto"`.
+        backend: As in `OpChoices`. Default: `"auto"`.
 
     Returns:
         `[..., H, v]`, the dtype of `value_bank`.
@@ -36,19 +63,112 @@ def headwise_memory(
     Raises:
         ValueError: If the shapes disagree, or `k` lies outside `1..n`.
     """
-    scores, slots = product_key_topk(query, row_keys, column_keys, k, backend)  # [..., H, k]
+    check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
-    if value_bank.dim() != 2 or len(value_bank) != n * n:
-        raise ValueError(f"value_bank is {tuple(value_bank.shape)}; expected [n * n, v] with n * n = {n * n}.")
-    width = value_bank.shape[1]
+    _check_values(value_bank, value_transform, heads, n)
+    choices = resolve(backend, selection, backward, query)
+    if choices.backend == "reference":
+        output = reference(query, row_keys, column_keys, value_bank, value_transform, k, temperature)
+        return output if residual is None else residual + output
+    if sparse_gradient:
+        bodies = {"selection": choices.selection, "backend": choices.backend}
+        scores, slots = product_key_topk(query, row_keys, column_keys, k, **bodies)
+        flat_bank, flat_slots = value_bank, slots
+        if value_bank.dim() == 3:
+            flat_bank, flat_slots = value_bank.flatten(0, 1), slots + _first_slots(heads, n, slots.device)
+        weights = (scores / temperature).softmax(dim=-1)
+        output = weighted_gather(flat_bank, flat_slots, weights, sparse_gradient=True, backend=choices.backend)
+        output = output if value_transform is None else _transformed(output, value_transform)
+        return output if residual is None else residual + output
+
+    tokens = query.shape[:-2].numel()
+    if value_transform is not None and expand is None:
+        small = heads * value_bank.numel() <= _MOST_EXPANDED
+        expand = tokens >= n * n and small
+    if value_transform is not None and expand:
+        value_bank, value_transform = expand_values(value_bank, value_transform), None
+    fused_residual = None
+    if residual is not None and value_transform is None:
+        fused_residual = residual.reshape(tokens, heads, value_bank.shape[-1])
+    output, _, _ = headwise_lookup_op(
+        query.reshape(tokens, *query.shape[-2:]),
+        row_keys,
+        column_keys,
+        value_bank,
+        fused_residual,
+        k,
+        temperature,
+        choices.selection,
+        choices.backward,
+        choices.backend,
+    )  # [S, H, v]
+    if value_transform is not None:
+        output = _transformed(output, value_transform)
+    output = output.reshape(*query.shape[:-1], value_bank.shape[-1])
+    return output if residual is None or fused_residual is not None else residual + output
+
+
+def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
+    """The bank of every head, `E_h = V W_h^T` (MIDUS, equation 24).
+
+    Args:
+        value_bank: `[N, v]`.
+        value_transform: `[H, v, v]`.
+
+    Returns:
+        `[H, N, v]`.
+    """
+    return torch.matmul(value_bank, value_transform.transpose(1, 2))
+
+
+def reference(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    value_bank: torch.Tensor,
+    value_transform: torch.Tensor | None,
+    k: int,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """The contract: equations 11 to 17 as they are written, by PyTorch's own differentiation."""
+    scores, slots = product_key_reference(query, row_keys, column_keys, k)  # [..., H, k]
+    weights = (scores / temperature).softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
+    # Thousands of tokens may hit one slot: the gradient of a half-precision bank is summed in float32, in this copy.
+    summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32))
+    if value_bank.dim() == 3:
+        slots = slots + _first_slots(len(value_bank), row_keys.shape[1], slots.device)
+        summing_bank = summing_bank.flatten(0, 1)  # [H * N, v]
+    retrieved = torch.nn.functional.embedding(slots, summing_bank).to(value_bank.dtype)  # [..., H, k, v]
+    output = torch.einsum("...hk,...hkv->...hv", weights, retrieved)  # [..., H, v]
+    if value_transform is None:
+        return output
+    return torch.einsum("...hv,hwv->...hw", output, value_transform)  # [..., H, v]
+
+
+def _transformed(output: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
+    """`W_h` applied to what head h retrieved, `[..., H, v]`."""
+    by_head = output.flatten(0, -3).transpose(0, 1)  # [H, S, v]
+    return torch.matmul(by_head, value_transform.transpose(1, 2)).transpose(0, 1).reshape(output.shape)
+
+
+def _first_slots(heads: int, n: int, device: torch.device) -> torch.Tensor:
+    """Where the slots of each head begin in a bank of all heads: `[H, 1]`."""
+    return n * n * torch.arange(heads, device=device).unsqueeze(-1)
+
+
+def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None, heads: int, n: int) -> None:
+    expected = (n * n,) if value_bank.dim() == 2 else (heads, n * n)
+    if value_bank.dim() not in (2, 3) or value_bank.shape[:-1] != expected:
+        raise ValueError(
+            f"value_bank is {tuple(value_bank.shape)}; expected [n * n, v] or [H, n * n, v] with n * n = {n * n} and "
+            f"H = {heads}."
+        )
+    width = value_bank.shape[-1]
+    if value_transform is None:
+        return
+    if value_bank.dim() == 3:
+        raise ValueError("value_transform is given with a bank a head; expected None, or a bank that heads share.")
     if value_transform.shape != (heads, width, width):
         raise ValueError(
             f"value_transform is {tuple(value_transform.shape)}; expected (H, v, v) = {(heads, width, width)}."
         )
-
-    weights = scores.softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
-    # Thousands of tokens may hit one slot: the gradient of a half-precision bank is summed in float32, in this copy.
-    summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32))  # [n * n, v]
-    retrieved = F.embedding(slots, summing_bank).to(value_bank.dtype)  # [..., H, k, v]
-    base_output = torch.einsum("...hk,...hkv->...hv", weights, retrieved)  # [..., H, v]
-    return torch.einsum("...hv,hwv->...hw", base_output, value_transform)  # [..., H, v]

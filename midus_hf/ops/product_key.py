@@ -1,10 +1,12 @@
 """Product-key retrieval: the k best of n * n keys at the price of scoring 2 * n of them."""
 
-import contextlib
-
 import torch
 
-from midus_hf.ops.backend import resolve_backend
+from midus_hf.ops.backend import resolve
+from midus_hf.ops.library import custom_op
+from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.product_key_triton import triton_select
+from midus_hf.ops.selection import largest, staircase
 
 
 def product_key_topk(
@@ -12,6 +14,8 @@ def product_key_topk(
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     k: int,
+    *,
+    selection: str = "auto",
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find, for every head, the `k` product keys that score highest against its query.
@@ -21,14 +25,15 @@ def product_key_topk(
     selections give exactly what one selection over all `n * n` slots would (MIDUS, equations 11 to 13).
 
     Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too: rounding them first would
-    change the selection.
+    change the selection. Among equal scores any slots may be chosen.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
         row_keys: `[H, n, d / 2]`, the dtype of `query`.
         column_keys: `[H, n, d / 2]`, the dtype of `query`.
         k: Slots retrieved a head, `1 <= k <= n`.
-        backend: `"auto"` or `"torch"`. Default: `"auto"`.
+        selection: As in `OpChoices`. Default: `"auto"`.
+        backend: As in `OpChoices`. Default: `"auto"`.
 
     Returns:
         Scores `[..., H, k]`, descending, float32 (float64 for a float64 query), and slots `[..., H, k]`, int64.
@@ -36,7 +41,22 @@ def product_key_topk(
     Raises:
         ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`.
     """
-    resolve_backend(backend)
+    check_product_keys(query, row_keys, column_keys, k)
+    choices = resolve(backend, selection, "auto", query)
+    if choices.backend == "reference":
+        return reference(query, row_keys, column_keys, k)
+    n = row_keys.shape[1]
+    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)  # 2 x [..., H, n]
+    with torch.no_grad():
+        if choices.backend == "triton" and choices.selection == "two-stage":
+            rows, columns = select_op(row_scores, column_scores, k)
+        else:
+            rows, columns = select(row_scores, column_scores, k, choices.selection)
+    return row_scores.gather(-1, rows) + column_scores.gather(-1, columns), rows * n + columns
+
+
+def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int) -> None:
+    """Refuse shapes that do not fit each other."""
     if row_keys.dim() != 3:
         raise ValueError(f"row_keys is {tuple(row_keys.shape)}; expected [heads, n, sub-key width].")
     heads, n, half = row_keys.shape
@@ -51,21 +71,66 @@ def product_key_topk(
     if not 1 <= k <= n:
         raise ValueError(f"k is {k}; expected 1 <= k <= n = {n}. Lower k or raise n.")
 
-    score_dtype = torch.promote_types(query.dtype, torch.float32)
-    query_row, query_column = query.to(score_dtype).split(half, dim=-1)  # 2 x [..., H, d / 2]
-    with _without_autocast(query.device.type):
-        row_scores = torch.einsum("...hp,hnp->...hn", query_row, row_keys.to(score_dtype))  # [..., H, n]
-        column_scores = torch.einsum("...hp,hnp->...hn", query_column, column_keys.to(score_dtype))  # [..., H, n]
 
+def sub_key_scores(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of all row and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least."""
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
+    query_row, query_column = query.to(score_dtype).split(row_keys.shape[-1], dim=-1)  # 2 x [..., H, d / 2]
+    with without_autocast(query.device.type):
+        return (
+            torch.einsum("...hp,hnp->...hn", query_row, row_keys.to(score_dtype)),
+            torch.einsum("...hp,hnp->...hn", query_column, column_keys.to(score_dtype)),
+        )
+
+
+def select(
+    row_scores: torch.Tensor, column_scores: torch.Tensor, k: int, selection: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the k best slots, best first: `[..., k]` each, int64.
+
+    Args:
+        row_scores: `[..., n]`.
+        column_scores: `[..., n]`.
+        k: Slots to select.
+        selection: `"two-stage"`, or `"cartesian"` (MIDUS, equations 21 and 22).
+    """
+    n = row_scores.shape[-1]
+    if selection == "cartesian":
+        grid = (row_scores.unsqueeze(-1) + column_scores.unsqueeze(-2)).flatten(-2)  # [..., n * n]
+        slots = grid.topk(k, dim=-1).indices
+        return slots // n, slots % n
+    row_best, rows = largest(row_scores, k)
+    column_best, columns = largest(column_scores, k)
+    i, j = staircase(k, row_scores.device)
+    sums = row_best.index_select(-1, i) + column_best.index_select(-1, j)
+    best = sums.topk(k, dim=-1).indices
+    return rows.gather(-1, i[best]), columns.gather(-1, j[best])
+
+
+def reference(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract: equations 11 to 13 as they are written, by PyTorch's own differentiation."""
+    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
     row_best, rows = row_scores.topk(k, dim=-1)  # [..., H, k]
     column_best, columns = column_scores.topk(k, dim=-1)  # [..., H, k]
     pair_scores = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2)  # [..., H, k * k]
     scores, pairs = pair_scores.topk(k, dim=-1)  # [..., H, k]
-    slots = rows.gather(-1, pairs // k) * n + columns.gather(-1, pairs % k)  # [..., H, k]
+    slots = rows.gather(-1, pairs // k) * row_keys.shape[1] + columns.gather(-1, pairs % k)  # [..., H, k]
     return scores, slots
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+@custom_op("product_key_select")
+def select_op(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`select` in two stages by a kernel."""
+    leading, n = row_scores.shape[:-1], row_scores.shape[-1]
+    rows, columns = triton_select(row_scores.reshape(-1, n), column_scores.reshape(-1, n), k)
+    return rows.reshape(*leading, k), columns.reshape(*leading, k)
+
+
+@select_op.register_fake
+def _(row_scores, column_scores, k):  # type: ignore[no-untyped-def]
+    shape = (*row_scores.shape[:-1], k)
+    return row_scores.new_empty(shape, dtype=torch.int64), row_scores.new_empty(shape, dtype=torch.int64)

@@ -135,7 +135,7 @@ def test_the_layer_is_the_op_on_its_parameters():
     tables = (memory.row_keys, memory.column_keys, memory.value_bank, memory.value_transform)
     assert torch.equal(memory(inputs), headwise_memory(query, *tables, 2).reshape(2, 7, 48))
     assert torch.equal(memory(inputs, backend="torch"), memory(inputs))
-    with pytest.raises(ValueError, match="backend is 'fast'; expected one of 'auto', 'torch'"):
+    with pytest.raises(ValueError, match="backend is 'fast'; expected one of 'auto', 'reference', 'torch'"):
         memory(inputs, backend="fast")
 
 

@@ -6,6 +6,7 @@ folders, the latter with the code saved in it.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ from transformers import AutoModelForCausalLM
 from upscalers import upscale
 
 PLACEMENTS = {"distributed": [1, 4], "top-heavy": [2, 4], "bottom-heavy": [0, 2]}
+MEMORIES = {
+    "hml with everything": (
+        "midus-hml",
+        {"n": 8, "k": 3, "values": "own", "output_projection": True, "inner_residual": True, "query_norm": "batch", "gate": "head"},
+    ),
+    "pkm": ("midus-pkm", {"n": 8, "k": 3}),
+    "linear": ("midus-linear", {"slots": 20, "k": 3, "gate": "token"}),
+}  # fmt: skip
+"""Methods and options beside plain midus-hml, all of them placed as by default."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _COMPARE = """
@@ -60,48 +70,52 @@ print(json.dumps(findings))
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory) -> dict[str, dict]:
-    """What the other process saw, by `family/dtype/placement`."""
+    """What the other process saw, by `family/dtype/placement`, or a key of `MEMORIES` in its place."""
     folder = tmp_path_factory.mktemp("identity")
     cases = {}
     for family in FAMILIES:
         for name, dtype in DTYPES.items():
             group = f"{family}/{name}"
             base = save_tiny_model(family, folder / group / "base", dtype)
-            cases[group] = [f"{group}/{placement}" for placement in PLACEMENTS]
+            cases[group] = [f"{group}/{case}" for case in (*PLACEMENTS, *MEMORIES)]
             for placement in PLACEMENTS:
                 make(base, folder / group / placement, placement)
+            for case, (method, options) in MEMORIES.items():
+                make(base, folder / group / case, "distributed", method, options)
     assert prompt().shape[1] > 2 * WINDOW
     torch.save(prompt(), folder / "prompt.pt")
     (folder / "cases.json").write_text(json.dumps(cases))
     return json.loads(run_python(_COMPARE, folder, package_present=False).splitlines()[-1])
 
 
-def make(base: Path, output: Path, placement: str) -> None:
-    sizes = {"n": 8, "k": 3}
+def make(
+    base: Path, output: Path, placement: str, method: str = "midus-hml", options: dict[str, Any] | None = None
+) -> None:
     upscale(
         base=base,
-        method="midus-hml",
+        method=method,
         output=output,
         num_new_layers=2,
         placement=placement,
-        options=sizes,
+        options=options or {"n": 8, "k": 3},
         verify=False,
     )
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("case", [*PLACEMENTS, *MEMORIES])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_and_greedy_tokens_equal_those_of_the_base(family, dtype, placement, findings):
-    found = dict(findings[f"{family}/{dtype}/{placement}"])
-    assert found.pop("blocks") == PLACEMENTS[placement]
+def test_logits_and_greedy_tokens_equal_those_of_the_base(family, dtype, case, findings):
+    found = dict(findings[f"{family}/{dtype}/{case}"])
+    assert found.pop("blocks") == PLACEMENTS.get(case, PLACEMENTS["distributed"])
     assert {"attention", "dtype", "logits, eager attention", "greedy tokens, eager attention"} < set(found)
     assert [name for name, equal in found.items() if not equal] == []
 
 
-def test_the_memory_of_a_new_model_is_ready_to_learn(family, tmp_path):
+@pytest.mark.parametrize("method, options", [("midus-hml", {"n": 8, "k": 3}), *MEMORIES.values()])
+def test_the_memory_of_a_new_model_is_ready_to_learn(family, tmp_path, method, options):
     """Identity comes from zero values alone: one step on them and the model has left its base."""
     base = save_tiny_model(family, tmp_path / "base")
-    make(base, tmp_path / "model", "distributed")
+    make(base, tmp_path / "model", "distributed", method, options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()
     with torch.no_grad():
         before = model(prompt()).logits

@@ -24,10 +24,13 @@ def test_hidden_states_are_those_of_every_layer_and_the_embedding(family):
 def test_a_block_adds_its_memory_to_the_stream_and_nothing_else(family):
     model = upscaled_model(family)
     block, seen = model.model.layers[1], []
-    block.memory.register_forward_hook(lambda module, args, output: seen.append(output))
+    hook = block.memory.register_forward_hook(lambda module, args, output: seen.append((*args, output)))
     with torch.no_grad():
         states = model(prompt(), output_hidden_states=True).hidden_states
-    assert torch.equal(states[2], states[1] + seen[0])
+        ((attention_output, stream, output),) = seen
+        hook.remove()
+        assert torch.equal(stream, states[1]) and torch.equal(output, states[2])
+        assert torch.equal(states[2], states[1] + block.memory(attention_output))
     assert {name for name, _ in block.named_children()} >= {"self_attn", "input_layernorm", "memory"}
     assert {name.partition(".")[0] for name, _ in block.named_parameters()} == {
         "self_attn",

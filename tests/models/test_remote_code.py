@@ -83,7 +83,7 @@ def folder(tmp_path_factory) -> Path:
         assert len(list((folder / f"{family}-sharded").glob("*.safetensors"))) > 2
         with torch.no_grad():
             logits, stream = model(prompt()).logits, model.model(prompt()).last_hidden_state
-            loss = model(prompt(), labels=prompt(), use_cache=False).loss
+        loss = model(prompt(), labels=prompt(), use_cache=False).loss.detach()
         torch.save((prompt(), logits, stream, loss), folder / f"{family}.pt")
     (folder / "families.json").write_text(json.dumps(list(FAMILIES)))
     printed = run_python(_LOAD, folder, package_present=False)

@@ -12,6 +12,13 @@ from midus_hf.models import FAMILIES
 NEW_LAYERS = (1, 4)
 """Where the blocks stand by default: one between base layers 0 and 1, one between 2 and 3."""
 
+SIZES: dict[str, dict[str, int]] = {
+    "headwise": {"n": 8, "k": 3},
+    "product-key": {"n": 8, "k": 3},
+    "linear": {"slots": 20, "k": 3},
+}
+"""Small sizes of each type of memory."""
+
 
 def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[tuple[int, bool]]:
     """For each layer of the upscaled model: the base layer it takes tensors from, and whether it is a new block.
@@ -26,13 +33,15 @@ def donors(new_layers: tuple[int, ...], base_layers: int = NUM_LAYERS) -> list[t
     return rows
 
 
-def memory_config(base: PreTrainedModel, new_layers: tuple[int, ...] = NEW_LAYERS, **sizes: int) -> Any:
-    """The config of `base` with blocks of head-wise memory at `new_layers`."""
+def memory_config(
+    base: PreTrainedModel, new_layers: tuple[int, ...] = NEW_LAYERS, memory_type: str = "headwise", **options: Any
+) -> Any:
+    """The config of `base` with blocks of one type of memory at `new_layers`; `options` are those of its entry."""
     rows = donors(new_layers, base.config.num_hidden_layers)
     changes = {"num_hidden_layers": len(rows)}
     if getattr(base.config, "layer_types", None):
         changes["layer_types"] = [base.config.layer_types[donor] for donor, _ in rows]
-    entry = {"type": "headwise", "layers": list(new_layers), **{"n": 8, "k": 3, **sizes}}
+    entry = {"type": memory_type, "layers": list(new_layers), **SIZES[memory_type], **options}
     fields = {key: value for key, value in base.config.to_dict().items() if key not in ("model_type", "architectures")}
     return FAMILIES[base.config.model_type].config_class(
         **{**fields, **changes}, memory=[entry] if new_layers else None
@@ -46,6 +55,8 @@ def upscaled_pair(
     new_layers: tuple[int, ...] = NEW_LAYERS,
     dtype: torch.dtype = torch.float32,
     attention: str | None = None,
+    memory_type: str = "headwise",
+    memory_options: dict[str, Any] | None = None,
     **config_changes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A tiny base and the same model with memory blocks, both in eval mode.
@@ -56,11 +67,14 @@ def upscaled_pair(
         new_layers: Indices of the blocks in the upscaled model.
         dtype: Of every parameter.
         attention: The attention implementation of both, or the family's default.
+        memory_type: The `type` of the entry.
+        memory_options: What the entry says besides its type, layers and small sizes.
         config_changes: Fields of the base config that differ from the table's.
     """
     base = tiny_model(family, dtype, **config_changes)
     torch.manual_seed(7)
-    model = FAMILIES[base.config.model_type](memory_config(base, new_layers)).to(dtype).eval()
+    config = memory_config(base, new_layers, memory_type, **(memory_options or {}))
+    model = FAMILIES[base.config.model_type](config).to(dtype).eval()
     taken, given = base.state_dict(), model.state_dict()
     for layer, (donor, _) in enumerate(donors(new_layers, base.config.num_hidden_layers)):
         for name in [name for name in given if name.startswith(f"model.layers.{layer}.")]:

@@ -125,7 +125,7 @@ def test_one_token_without_a_batch_is_a_query():
         ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys, \(2, 5, 4\)"),
         ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5\. Lower k or raise n"),
         ({"k": 6}, r"k is 6; expected 1 <= k <= n = 5\. Lower k or raise n"),
-        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'torch'"),
+        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'reference', 'torch'"),
     ],
 )
 def test_wrong_arguments_are_refused(changes, message):

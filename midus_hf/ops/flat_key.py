@@ -1,0 +1,56 @@
+"""Flat retrieval: the k best of N keys, every one of them scored."""
+
+import torch
+
+from midus_hf.ops.backend import resolve
+from midus_hf.ops.precision import without_autocast
+
+_MOST_SCORES = 1 << 26
+"""Scores held at a time: 256 MB in float32."""
+
+
+def flat_key_topk(
+    query: torch.Tensor, keys: torch.Tensor, k: int, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find, for every head, the `k` keys that score highest against its query (MIDUS, equation 4).
+
+    Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too. All N scores of a token
+    exist only while its best are picked, a stretch of tokens at a time; the gradient goes through the picked ones.
+
+    Args:
+        query: `[..., H, d]`, floating point.
+        keys: `[H, N, d]`, the dtype of `query`.
+        k: Slots retrieved a head, `1 <= k <= N`.
+        backend: As in `OpChoices`; scoring is matrix products on every one. Default: `"auto"`.
+
+    Returns:
+        Scores `[..., H, k]`, descending, float32 (float64 for a float64 query), and slots `[..., H, k]`, int64.
+
+    Raises:
+        ValueError: If the shapes disagree, or `k` lies outside `1..N`.
+    """
+    resolve(backend, "auto", "auto", query)
+    if keys.dim() != 3:
+        raise ValueError(f"keys is {tuple(keys.shape)}; expected [heads, slots, key width].")
+    heads, slots, width = keys.shape
+    if query.shape[-2:] != (heads, width):
+        raise ValueError(f"query ends in {tuple(query.shape[-2:])}; expected (heads, key width) = ({heads}, {width}).")
+    if not 1 <= k <= slots:
+        raise ValueError(f"k is {k}; expected 1 <= k <= N = {slots}. Lower k or raise N.")
+
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
+    leading = query.shape[:-2]
+    with without_autocast(query.device.type):
+        flat_query = query.reshape(-1, heads, width).transpose(0, 1).to(score_dtype)  # [H, S, d]
+        wide_keys = keys.to(score_dtype)
+        with torch.no_grad():
+            stretch = max(1, _MOST_SCORES // (heads * slots))
+            best = [
+                torch.bmm(part, wide_keys.transpose(1, 2)).topk(k, dim=-1).indices
+                for part in flat_query.split(stretch, dim=1)
+            ]
+            chosen = torch.cat(best, dim=1)  # [H, S, k]
+        offsets = slots * torch.arange(heads, device=query.device).view(heads, 1, 1)
+        chosen_keys = torch.nn.functional.embedding(chosen + offsets, wide_keys.flatten(0, 1))  # [H, S, k, d]
+        scores = (chosen_keys * flat_query.unsqueeze(2)).sum(-1)  # [H, S, k]
+    return scores.transpose(0, 1).reshape(*leading, heads, k), chosen.transpose(0, 1).reshape(*leading, heads, k)

@@ -1,0 +1,151 @@
+"""The fused part of head-wise memory, as one registered op: select, weigh, gather; and its gradient.
+
+Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, residual and output `[S, H, v]`. Names of
+bodies are resolved, shapes checked.
+"""
+
+from typing import Any, Optional
+
+import torch
+
+from midus_hf.ops.headwise_lookup_triton import triton_backward, triton_forward
+from midus_hf.ops.library import custom_op
+from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.product_key import select
+from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
+
+
+@custom_op("headwise_lookup")
+def headwise_lookup_op(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
+    k: int,
+    temperature: float,
+    selection: str,
+    backward: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
+    if backend == "triton" and selection == "two-stage":
+        return triton_forward(query, row_keys, column_keys, bank, residual, k, temperature)
+    tokens, heads, _ = query.shape
+    n = row_keys.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query.device.type):
+        row_scores, column_scores = (
+            torch.bmm(asked, keys.to(wide).transpose(1, 2))  # [H, S, n]
+            for asked, keys in zip(_halves(query, wide), (row_keys, column_keys), strict=True)
+        )
+    rows, columns = select(row_scores, column_scores, k, selection)  # [H, S, k]
+    scores = row_scores.gather(-1, rows) + column_scores.gather(-1, columns)
+    weights = (scores / temperature).softmax(dim=-1)  # [H, S, k]
+    slots = rows * n + columns
+    output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), backend)
+    output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
+    return (
+        output.contiguous() if residual is None else (residual + output).to(bank.dtype),
+        slots.transpose(0, 1).to(slots_dtype(n)).contiguous(),
+        weights.transpose(0, 1).contiguous(),
+    )
+
+
+@headwise_lookup_op.register_fake
+def _(query, row_keys, column_keys, bank, residual, k, temperature, selection, backward, backend):  # type: ignore[no-untyped-def]
+    tokens, heads, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return (
+        bank.new_empty(tokens, heads, bank.shape[-1]),
+        query.new_empty(tokens, heads, k, dtype=slots_dtype(row_keys.shape[1])),
+        query.new_empty(tokens, heads, k, dtype=wide),
+    )
+
+
+@custom_op("headwise_lookup_backward")
+def headwise_lookup_backward_op(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+    backward: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys, column keys and bank, for a gradient `[S, H, v]` of the output."""
+    if backend == "triton":
+        return triton_backward(gradient, query, row_keys, column_keys, bank, slots, weights, temperature, backward)
+    n, wide = row_keys.shape[1], weights.dtype
+    by_head = gradient.transpose(0, 1).flatten(0, 1)  # [H * S, v]
+    slots_of_head = slots.transpose(0, 1).long()  # [H, S, k]
+    weights_of_head = weights.transpose(0, 1).contiguous()  # [H, S, k]
+    flat_bank, flat_slots = _flat(bank, slots_of_head)
+    into_bank = row_sums(by_head, flat_slots, weights_of_head.flatten(0, 1), len(flat_bank), backward, backend)
+
+    into_weights = weight_gradients(by_head, flat_bank, flat_slots, backend).view_as(weights_of_head)
+    mean = (into_weights * weights_of_head).sum(-1, keepdim=True)
+    into_scores = weights_of_head * (into_weights - mean) / temperature  # [H, S, k]
+    into_query, into_keys = [], []
+    for keys, chosen, asked in zip(
+        (row_keys, column_keys),
+        (slots_of_head // n, slots_of_head % n),
+        _halves(query, wide),
+        strict=True,
+    ):
+        into_sub_scores = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)
+        into_query.append(torch.bmm(into_sub_scores, keys.to(wide)))  # [H, S, d / 2]
+        into_keys.append(torch.bmm(into_sub_scores.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
+    return (
+        torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(),
+        into_keys[0],
+        into_keys[1],
+        into_bank.view(bank.shape).to(bank.dtype),
+    )
+
+
+@headwise_lookup_backward_op.register_fake
+def _(gradient, query, row_keys, column_keys, bank, slots, weights, temperature, backward, backend):  # type: ignore[no-untyped-def]
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys, bank))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, row_keys, column_keys, bank, residual, _, ctx.temperature, _, ctx.way, ctx.body = inputs
+    ctx.adds = residual is not None
+    _, slots, weights = output
+    ctx.save_for_backward(query, row_keys, column_keys, bank, slots, weights)
+    ctx.mark_non_differentiable(slots, weights)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
+    gradients = headwise_lookup_backward_op(gradient, *ctx.saved_tensors, ctx.temperature, ctx.way, ctx.body)
+    return *gradients, gradient if ctx.adds else None, None, None, None, None, None
+
+
+headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def slots_dtype(n: int) -> torch.dtype:
+    """The narrowest integer that holds every slot of `n * n`."""
+    return torch.int16 if n * n <= torch.iinfo(torch.int16).max else torch.int32
+
+
+def _halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
+
+    They are copied apart: what a matrix product of strided rows rounds to depends on where they lie in memory.
+    """
+    rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
+    return rows, columns
+
+
+def _flat(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bank `[R, v]` and slots `[H * S, k]` into it, for slots `[H, S, k]` of each head."""
+    if bank.dim() == 2:
+        return bank, slots.flatten(0, 1)
+    heads, slots_of_head, _ = bank.shape
+    offsets = slots_of_head * torch.arange(heads, device=slots.device).view(heads, 1, 1)
+    return bank.flatten(0, 1), (slots + offsets).flatten(0, 1)

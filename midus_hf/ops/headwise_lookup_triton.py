@@ -1,0 +1,293 @@
+"""Kernels of the fused head-wise lookup: select, weigh and gather in one, and the gradient of it.
+
+Shapes: S tokens, H heads; `BT` tokens a program, `BN` sub-keys a stretch, `KP`, `DP` and `VP` the powers of two at or
+above k, d / 2 and v.
+"""
+
+import torch
+
+from midus_hf.ops.backend import interprets_kernels
+from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
+from midus_hf.ops.row_sums import row_sums
+from midus_hf.ops.triton_import import tl, triton
+from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
+
+_HEADS_TOGETHER = 8
+"""Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
+
+
+@triton.jit
+def token_block_and_head(tokens, heads, BT: tl.constexpr, TOGETHER: tl.constexpr):
+    """Which block of tokens and which head this program works on: group after group of heads."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(tokens, BT)
+    group = program // (TOGETHER * blocks)
+    members = tl.minimum(heads - group * TOGETHER, TOGETHER)
+    within = program % (TOGETHER * blocks)
+    return within // members, group * TOGETHER + within % members
+
+
+@triton.jit
+def best_of_key_stretch(
+    query, keys, n, half, start, WIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The K sub-keys of highest score for each query [BT, DP], out of keys `start` to `start + BN` of [n, half]."""
+    dims = tl.arange(0, DP)
+    columns = start + tl.arange(0, BN)
+    mask = (dims < half)[:, None] & (columns < n)[None, :]
+    part = tl.load(keys + columns[None, :] * half + dims[:, None], mask=mask, other=0.0)  # [DP, BN]
+    if WIDE:
+        scores = tl.dot(query.to(tl.float32), part.to(tl.float32), input_precision="ieee")
+    else:
+        scores = tl.dot(query, part)
+    scores = tl.where((columns < n)[None, :], scores, float("-inf"))
+    return best_columns(scores, start, K, KP, BT, BN)
+
+
+@triton.jit
+def best_of_keys(
+    query, keys, n, half, WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The K sub-keys of highest score for each query [BT, DP], out of keys [n, half], a stretch of BN at a time."""
+    values, chosen = best_of_key_stretch(query, keys, n, half, 0, WIDE, K, KP, BT, BN, DP)
+    if not ONE:
+        for start in range(BN, n, BN):
+            more_values, more_chosen = best_of_key_stretch(query, keys, n, half, start, WIDE, K, KP, BT, BN, DP)
+            values, chosen = merge_best(values, chosen, more_values, more_chosen, K, KP, BT)
+    return values, chosen
+
+
+@triton.jit
+def forward_kernel(
+    query, row_keys, column_keys, bank, residual, output, slots, weights,
+    tokens, heads, n, half, width, token_stride, head_stride, bank_stride, inverse_temperature,
+    ADDS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """Output [S, H, v], slots [S, H, K] and weights [S, H, K], from query [S, H, 2 * half] of any strides but the last."""
+    block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
+    token = block.to(tl.int64) * BT + tl.arange(0, BT)
+    valid = token < tokens
+    dims = tl.arange(0, DP)
+    asked = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
+    mask = valid[:, None] & (dims < half)[None, :]
+    keys_of_head = head.to(tl.int64) * n * half
+    row_query = tl.load(asked, mask=mask, other=0.0)
+    row_values, rows = best_of_keys(row_query, row_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP)
+    column_query = tl.load(asked + half, mask=mask, other=0.0)
+    column_values, columns = best_of_keys(
+        column_query, column_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP
+    )
+
+    sums, next_column = first_sums(row_values, column_values, KP, BT)
+    ranks = tl.arange(0, KP)
+    lanes = tl.arange(0, VP)
+    highest = tl.max(sums, axis=1)
+    total = tl.zeros([BT], tl.float32)
+    shares = tl.zeros([BT, KP], tl.float32)
+    gathered = tl.zeros([BT, VP], tl.float32)
+    entry = (token * heads + head) * K
+    bank_of_head = bank + head.to(tl.int64) * bank_stride
+    for rank in range(K):
+        score, i, j, sums, next_column = next_pair(sums, next_column, row_values, column_values, K, KP)
+        slot = pick(rows, i, KP) * n + pick(columns, j, KP)
+        tl.store(slots + entry + rank, slot.to(slots.dtype.element_ty), mask=valid)
+        share = tl.exp((score - highest) * inverse_temperature)
+        total += share
+        shares = tl.where(ranks[None, :] == rank, share[:, None], shares)
+        there = bank_of_head + slot.to(tl.int64)[:, None] * width + lanes[None, :]
+        row = tl.load(there, mask=valid[:, None] & (lanes < width)[None, :], other=0.0).to(tl.float32)
+        gathered += share[:, None] * row
+    tl.store(
+        weights + entry[:, None] + ranks[None, :], shares / total[:, None], mask=valid[:, None] & (ranks < K)[None, :]
+    )
+    there = (token * heads + head)[:, None] * width + lanes[None, :]
+    lane_mask = valid[:, None] & (lanes < width)[None, :]
+    result = gathered / total[:, None]
+    if ADDS:
+        result += tl.load(residual + there, mask=lane_mask, other=0.0).to(tl.float32)
+    tl.store(output + there, result.to(output.dtype.element_ty), mask=lane_mask)
+
+
+@triton.jit
+def query_gradient_kernel(
+    gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores,
+    tokens, heads, n, half, width, bank_stride, inverse_temperature,
+    TOGETHER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores [S, H, K], through the softmax, and of the query [S, H, 2 * half]."""
+    block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
+    token = block.to(tl.int64) * BT + tl.arange(0, BT)
+    valid = token < tokens
+    place = token * heads + head
+    lanes, ranks, dims = tl.arange(0, VP), tl.arange(0, KP), tl.arange(0, DP)
+    lane_mask = valid[:, None] & (lanes < width)[None, :]
+    upstream = tl.load(gradient + place[:, None] * width + lanes[None, :], mask=lane_mask, other=0.0).to(tl.float32)
+    bank_of_head = bank + head.to(tl.int64) * bank_stride
+    into_weights = tl.zeros([BT, KP], tl.float32)
+    for rank in range(K):
+        slot = tl.load(slots + place * K + rank, mask=valid, other=0).to(tl.int64)
+        row = tl.load(bank_of_head + slot[:, None] * width + lanes[None, :], mask=lane_mask, other=0.0)
+        product = tl.sum(row.to(tl.float32) * upstream, axis=1)
+        into_weights = tl.where(ranks[None, :] == rank, product[:, None], into_weights)
+    rank_mask = valid[:, None] & (ranks < K)[None, :]
+    shares = tl.load(weights + place[:, None] * K + ranks[None, :], mask=rank_mask, other=0.0)
+    mean = tl.sum(shares * into_weights, axis=1)
+    scores = shares * (into_weights - mean[:, None]) * inverse_temperature  # [BT, KP]
+    tl.store(into_scores + place[:, None] * K + ranks[None, :], scores, mask=rank_mask)
+
+    keys_of_head = head.to(tl.int64) * n * half
+    dim_mask = valid[:, None] & (dims < half)[None, :]
+    into_rows = tl.zeros([BT, DP], tl.float32)
+    into_columns = tl.zeros([BT, DP], tl.float32)
+    for rank in range(K):
+        slot = tl.load(slots + place * K + rank, mask=valid, other=0).to(tl.int32)
+        score = tl.sum(tl.where(ranks[None, :] == rank, scores, 0.0), axis=1)
+        key = tl.load(row_keys + keys_of_head + (slot // n)[:, None] * half + dims[None, :], mask=dim_mask, other=0.0)
+        into_rows += score[:, None] * key.to(tl.float32)
+        key = tl.load(
+            column_keys + keys_of_head + (slot % n)[:, None] * half + dims[None, :], mask=dim_mask, other=0.0
+        )
+        into_columns += score[:, None] * key.to(tl.float32)
+    there = into_query + place[:, None] * 2 * half + dims[None, :]
+    tl.store(there, into_rows.to(into_query.dtype.element_ty), mask=dim_mask)
+    tl.store(there + half, into_columns.to(into_query.dtype.element_ty), mask=dim_mask)
+
+
+@triton.jit
+def key_gradient_kernel(
+    query, slots, into_scores, partial,
+    tokens, heads, n, half, token_stride, head_stride, blocks_a_split,
+    PRECISION: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Gradients of BN sub-keys of one head and side from one split of the tokens: [splits, 2, H, n, half], float32.
+
+    Every token's gradient of its scores is spread over a tile of sub-keys, and the tile multiplied with the queries.
+    """
+    head = (tl.program_id(0) // 2).to(tl.int64)
+    side = tl.program_id(0) % 2
+    indices = tl.program_id(1) * BN + tl.arange(0, BN)
+    split = tl.program_id(2)
+    dims = tl.arange(0, DP)
+    total = tl.zeros([BN, DP], tl.float32)
+    for block in range(split * blocks_a_split, (split + 1) * blocks_a_split):
+        token = tl.cast(block, tl.int64) * BT + tl.arange(0, BT)
+        valid = token < tokens
+        entry = (token * heads + head) * K
+        spread = tl.zeros([BN, BT], tl.float32)
+        for rank in range(K):
+            slot = tl.load(slots + entry + rank, mask=valid, other=0).to(tl.int32)
+            key = tl.where(side == 0, slot // n, slot % n)
+            score = tl.load(into_scores + entry + rank, mask=valid, other=0.0)
+            spread += tl.where(indices[:, None] == key[None, :], score[None, :], 0.0)
+        asked = query + token[:, None] * token_stride + head * head_stride + side * half + dims[None, :]
+        part = tl.load(asked, mask=valid[:, None] & (dims < half)[None, :], other=0.0).to(tl.float32)
+        total += tl.dot(spread, part, input_precision=PRECISION)
+    there = partial + (((split.to(tl.int64) * 2 + side) * heads + head) * n + indices[:, None]) * half + dims[None, :]
+    tl.store(there, total, mask=(indices < n)[:, None] & (dims < half)[None, :])
+
+
+def triton_forward(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output `[S, H, v]`, slots `[S, H, k]` and weights `[S, H, k]`, float32."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
+    output = bank.new_empty(tokens, heads, width)
+    slot_dtype = torch.int16 if n * n <= torch.iinfo(torch.int16).max else torch.int32
+    slots = torch.empty(tokens, heads, k, dtype=slot_dtype, device=query.device)
+    weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
+    if tokens:
+        tile = _tile(n, k, half, width)
+        with on_device_of(query):
+            forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
+                query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
+                output, slots, weights,
+                tokens, heads, n, half, width, query.stride(0), query.stride(1), _bank_stride(bank), 1.0 / temperature,
+                ADDS=residual is not None, WIDE=_wide(query, row_keys), TOGETHER=_HEADS_TOGETHER, K=k, **tile,
+            )  # fmt: skip
+    return output, slots, weights
+
+
+def triton_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+    backward: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys, column keys and bank."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    gradient, bank = gradient.contiguous(), bank.contiguous()
+    row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
+    (tokens, heads, k), (_, n, half), width = slots.shape, row_keys.shape, bank.shape[-1]
+    if not tokens:
+        return (
+            torch.zeros_like(query),
+            torch.zeros_like(row_keys),
+            torch.zeros_like(column_keys),
+            torch.zeros_like(bank),
+        )
+    into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    into_scores = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
+    tile = _tile(n, k, half, width)
+    stretch = min(64, tile.pop("BN"))
+    del tile["ONE"]  # what is gathered was selected by the forward pass
+    blocks = triton.cdiv(tokens, 32)
+    splits = max(1, min(blocks, 1024 // (2 * heads * triton.cdiv(n, stretch))))
+    blocks_a_split = triton.cdiv(blocks, splits)
+    partial = torch.empty(splits, 2, heads, n, half, dtype=torch.float32, device=query.device)
+    with on_device_of(query):
+        query_gradient_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
+            gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores,
+            tokens, heads, n, half, width, _bank_stride(bank), 1.0 / temperature,
+            TOGETHER=_HEADS_TOGETHER, K=k, **tile,
+        )  # fmt: skip
+        key_gradient_kernel[(2 * heads, triton.cdiv(n, stretch), splits)](
+            query, slots, into_scores, partial,
+            tokens, heads, n, half, query.stride(0), query.stride(1), blocks_a_split,
+            PRECISION=precise_product() if query.dtype == torch.float32 else "tf32", K=k, BT=32, BN=stretch, DP=tile["DP"],
+        )  # fmt: skip
+    into_row_keys, into_column_keys = (partial[:, side].sum(0).to(row_keys.dtype) for side in (0, 1))
+    rows_of = slots.to(torch.int32)
+    if bank.dim() == 3:
+        rows_of = rows_of + n * n * torch.arange(heads, dtype=torch.int32, device=slots.device).unsqueeze(-1)
+    into_bank = row_sums(
+        gradient.flatten(0, 1),
+        rows_of.flatten(0, 1),
+        weights.flatten(0, 1),
+        bank.shape[:-1].numel(),
+        backward,
+        "triton",
+    )
+    return into_query, into_row_keys, into_column_keys, into_bank.view(bank.shape).to(bank.dtype)
+
+
+def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:
+    """Sizes of a program, of at most about 8,192 elements in its widest tile."""
+    tile = select_tile(n, k)
+    dims, lanes = max(16, power_of_two(half)), power_of_two(width)
+    return tile | {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "VP": lanes}
+
+
+def _wide(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether products are of float32: for such tensors, for tensors of two dtypes, and in the interpreter."""
+    return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()
+
+
+def _bank_stride(bank: torch.Tensor) -> int:
+    """Elements from one head's bank to the next's; none where heads share one."""
+    return bank.stride(0) if bank.dim() == 3 else 0

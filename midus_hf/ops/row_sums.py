@@ -1,0 +1,84 @@
+"""The three sums behind gathering: of rows by weight, of gradients by row, and of products by weight.
+
+Rows and weights are flat here, `[S, m]` slots into a table `[R, v]`. All sums are in float32 at least.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
+
+_MOST_ELEMENTS = 1 << 24
+"""Elements of gathered rows held at a time where no fused sum exists: 64 MB in float32."""
+
+
+def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
+    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
+    if backend == "triton":
+        return triton_weighted_rows(bank, slots, weights)
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    return F.embedding_bag(slots, bank.to(wide), per_sample_weights=weights.to(wide), mode="sum").to(bank.dtype)
+
+
+def row_sums(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int, backward: str, backend: str
+) -> torch.Tensor:
+    """`sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32 at least.
+
+    Args:
+        gradient: `[S, v]`.
+        slots: `[S, m]`.
+        weights: `[S, m]`.
+        num_rows: R.
+        backward: `"sorted"`, `"atomic"` or `"dedup"`.
+        backend: `"torch"` or `"triton"`.
+    """
+    if backward == "dedup":
+        return _deduplicated(gradient, slots, weights, num_rows)
+    if backend == "triton":
+        return triton_row_sums(gradient, slots, weights, num_rows, atomic=backward == "atomic")
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    if backward == "atomic":
+        sums = gradient.new_zeros(num_rows, gradient.shape[1], dtype=wide)
+        stretch = max(1, _MOST_ELEMENTS // max(1, slots.shape[1] * gradient.shape[1]))
+        for part, where, how in zip(
+            gradient.split(stretch), slots.split(stretch), weights.split(stretch), strict=True
+        ):
+            terms = how.to(wide).unsqueeze(-1) * part.to(wide).unsqueeze(1)  # [S', m, v]
+            sums.index_add_(0, where.flatten(), terms.flatten(0, 1))
+        return sums
+    sorted_slots, order = slots.flatten().to(_smallest_integer(num_rows)).sort(stable=True)
+    starts = torch.searchsorted(sorted_slots, torch.arange(num_rows, device=slots.device, dtype=sorted_slots.dtype))
+    return F.embedding_bag(  # a bag a row: the tokens that hit it, in their order
+        order // slots.shape[1],
+        gradient.to(wide),
+        starts,
+        per_sample_weights=weights.to(wide).flatten()[order],
+        mode="sum",
+    )
+
+
+def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, backend: str) -> torch.Tensor:
+    """`<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
+    if backend == "triton":
+        return triton_weight_gradients(gradient, bank, slots)
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    starts = torch.arange(0, slots.numel(), slots.shape[1], device=slots.device)
+    bags = torch.arange(len(slots), device=slots.device).repeat_interleave(slots.shape[1])
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        gradient.to(wide).contiguous(), bank.to(wide), slots.flatten(), starts, bags, 0
+    ).view(slots.shape)
+
+
+def _deduplicated(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """MIDUS, Algorithm 1, with its sums in the dtype of the gradient, as printed."""
+    expanded = gradient.unsqueeze(1).expand(-1, slots.shape[1], -1)
+    terms = (expanded * weights.to(gradient.dtype).unsqueeze(-1)).flatten(0, 1)  # [S * m, v]
+    unique, inverse = torch.unique(slots.flatten(), return_inverse=True)
+    aggregated = terms.new_zeros(len(unique), terms.shape[1]).index_add_(0, inverse, terms)
+    return terms.new_zeros(num_rows, terms.shape[1]).index_add_(0, unique, aggregated)
+
+
+def _smallest_integer(bound: int) -> torch.dtype:
+    """The narrowest integer that holds `bound`: narrow keys sort faster."""
+    return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)

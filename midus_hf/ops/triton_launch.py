@@ -1,0 +1,20 @@
+"""What launching a kernel needs beside the kernel."""
+
+import contextlib
+
+import torch
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least `number`, which must be positive."""
+    return 1 << (number - 1).bit_length()
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which kernels are launched on the tensor's device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def precise_product() -> str:
+    """How `tl.dot` multiplies float32 to nearly float32: three products on tensor cores, or none where there is no such way."""
+    return "ieee" if torch.version.hip else "tf32x3"

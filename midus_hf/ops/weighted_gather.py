@@ -1,0 +1,128 @@
+"""Weighted sums of table rows: what every memory does with the slots it retrieved."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from midus_hf.ops.backend import resolve
+from midus_hf.ops.library import custom_op
+from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
+
+
+def weighted_gather(
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    sparse_gradient: bool = False,
+    backward: str = "auto",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
+
+    Sums are accumulated in float32 at least, those of gradients as well: thousands of tokens may hit one row.
+
+    Args:
+        bank: `[R, v]`, floating point.
+        slots: `[..., m]`, int64, `0 <= slot < R`.
+        weights: `[..., m]`, floating point.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were hit, for tables
+            of which a batch hits few. It waits for the device to count them. Default: false.
+        backward: As in `OpChoices`. Default: `"auto"`.
+        backend: As in `OpChoices`. Default: `"auto"`.
+
+    Returns:
+        `[..., v]`, the dtype of `bank`.
+
+    Raises:
+        ValueError: If the shapes disagree.
+    """
+    if bank.dim() != 2:
+        raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
+    if slots.shape != weights.shape:
+        raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
+    choices = resolve(backend, "auto", backward, bank)
+    if choices.backend == "reference":
+        return reference(bank, slots, weights, sparse_gradient)
+    leading, m = slots.shape[:-1], slots.shape[-1]
+    flat_slots, flat_weights = slots.reshape(-1, m), weights.reshape(-1, m)
+    if sparse_gradient:
+        output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, choices.backend)
+    else:
+        output = weighted_gather_op(bank, flat_slots, flat_weights, choices.backward, choices.backend)
+    return output.reshape(*leading, bank.shape[1])
+
+
+def reference(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, sparse_gradient: bool = False
+) -> torch.Tensor:
+    """The contract, by PyTorch's own differentiation."""
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    rows = F.embedding(slots, bank.to(wide), sparse=sparse_gradient)  # [..., m, v]
+    return (weights.to(wide).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
+
+
+@custom_op("weighted_gather")
+def weighted_gather_op(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backward: str, backend: str
+) -> torch.Tensor:
+    """`[R, v]`, `[S, m]`, `[S, m]` to `[S, v]`; names of bodies are resolved."""
+    return weighted_rows(bank, slots, weights, backend)
+
+
+@weighted_gather_op.register_fake
+def _(bank, slots, weights, backward, backend):  # type: ignore[no-untyped-def]
+    return bank.new_empty(slots.shape[0], bank.shape[1])
+
+
+@custom_op("weighted_gather_backward")
+def weighted_gather_backward_op(
+    gradient: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    backward: str,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of bank and weights for a gradient `[S, v]`."""
+    into_bank = row_sums(gradient, slots, weights, len(bank), backward, backend).to(bank.dtype)
+    return into_bank, weight_gradients(gradient, bank, slots, backend).to(weights.dtype)
+
+
+@weighted_gather_backward_op.register_fake
+def _(gradient, bank, slots, weights, backward, backend):  # type: ignore[no-untyped-def]
+    return torch.empty_like(bank, memory_format=torch.contiguous_format), weights.new_empty(weights.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    bank, slots, weights, ctx.way, ctx.body = inputs
+    ctx.save_for_backward(bank, slots, weights)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
+    into_bank, into_weights = weighted_gather_backward_op(gradient, *ctx.saved_tensors, ctx.way, ctx.body)
+    return into_bank, None, into_weights, None, None
+
+
+weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
+
+
+class _SparseWeightedGather(torch.autograd.Function):
+    """The op with a row-sparse gradient, which a registered op cannot return."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bank, slots, weights)
+        ctx.backend = backend
+        return weighted_rows(bank, slots, weights, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+        bank, slots, weights = ctx.saved_tensors
+        rows, places = torch.unique(slots, return_inverse=True)
+        sums = row_sums(gradient, places, weights, len(rows), "sorted", ctx.backend).to(bank.dtype)
+        into_bank = torch.sparse_coo_tensor(rows.unsqueeze(0), sums, bank.shape, is_coalesced=True)
+        return into_bank, None, weight_gradients(gradient, bank, slots, ctx.backend).to(weights.dtype), None

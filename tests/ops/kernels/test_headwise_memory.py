@@ -1,0 +1,186 @@
+"""The fast bodies of head-wise memory against the float64 reference: output and every gradient."""
+
+import pytest
+import torch
+from ops.kernels.closeness import assert_close
+from ops.kernels.conftest import DEVICE
+
+from midus_hf.ops import headwise_memory, op_choices, product_key_topk
+
+NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
+
+
+def inputs(tokens, heads, dim, n, width, own=False, transform=False, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, dim), (heads, n, dim // 2), (heads, n, dim // 2)]
+    shapes += [((heads,) if own else ()) + (n * n, width), *([(heads, width, width)] if transform else [])]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    for keys in tensors[1:3]:
+        keys /= dim**0.5  # scores of order one, whatever the width
+    tensors = [tensor.to(DEVICE, dtype) for tensor in tensors]
+    return tensors if transform else [*tensors, None]
+
+
+def output_and_gradients(arguments, k, dtype=None, upstream=None, **options):
+    leaves = [x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in arguments]
+    output = headwise_memory(*leaves, k, **options)
+    if upstream is None:
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    given = [leaf for leaf in leaves if leaf is not None]
+    gradients = torch.autograd.grad(output, given, upstream.to(arguments[0].dtype).to(output.dtype))
+    return output.detach(), *gradients
+
+
+def assert_equals_reference(arguments, k, backend, upstream=None, **options):
+    shared = {name: value for name, value in options.items() if name == "temperature"}
+    found = output_and_gradients(arguments, k, upstream=upstream, backend=backend, **options)
+    expected = output_and_gradients(arguments, k, torch.float64, upstream, backend="reference", **shared)
+    for name, fast, exact in zip(NAMES, found, expected, strict=False):
+        assert_close(name, fast, exact, arguments[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["shared-bank", "bank-a-head"])
+def test_every_dtype_and_bank(backend, own, dtype):
+    assert_equals_reference(inputs(37, 3, 16, 8, 12, own, dtype=dtype), 4, backend)
+
+
+@pytest.mark.parametrize(
+    "tokens, heads, dim, n, width, k",
+    [
+        (1, 1, 2, 1, 1, 1),
+        (33, 2, 16, 64, 16, 4),
+        (17, 9, 64, 12, 64, 4),
+        (20, 2, 80, 10, 80, 1),
+        (20, 2, 96, 33, 96, 2),
+        (5, 1, 256, 16, 256, 8),
+        (9, 2, 20, 40, 6, 32),
+        (3, 1, 8, 300, 8, 5),
+        (70, 10, 8, 5, 3, 5),
+    ],
+)
+def test_every_size(backend, tokens, heads, dim, n, width, k):
+    assert_equals_reference(inputs(tokens, heads, dim, n, width), k, backend)
+
+
+@pytest.mark.parametrize("backward", ["sorted", "atomic", "dedup"])
+def test_every_way_of_summing_gradients(backend, backward):
+    assert_equals_reference(inputs(40, 2, 16, 6, 8, own=True), 3, backend, backward=backward)
+    assert_equals_reference(inputs(40, 2, 16, 6, 8), 3, backend, backward=backward)
+
+
+@pytest.mark.parametrize("selection", ["two-stage", "cartesian"])
+def test_every_way_of_selecting(backend, selection):
+    assert_equals_reference(inputs(20, 2, 16, 9, 8), 4, backend, selection=selection)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_transforming_before_or_after_gathering(backend, expand):
+    assert_equals_reference(inputs(30, 3, 16, 6, 8, transform=True), 3, backend, expand=expand)
+
+
+def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(backend):
+    few, many = (inputs(tokens, 2, 8, 4, 8, transform=True) for tokens in (15, 16))
+    for arguments, expand in ((few, False), (many, True)):
+        chosen = headwise_memory(*arguments, 2, backend=backend)
+        assert torch.equal(chosen, headwise_memory(*arguments, 2, expand=expand, backend=backend))
+
+
+def test_temperature(backend):
+    arguments = inputs(20, 2, 16, 8, 8)
+    assert_equals_reference(arguments, 3, backend, temperature=0.3)
+    assert not torch.allclose(headwise_memory(*arguments, 3), headwise_memory(*arguments, 3, temperature=0.3))
+
+
+@pytest.mark.parametrize("transform, sparse", [(False, False), (True, False), (True, True)])
+def test_a_residual_is_added_and_gets_the_gradient_as_it_is(backend, transform, sparse):
+    arguments = inputs(11, 3, 8, 5, 6, transform=transform)
+    residual = torch.randn(11, 3, 6, device=DEVICE, requires_grad=True)
+    output = headwise_memory(*arguments, 2, residual=residual, sparse_gradient=sparse, backend=backend)
+    expected = residual + headwise_memory(*arguments, 2, backend="reference")
+    torch.testing.assert_close(output, expected)
+    upstream = torch.randn_like(output)
+    assert torch.equal(torch.autograd.grad(output, residual, upstream)[0], upstream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bank_of_zeros_leaves_the_residual_bit_for_bit(backend, dtype):
+    query, row_keys, column_keys, bank, _ = inputs(40, 3, 16, 8, 12, dtype=dtype)
+    residual = torch.randn(40, 3, 12, device=DEVICE).to(dtype)
+    output = headwise_memory(query, row_keys, column_keys, bank * 0, None, 4, residual=residual, backend=backend)
+    assert torch.equal(output, residual)
+
+
+def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(backend):
+    one, *tables = inputs(1, 2, 8, 4, 8)
+    upstream = torch.rand(1000, 2, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    assert_equals_reference([one.expand(1000, -1, -1), *tables], 4, backend, upstream)
+
+
+def test_two_runs_give_the_same_bytes(backend):
+    arguments = inputs(100, 3, 8, 4, 8)
+    first, second = (output_and_gradients(arguments, 3, backend=backend, backward="sorted") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_strides_of_the_query_do_not_matter(backend):
+    arguments = inputs(12, 3, 8, 5, 6)
+    query, *tables = arguments
+    expected = output_and_gradients(arguments, 2, backend=backend)
+    heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
+    every_other = torch.stack([query, -query], dim=-1).flatten(-2)[..., ::2]
+    for strided in (heads_first, every_other):
+        assert not strided.is_contiguous()
+        for found, exact in zip(output_and_gradients([strided, *tables], 2, backend=backend), expected, strict=True):
+            torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (2, 0), (2, 1, 3)], ids=str)
+def test_any_leading_shape(backend, leading):
+    _, *tables = inputs(1, 3, 8, 4, 5)
+    query = torch.randn(*leading, 3, 8, device=DEVICE, requires_grad=True)
+    output = headwise_memory(query, *tables, 2, backend=backend)
+    assert output.shape == (*leading, 3, 5)
+    output.sum().backward()
+    assert query.grad.shape == query.shape
+
+
+def test_large_banks_get_gradients_of_the_rows_that_were_hit(backend):
+    arguments = inputs(6, 2, 8, 64, 4, transform=True)
+    arguments[3] = arguments[3].detach().requires_grad_()
+    upstream = torch.randn(6, 2, 4, device=DEVICE)
+    sparse, dense = (
+        torch.autograd.grad(
+            headwise_memory(*arguments, 3, sparse_gradient=chosen, expand=False, backend=backend),
+            arguments[3],
+            upstream,
+        )[0]
+        for chosen in (True, False)
+    )
+    _, slots = product_key_topk(*arguments[:3], 3)
+    assert sparse.is_sparse and sparse.is_coalesced()
+    assert sparse.indices().flatten().tolist() == sorted(set(slots.flatten().tolist()))
+    torch.testing.assert_close(sparse.to_dense(), dense)
+
+
+def test_choices_stand_for_what_a_caller_leaves_open(monkeypatch):
+    seen = []
+
+    def record(*arguments):
+        seen.append(arguments[-3:])
+        raise InterruptedError
+
+    monkeypatch.setitem(headwise_memory.__globals__, "headwise_lookup_op", record)
+    arguments = inputs(2, 1, 4, 3, 2)
+    with op_choices(backend="triton", selection="cartesian", backward="atomic"), pytest.raises(InterruptedError):
+        headwise_memory(*arguments, 2)
+    with op_choices(backend="triton"), op_choices(backward="dedup"), pytest.raises(InterruptedError):
+        headwise_memory(*arguments, 2, backend="torch")
+    with pytest.raises(InterruptedError):
+        headwise_memory(*arguments, 2)
+    auto = "triton" if DEVICE == "cuda" else "torch"
+    assert seen == [
+        ("cartesian", "atomic", "triton"),
+        ("two-stage", "dedup", "torch"),
+        ("two-stage", "sorted", auto),
+    ]

@@ -1,0 +1,119 @@
+"""What torch is told of the ops: fake tensors, gradients, one node a call in a compiled graph."""
+
+import pytest
+import torch
+from ops.kernels.conftest import DEVICE
+
+from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
+from midus_hf.ops.headwise_lookup import headwise_lookup_op
+from midus_hf.ops.product_key import select_op
+from midus_hf.ops.weighted_gather import weighted_gather_op
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tables(dtype=torch.float32):
+    shapes = ((6, 2, 8), (2, 4, 4), (2, 4, 4), (16, 5))
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_the_lookup_is_registered_rightly(backend, with_residual):
+    residual = torch.randn(6, 2, 5, device=DEVICE, requires_grad=True) if with_residual else None
+    arguments = (*tables(), residual, 3, 0.5, "two-stage", "sorted", backend)
+    torch.library.opcheck(headwise_lookup_op, arguments)
+
+
+def test_gathering_is_registered_rightly(backend):
+    bank, weights = torch.randn(7, 4, device=DEVICE), torch.randn(5, 3, device=DEVICE)
+    slots = torch.randint(7, (5, 3), device=DEVICE)
+    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), "sorted", backend)
+    torch.library.opcheck(weighted_gather_op, arguments)
+
+
+def test_selection_is_registered_rightly():
+    torch.library.opcheck(select_op, (torch.randn(5, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE), 3))
+
+
+def nodes_of(function, arguments):
+    """Names of the ops in the graph of a function, compiled as one."""
+    names = []
+
+    def look(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compile(function, fullgraph=True, backend=look)(*arguments)
+    return names
+
+
+def test_head_wise_memory_is_one_node_and_views(backend):
+    def lookup(query, row_keys, column_keys, bank):
+        return headwise_memory(query, row_keys, column_keys, bank, None, 3, backend=backend)
+
+    names = nodes_of(lookup, tables())
+    assert sum("headwise_lookup" in name for name in names) == 1
+    assert not any(word in name for name in names for word in ("topk", "softmax", "embedding", "matmul", "bmm"))
+
+
+def test_gathering_is_one_node(backend):
+    bank, slots, weights = torch.randn(7, 4), torch.randint(7, (5, 3)), torch.randn(5, 3)
+    on_device = [tensor.to(DEVICE) for tensor in (bank, slots, weights)]
+    names = nodes_of(lambda *tensors: weighted_gather(*tensors, backend=backend), on_device)
+    assert sum("weighted_gather" in name for name in names) == 1
+
+
+def test_selecting_by_a_kernel_is_one_node():
+    names = nodes_of(lambda *tensors: product_key_topk(*tensors, 2, backend="triton"), tables()[:3])
+    assert sum("product_key_select" in name for name in names) == 1 and not any("topk" in name for name in names)
+
+
+def test_a_compiled_call_computes_the_same_gradients(backend):
+    leaves = tables()
+
+    def lookup(*tensors):
+        return headwise_memory(*tensors, None, 3, backend=backend)
+
+    upstream = torch.randn(6, 2, 5, device=DEVICE)
+    eager, compiled = (
+        torch.autograd.grad(call(*leaves), leaves, upstream)
+        for call in (lookup, torch.compile(lookup, fullgraph=True, backend="aot_eager"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def test_a_copy_of_the_code_registers_ops_of_its_own():
+    from midus_hf.ops.library import custom_op
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    first, second = doubled, tripled
+    first.__module__, second.__module__ = (
+        "transformers_modules.one.midus_hf_ops_a",
+        "transformers_modules.two.midus_hf_ops_a",
+    )
+    ops = [custom_op("scaled")(function) for function in (first, second)]
+    assert [op(torch.ones(1)).item() for op in ops] == [2, 3]
+
+
+def test_kernels_are_refused_where_they_cannot_run(monkeypatch):
+    arguments = tables()
+    with pytest.raises(ValueError, match="tensors are float64; expected float32 or less, or choose 'torch'"):
+        headwise_memory(*tables(torch.float64), None, 2, backend="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if DEVICE == "cpu":
+        with pytest.raises(ValueError, match="tensors are on cpu; expected cuda, or choose 'torch'"):
+            headwise_memory(*arguments, None, 2, backend="triton")
+    monkeypatch.setattr("midus_hf.ops.backend.HAS_TRITON", False)
+    with pytest.raises(ValueError, match="triton is not installed; install it, or choose 'torch'"):
+        headwise_memory(*arguments, None, 2, backend="triton")
