@@ -6,6 +6,9 @@ from typing import Literal
 Trainable = Literal["auto", "new", "all"] | list[int]
 """What trains: see `TrainConfig`."""
 
+ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
+"""The course of the rate of memory values: see `TrainConfig`."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class CorpusOptions:
@@ -62,7 +65,13 @@ class TrainConfig:
             records as its method's own. Default: `"auto"`.
         learning_rate: Maximum rate of everything but keys and values. Default: 1e-4.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
-        value_learning_rate: Rate of memory values alone, constant. Default: `key_value_learning_rate`.
+        value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
+        value_schedule: Course of the rate of memory values. `"constant"` is that of keys (MIDUS). `"fixed"` is
+            `value_learning_rate` times what warm-up and schedule make of every other rate (Memory Layers at Scale).
+            `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 over the run (UltraMem). Default:
+            `"constant"`.
+        balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
+            `memory.balance.balance_loss`. Default: 0, none.
         weight_decay: Decay of matrices; norms, biases, keys and values have none. Default: 0.
         warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
         schedule: Course of the rate after that: `"cosine"` or `"linear"` to zero, or `"constant_with_warmup"`.
@@ -79,6 +88,8 @@ class TrainConfig:
         save_every: Steps between checkpoints. Default: none, only the trained model is saved.
         keep_checkpoints: Latest checkpoints to keep. Default: 2; null keeps all.
         log_every: Steps between log events. Default: 10.
+        usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
+            evenly. Default: none.
         report_to: `"tensorboard"`, `"trackio"` or `"none"`, beside `log.jsonl`. Default: `"none"`.
         seed: Seed of the order of sequences and of anything random. Default: 0.
         resume: True for the latest checkpoint in `output`, or the path of one. Default: false.
@@ -97,6 +108,8 @@ class TrainConfig:
     learning_rate: float = 1e-4
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
+    value_schedule: ValueSchedule = "constant"
+    balance_loss: float = 0.0
     weight_decay: float = 0.0
     warmup_ratio: float = 0.1
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
@@ -111,6 +124,7 @@ class TrainConfig:
     save_every: int | None = None
     keep_checkpoints: int | None = 2
     log_every: int = 10
+    usage_every: int | None = None
     report_to: Literal["none", "tensorboard", "trackio"] = "none"
     seed: int = 0
     resume: bool | str = False
@@ -126,6 +140,7 @@ class TrainConfig:
             "save_every",
             "keep_checkpoints",
             "log_every",
+            "usage_every",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -134,7 +149,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; expected a number above 0.")
-        for name in ("weight_decay", "max_grad_norm", "seed"):
+        for name in ("weight_decay", "max_grad_norm", "seed", "balance_loss"):
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"{name} is {value}; expected 0 or more.")

@@ -31,6 +31,7 @@ _FREE_ON_RESUME = (
     "save_every",
     "keep_checkpoints",
     "log_every",
+    "usage_every",
     "report_to",
     "resume",
     "overwrite",

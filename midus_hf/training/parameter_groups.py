@@ -1,5 +1,6 @@
 """The optimizer's parameter groups, and the course of each group's learning rate (MIDUS, appendix B.1)."""
 
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.training.options import ValueSchedule
+
+_COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
 
 def parameter_groups(
@@ -18,12 +22,14 @@ def parameter_groups(
     weight_decay: float = 0.0,
     key_value_learning_rate: float | None = None,
     value_learning_rate: float | None = None,
+    value_schedule: ValueSchedule = "constant",
 ) -> list[dict[str, Any]]:
     """Split the parameters that train into groups for an optimizer.
 
-    Keys and values of memories keep one rate throughout and do not decay; everything else follows the schedule. What
-    decays are its tensors of two or more dimensions: not norms, not biases. Which parameters are keys and values is
-    asked of the memory modules, so a wrapper that renames parameters changes no group.
+    Keys and values of memories do not decay and keep one rate throughout, unless values have a schedule; everything
+    else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not biases. Which
+    parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
+    group.
 
     Args:
         model: With `requires_grad` set.
@@ -32,42 +38,53 @@ def parameter_groups(
         key_value_learning_rate: Default: `learning_rate`.
         value_learning_rate: Rate of the values, which then have a group of their own. Default:
             `key_value_learning_rate`.
+        value_schedule: As in `TrainConfig`; values have a group of their own unless it is `"constant"`. Default:
+            `"constant"`.
 
     Returns:
-        Groups with `params`, `name`, `lr`, `weight_decay` and `scheduled`, in this order: `decay`, `no_decay`, and
-        `keys_and_values` or `keys`, `values`. Groups without parameters are left out. Those that follow the schedule
-        stand first, since a Trainer logs the rate of the first group.
+        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, and
+        `keys_and_values` or `keys`, `values`. Groups without parameters are left out. `course` is `"schedule"`,
+        `"constant"` or `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first
+        group.
 
     Raises:
-        ValueError: If nothing trains.
+        ValueError: If nothing trains, or `value_schedule` is not one of those named.
     """
+    if value_schedule not in _COURSE_OF_VALUES:
+        expected = ", ".join(map(repr, typing.get_args(ValueSchedule)))
+        raise ValueError(f"value_schedule is {value_schedule!r}; expected one of {expected}.")
     key_value_learning_rate = learning_rate if key_value_learning_rate is None else key_value_learning_rate
+    together = value_learning_rate is None and value_schedule == "constant"
+    value_learning_rate = key_value_learning_rate if value_learning_rate is None else value_learning_rate
     key_ids, value_ids = _key_and_value_ids(model)
+    norm_ids = _norm_ids(model)
     members: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in key_ids | value_ids:
             own_group = "values" if id(parameter) in value_ids else "keys"
-            name = "keys_and_values" if value_learning_rate is None else own_group
+            name = "keys_and_values" if together else own_group
         else:
-            name = "decay" if parameter.dim() > 1 else "no_decay"
+            name = "decay" if parameter.dim() > 1 and id(parameter) not in norm_ids else "no_decay"
         members.setdefault(name, []).append(parameter)
     if not members:
         raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
 
     settings: dict[str, dict[str, Any]] = {
-        "decay": {"lr": learning_rate, "weight_decay": weight_decay, "scheduled": True},
-        "no_decay": {"lr": learning_rate, "weight_decay": 0.0, "scheduled": True},
-        "keys_and_values": {"lr": key_value_learning_rate, "weight_decay": 0.0, "scheduled": False},
-        "keys": {"lr": key_value_learning_rate, "weight_decay": 0.0, "scheduled": False},
-        "values": {"lr": value_learning_rate, "weight_decay": 0.0, "scheduled": False},
+        "decay": {"lr": learning_rate, "weight_decay": weight_decay, "course": "schedule"},
+        "no_decay": {"lr": learning_rate, "weight_decay": 0.0, "course": "schedule"},
+        "keys_and_values": {"lr": key_value_learning_rate, "weight_decay": 0.0, "course": "constant"},
+        "keys": {"lr": key_value_learning_rate, "weight_decay": 0.0, "course": "constant"},
+        "values": {"lr": value_learning_rate, "weight_decay": 0.0, "course": _COURSE_OF_VALUES[value_schedule]},
     }
     return [{"params": members[name], "name": name, **settings[name]} for name in settings if name in members]
 
 
 def group_schedules(optimizer: torch.optim.Optimizer, schedule: str, warmup_steps: int, total_steps: int) -> LambdaLR:
-    """A scheduler under which the groups marked `scheduled` follow `schedule` and the others keep their rate.
+    """A scheduler under which each group takes its `course`: `schedule`, a constant rate, or `schedule` from 4x to 1x.
+
+    That is the schedule times a factor that falls linearly from 4 to 1 over the run.
 
     Args:
         optimizer: Built on `parameter_groups`.
@@ -76,7 +93,12 @@ def group_schedules(optimizer: torch.optim.Optimizer, schedule: str, warmup_step
         total_steps: Steps of the run.
     """
     factor = _schedule_factor(schedule, warmup_steps, total_steps)
-    return LambdaLR(optimizer, [factor if group["scheduled"] else _constant for group in optimizer.param_groups])
+
+    def falling(step: int) -> float:
+        return factor(step) * (4 - 3 * min(step / total_steps, 1))
+
+    courses = {"schedule": factor, "constant": _constant, "4x-to-1x": falling}
+    return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])
 
 
 def _key_and_value_ids(model: nn.Module) -> tuple[set[int], set[int]]:
@@ -88,6 +110,17 @@ def _key_and_value_ids(model: nn.Module) -> tuple[set[int], set[int]]:
             for name in module.key_value_parameters:
                 (value_ids if name in module.value_parameters else key_ids).add(id(getattr(module, name)))
     return key_ids, value_ids
+
+
+def _norm_ids(model: nn.Module) -> set[int]:
+    """Ids of the gains and biases of the norms within memories, which have a row a head."""
+    return {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, MemoryModule)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.norm_parameters
+    }
 
 
 def _constant(step: int) -> float:

@@ -10,6 +10,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerState,
@@ -136,6 +137,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     checkpoint = check_output(config)
     _check_reporting(config)
     model_config = load_config(config.model, config.trainable)
+    _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
     dataset = _build_dataset(config, tokenizer, model_config.vocab_size)
     set_seed(config.seed)
@@ -157,6 +159,9 @@ def prepare(config: TrainConfig) -> TrainingRun:
         callbacks=[TrainingLog(Path(config.output, LOG_NAME)), SavesTokenizer(tokenizer)],
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
+        value_schedule=config.value_schedule,
+        balance_loss=config.balance_loss,
+        usage_every=config.usage_every,
     )
     return TrainingRun(config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache, accompanying_files)
 
@@ -208,6 +213,15 @@ def _check_reporting(config: TrainConfig) -> None:
         )
 
 
+def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> None:
+    for name, is_set in (("balance_loss", config.balance_loss), ("usage_every", config.usage_every)):
+        if is_set and not getattr(model_config, "memory", None):
+            raise ValueError(
+                f"{name} is {is_set}, but this {model_config.model_type} model has no memory layers; train one that has, "
+                f"or leave {name} out."
+            )
+
+
 def _build_dataset(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> PackedDataset | PackedStream:
@@ -229,19 +243,21 @@ def _show(
     console = Console()
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
+    courses = {"schedule": config.schedule, "constant": "constant", "4x-to-1x": f"{config.schedule}, 4x to 1x"}
     for group in parameter_groups(
         model,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
+        value_schedule=config.value_schedule,
     ):
         groups.add_row(
             group["name"].replace("_", " "),
             str(len(group["params"])),
             f"{sum(parameter.numel() for parameter in group['params']):,}",
             f"{group['lr']:g}",
-            config.schedule if group["scheduled"] else "constant",
+            courses[group["course"]],
             f"{group['weight_decay']:g}",
         )
     console.print(groups)

@@ -38,6 +38,14 @@ def test_layers_to_train_can_be_listed(tmp_path):
     assert read_config(TrainConfig, path, ["trainable=[3, 7, 11]"]).trainable == [3, 7, 11]
 
 
+def test_aids_to_memory_are_off_unless_asked_for(tmp_path):
+    path = write(tmp_path, "model: m\noutput: o\ncorpus: c\n")
+    config = read_config(TrainConfig, path)
+    assert (config.value_schedule, config.balance_loss, config.usage_every) == ("constant", 0.0, None)
+    config = read_config(TrainConfig, path, ["value_schedule=4x-to-1x", "balance_loss=1e-2", "usage_every=50"])
+    assert (config.value_schedule, config.balance_loss, config.usage_every) == ("4x-to-1x", 0.01, 50)
+
+
 def test_null_stands_for_no_limit(tmp_path):
     config = read_config(TrainConfig, write(tmp_path, "model: m\noutput: o\ncorpus: c"), ["keep_checkpoints=null"])
     assert config.keep_checkpoints is None
@@ -85,6 +93,9 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
         ({"save_every": 0}, "save_every is 0; expected at least 1."),
         ({"keep_checkpoints": 0}, "keep_checkpoints is 0; expected at least 1."),
         ({"log_every": 0}, "log_every is 0; expected at least 1."),
+        ({"usage_every": 0}, "usage_every is 0; expected at least 1."),
+        ({"balance_loss": -0.1}, "balance_loss is -0.1; expected 0 or more."),
+        ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x'."),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
         ({"key_value_learning_rate": -1}, "key_value_learning_rate is -1.0; expected a number above 0."),
         ({"value_learning_rate": 0}, "value_learning_rate is 0.0; expected a number above 0."),

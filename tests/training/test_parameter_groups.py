@@ -1,10 +1,11 @@
-"""Keys and values keep one rate and do not decay; everything else follows the schedule."""
+"""Keys and values keep one rate, unless values have a schedule, and do not decay; all else follows the schedule."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from midus_hf.memory import MemoryModule
+from midus_hf.memory.product_key import ProductKeyMemory
 from midus_hf.training import parameter_groups, set_trainable
 from midus_hf.training.parameter_groups import group_schedules
 
@@ -42,10 +43,10 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model):
 
 def test_the_groups_have_the_rates_and_the_decay_they_were_given(model):
     groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, key_value_learning_rate=2e-3)
-    assert [(group["lr"], group["weight_decay"], group["scheduled"]) for group in groups] == [
-        (1e-3, 0.1, True),
-        (1e-3, 0.0, True),
-        (2e-3, 0.0, False),
+    assert [(group["lr"], group["weight_decay"], group["course"]) for group in groups] == [
+        (1e-3, 0.1, "schedule"),
+        (1e-3, 0.0, "schedule"),
+        (2e-3, 0.0, "constant"),
     ]
 
 
@@ -58,10 +59,46 @@ def test_values_can_have_a_rate_of_their_own(model):
     assert [group["name"] for group in groups] == ["decay", "no_decay", "keys", "values"]
     assert names_in(model, groups[2]) == memory_parameters(model, KEYS)
     assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank"])
-    assert [(group["lr"], group["weight_decay"], group["scheduled"]) for group in groups[2:]] == [
-        (1e-3, 0.0, False),
-        (1e-2, 0.0, False),
+    assert [(group["lr"], group["weight_decay"], group["course"]) for group in groups[2:]] == [
+        (1e-3, 0.0, "constant"),
+        (1e-2, 0.0, "constant"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("value_schedule", "value_rate", "keys", "values"),
+    [
+        ("constant", 1e-2, (2e-3, "constant"), (1e-2, "constant")),
+        ("fixed", 1e-2, (2e-3, "constant"), (1e-2, "schedule")),
+        ("fixed", None, (2e-3, "constant"), (2e-3, "schedule")),
+        ("4x-to-1x", None, (2e-3, "constant"), (2e-3, "4x-to-1x")),
+    ],
+)
+def test_values_can_have_a_course_of_their_own(model, value_schedule, value_rate, keys, values):
+    groups = parameter_groups(
+        model,
+        learning_rate=1e-3,
+        key_value_learning_rate=2e-3,
+        value_learning_rate=value_rate,
+        value_schedule=value_schedule,
+    )
+    assert [group["name"] for group in groups] == ["decay", "no_decay", "keys", "values"]
+    assert names_in(model, groups[2]) == memory_parameters(model, KEYS)
+    assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank"])
+    assert [(group["lr"], group["course"]) for group in groups] == [
+        (1e-3, "schedule"),
+        (1e-3, "schedule"),
+        keys,
+        values,
+    ]
+    assert all(group["weight_decay"] == 0 for group in groups)
+
+
+def test_a_course_that_does_not_exist_is_refused(model):
+    with pytest.raises(
+        ValueError, match=r"value_schedule is '2x-to-1x'; expected one of 'constant', 'fixed', '4x-to-1x'."
+    ):
+        parameter_groups(model, learning_rate=1e-3, value_schedule="2x-to-1x")
 
 
 def test_no_parameter_is_in_two_groups_or_in_none_when_everything_trains(model):
@@ -77,6 +114,16 @@ def test_a_wrapper_that_renames_parameters_changes_no_group(model):
     assert [[id(p) for p in group["params"]] for group in outer] == [[id(p) for p in g["params"]] for g in inner]
 
 
+def test_norms_within_memories_do_not_decay_though_they_have_a_row_a_head():
+    memory = ProductKeyMemory(hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
+    groups = parameter_groups(memory, learning_rate=1e-3, weight_decay=0.1)
+    assert {group["name"]: names_in(memory, group) for group in groups} == {
+        "decay": {"query_projection.weight", "gate_weight"},
+        "no_decay": {"query_norm_weight", "query_norm_bias", "gate_bias"},
+        "keys_and_values": {*KEYS, "value_bank"},
+    }
+
+
 def test_without_keys_and_values_there_is_no_group_for_them():
     groups = parameter_groups(torch.nn.Linear(2, 2), learning_rate=1e-3)
     assert [group["name"] for group in groups] == ["decay", "no_decay"]
@@ -89,7 +136,7 @@ def test_a_frozen_model_is_refused():
 
 def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_stay():
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    groups = [{"params": weights[:1], "scheduled": True}, {"params": weights[1:], "scheduled": False}]
+    groups = [{"params": weights[:1], "course": "schedule"}, {"params": weights[1:], "course": "constant"}]
     optimizer = torch.optim.AdamW(groups, lr=0.5)
     reference_optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
     scheduler = group_schedules(optimizer, "cosine", warmup_steps=3, total_steps=20)
@@ -102,3 +149,26 @@ def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_sta
             stepped.step()
     scheduled = [rate for rate, _ in rates]
     assert scheduled[0] == 0 and max(scheduled) == scheduled[3] == 0.5 and scheduled[20] == 0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
+def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [
+        {"params": weights[:1], "lr": 0.5, "course": "schedule"},
+        {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = group_schedules(optimizer, schedule, warmup_steps=4, total_steps=20)
+    multipliers = []
+    for _ in range(21):
+        main, values = scheduler.get_last_lr()
+        multipliers.append((main / 0.5, values / 3.0))
+        optimizer.step()
+        scheduler.step()
+    for step, factor in {0: 4.0, 4: 3.4, 10: 2.5, 15: 1.75, 20: 1.0}.items():
+        main, values = multipliers[step]
+        assert values == pytest.approx(factor * main)
+    assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(3.4))
+    end = 1 if schedule == "constant_with_warmup" else 0
+    assert multipliers[20] == (pytest.approx(end), pytest.approx(end))

@@ -14,7 +14,7 @@ from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
 from upscalers.engine.placements import place
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = REPOSITORY / "configs" / "train"
+RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 GIVEN = {"model": "model=m", "output": "output=o", "corpus": "corpus=c"}
 """What a recipe may leave to the command line."""
@@ -25,9 +25,11 @@ BASES = {
 }
 """Config, id and number of new layers (section 5.1) of the paper's bases."""
 
-TRAINABLE = {"midus-hml": "new", "base": "all"} | dict.fromkeys(
-    ("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"
-)
+TRAINABLE = {
+    **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear"), "new"),
+    "base": "all",
+    **dict.fromkeys(("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"),
+}
 """What the recipes of each method, and of the base itself, say of `trainable`."""
 
 RATES = {
@@ -42,6 +44,22 @@ RATES = {
     if not corpus or method == "midus-hml"
 }
 """Learning rate and tokens of each recipe (appendix B)."""
+
+
+ABLATIONS = {
+    "n16": {"n": 16},
+    "n32": {"n": 32},
+    "k1": {"k": 1},
+    "k2": {"k": 2},
+    "k8": {"k": 8},
+    "batch-norm": {"query_norm": "batch"},
+    "layer-norm": {"query_norm": "layer"},
+    "residual": {"inner_residual": True},
+    "output-projection": {"output_projection": True},
+    "top-heavy": {},
+    "bottom-heavy": {},
+}
+"""What the paper's tables 7, 8, 10 and 11 change in MIDUS-HML at 1B; the last two are placements."""
 
 
 def recipe(name: str) -> TrainConfig:
@@ -123,6 +141,29 @@ def test_the_commands_in_a_recipe_make_its_model_and_run_it(name):
             stated = {"--base": upscaling["base"], "--method": upscaling["method"]}
         (base,) = (base for base in BASES if base in name)
         assert stated == {"--base": BASES[base][1], "--method": name.partition(f"-{base}")[0]}
+
+
+def test_there_is_a_recipe_of_every_ablation_and_of_what_it_is_compared_with():
+    names = {path.stem for path in UPSCALING.glob("midus-hml-llama-3.2-1b-*.yaml")}
+    assert names == {f"midus-hml-llama-3.2-1b-{name}" for name in (*ABLATIONS, "distributed")}
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_an_ablation_changes_what_the_paper_changes_and_its_commands_train_it_as_midus_hml(ablation):
+    path = UPSCALING / f"midus-hml-llama-3.2-1b-{ablation}.yaml"
+    compared = read_mapping(UPSCALING / "midus-hml-llama-3.2-1b-distributed.yaml")
+    changed = {"placement": ablation} if "heavy" in ablation else {}
+    assert read_mapping(path) == {**compared, **changed, "options": {**compared["options"], **ABLATIONS[ablation]}}
+
+    text = path.read_text(encoding="utf-8")
+    made = re.findall(r"^#   upscale --config (\S+) --output (\S+)$", text, flags=re.MULTILINE)
+    run = re.findall(r"^#   python scripts/train_cpt\.py (\S+) (.+)$", text, flags=re.MULTILINE)
+    ((config, folder),), ((training, words),) = made, run
+    assert REPOSITORY / config == path
+    trained = dataclasses.asdict(read_config(TrainConfig, REPOSITORY / training, words.split()))
+    of_midus = dataclasses.asdict(recipe("midus-hml-llama-3.2-1b"))
+    own = {"model": folder, "output": f"outputs/{path.stem}"}
+    assert folder != of_midus["model"] and trained == {**of_midus, **own}
 
 
 def test_recipes_of_one_base_and_corpus_differ_only_in_what_is_trained():

@@ -49,6 +49,7 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
 
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, tmp_path):
+    words = [*words, "usage_every=2"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     shared = run_script([*words, "batch_size=1", f"output={tmp_path / 'shared'}"], launcher)
     assert shared.returncode == 0, shared.stderr
@@ -59,6 +60,15 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, tmp_path):
         for name in ("shared", "out")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 5
+    used = [
+        [
+            event["memory_used_share"]
+            for event in read_log(tmp_path / name / "log.jsonl")
+            if "memory_used_share" in event
+        ]
+        for name in ("shared", "out")
+    ]
+    assert used[0] == pytest.approx(used[1], rel=1e-2) and len(used[0]) == 2
 
 
 def test_a_wrong_request_exits_with_2_and_one_line(words, tmp_path):

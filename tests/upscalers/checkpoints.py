@@ -8,12 +8,58 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny import NUM_LAYERS, prompt, tiny_model
+from tiny import FAMILIES, NUM_LAYERS, prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
 import midus_hf  # noqa: F401 - registers the classes
 
 SMALL_MEMORY = {"n": 8, "k": 2}
+MEMORY_OPTIONS = {
+    "k": 2,
+    "query_norm": "none",
+    "temperature": 1.0,
+    "gate": "none",
+    "inner_residual": False,
+    "n": 8,
+    "values": "expanded",
+    "output_projection": False,
+}
+"""What `SMALL_MEMORY` means to midus-hml, in full."""
+SMALL = {"midus-hml": SMALL_MEMORY, "midus-pkm": SMALL_MEMORY, "midus-linear": {"slots": 12, "k": 2}}
+"""Small sizes for each method that inserts memory."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hml, shared values": ("midus-hml", {"values": "shared"}),
+    "hml, own values": ("midus-hml", {"values": "own"}),
+    "hml, output projection": ("midus-hml", {"output_projection": True}),
+    "hml, output projection and residual": ("midus-hml", {"output_projection": True, "inner_residual": True}),
+    "hml, residual": ("midus-hml", {"inner_residual": True}),
+    "hml, batch norm": ("midus-hml", {"query_norm": "batch"}),
+    "hml, layer norm and temperature": ("midus-hml", {"query_norm": "layer", "temperature": 0.25}),
+    "hml, gate a token": ("midus-hml", {"gate": "token"}),
+    "hml, gate a head": ("midus-hml", {"gate": "head", "output_projection": True}),
+    "pkm": ("midus-pkm", {}),
+    "pkm, bare": ("midus-pkm", {"query_norm": "none", "inner_residual": False}),
+    "pkm, layer norm and gate": ("midus-pkm", {"query_norm": "layer", "gate": "token", "temperature": 2.0}),
+    "linear": ("midus-linear", {}),
+    "linear, bare": ("midus-linear", {"query_norm": "none", "inner_residual": False}),
+    "linear, layer norm and gate": ("midus-linear", {"query_norm": "layer", "gate": "token"}),
+}
+"""Every option that changes a memory block, beside midus-hml as it is: method and options without sizes."""
+
+
+def variants(family: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """`VARIANTS` with small sizes, without what the family has no widths for."""
+    config = FAMILIES[family].config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    narrow = head_dim * config.num_attention_heads == config.hidden_size
+    return {
+        name: (method, {**SMALL[method], **options})
+        for name, (method, options) in VARIANTS.items()
+        if narrow or name != "hml, residual"
+    }
+
+
 NUM_NEW_LAYERS = NUM_LAYERS // 2
 
 

@@ -73,9 +73,9 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 REQUESTS = [
-    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean 'midus-hml'\?"),
+    (["--method", "midus-hmm"], r"method 'midus-hmm' is unknown. Did you mean 'midus-hml'"),
     (["--method", "x"], "method 'x' is unknown. Expected one of: .*llama-pro, midus-hml"),
-    (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: n, k"),
+    (["--set", "m=8"], r"method midus-hml has no option 'm'\. Expected one of: k, query_norm, .*, n, values"),
     (["--set", "n=8.5"], r"n is 8\.5; expected an integer"),
     (["--set", "n=many"], "n is 'many'; expected an integer"),
     (["--set", "n="], "n is None; expected an integer"),
@@ -268,6 +268,42 @@ def test_a_head_of_odd_size_is_refused(command, base, tmp_path):
     edit_config(tmp_path / "base", head_dim=5)
     outcome = command("--base", tmp_path / "base", "--method", "midus-hml", "--dry-run")
     refused(outcome, "head_dim is 5; expected an even number, half for rows and half for columns", tmp_path, ["base"])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "changes", "message"),
+    [
+        ("midus-hml", ["output_projection=true"], {"hidden_size": 20}, r"hidden_size / num_attention_heads is 5; expected an even"),
+        ("midus-pkm", [], {"hidden_size": 20, "head_dim": 8}, "hidden_size / num_attention_heads is 5; expected an even number"),
+        ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34, no multiple of the 4 attention heads"),
+        ("midus-linear", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34, no multiple of the 4 attention heads"),
+        (
+            "midus-hml",
+            ["inner_residual=true"],
+            {"head_dim": 16},
+            "inner_residual adds the block's input of width 32 to an attention output of width 64; expected equal widths. Set output",
+        ),
+        ("midus-pkm", ["gate=head"], {}, "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed"),
+        ("midus-linear", ["n=8"], {}, "method midus-linear has no option 'n'. Expected one of: k, query_norm, .*slots"),
+    ],
+)  # fmt: skip
+def test_a_base_or_option_that_a_memory_has_no_widths_for_is_refused(
+    command, base, tmp_path, method, options, changes, message
+):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
+    edit_config(tmp_path / "base", **changes)
+    chosen = [word for pair in options for word in ("--set", pair)]
+    outcome = command("--base", tmp_path / "base", "--method", method, "--dry-run", *chosen)
+    refused(outcome, message, tmp_path, ["base"])
+
+
+@pytest.mark.parametrize("method", ["midus-linear", "midus-hml"])
+def test_what_one_memory_cannot_take_another_may(command, base, tmp_path, method):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
+    edit_config(tmp_path / "base", hidden_size=20, head_dim=8)
+    assert command("--base", tmp_path / "base", "--method", method, "--dry-run").status == 0
 
 
 def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):

@@ -6,7 +6,14 @@ import pytest
 import torch
 import yaml
 
-from tests.upscalers.checkpoints import file_digests, logits, read_tensors, same_tensors, save_base
+from tests.upscalers.checkpoints import (
+    MEMORY_OPTIONS,
+    file_digests,
+    logits,
+    read_tensors,
+    same_tensors,
+    save_base,
+)
 from tests.upscalers.processes import run_upscale
 from upscalers import VerificationError, cli, upscale
 
@@ -52,7 +59,7 @@ def test_the_command_line_wins_over_the_configuration_file(command, base, tmp_pa
     assert report["new_layer_indices"] == [0, 2, 6]
     assert report["identity"]["checked"] == "blocks"
     record = json.loads((tmp_path / "out" / "upscale.json").read_text())
-    assert (record["options"], record["seed"]) == ({"n": 5, "k": 2}, 2)
+    assert (record["options"], record["seed"]) == ({**MEMORY_OPTIONS, "n": 5}, 2)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ def test_a_configuration_file_that_makes_no_sense_is_refused(command, base, tmp_
 def test_methods_are_listed_with_options_defaults_and_paper(command):
     (method,) = [row for row in command("methods", "--json").json() if row["name"] == "midus-hml"]
     assert method["paper"] == {"title": "MIDUS: Memory-Infused Depth Up-Scaling", "reference": "arXiv:2512.13751"}
-    assert {row["name"]: row["default"] for row in method["options"]} == {"n": 64, "k": 4}
+    assert {row["name"]: row["default"] for row in method["options"]} == {**MEMORY_OPTIONS, "n": 64, "k": 4}
     assert (method["identity"], method["trainable"], method["placement"]) == (True, "new", "distributed")
     table = command("methods")
     assert table.status == 0
@@ -124,7 +131,10 @@ def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     assert (told["method"], told["base"], len(told["layers"])) == ("midus-hml", base.name, 6)
     shown = command("inspect", tmp_path / "out")
     assert shown.status == 0
-    assert all(word in shown.out for word in ("midus-hml", "n=8, k=2", "new, between base 0 and base 1", "base 3"))
+    assert all(
+        word in shown.out
+        for word in ("midus-hml", "k=2, query_norm=none", "n=8", "new, between base 0 and base 1", "base 3")
+    )
     stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--json").json()
     assert stripped["removed_layer_indices"] == [1, 4]
     assert same_tensors(tmp_path / "stripped", base)

@@ -58,6 +58,51 @@ def test_parameter_counts_are_those_of_the_paper(model):
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
+BLOCK = 10_487_808 + 4_194_304 + 8_388_608 + 2 * 32 * 64
+"""At 1B: attention with its output projection and norm, query projection, values, gain and bias of the batch norm."""
+BLOCK_8B = 41_947_136 + 16_777_216 + 16_777_216 + 2 * 32 * 128
+
+COUNTS = {
+    ("midus-hml", "llama-3.2-1b"): (54_542_336, 0.05),
+    ("midus-hml", "llama-3.1-8b"): (423_690_240, 0.42),
+    ("midus-pkm", "llama-3.2-1b"): (8 * (BLOCK + 2 * 32 * 64 * 32), 0.19),
+    ("midus-pkm", "llama-3.1-8b"): (16 * (BLOCK_8B + 2 * 32 * 64 * 64), 1.21),
+    ("midus-linear", "llama-3.2-1b"): (8 * (BLOCK + 32 * 4096 * 64), 0.25),
+    ("midus-linear", "llama-3.1-8b"): (16 * (BLOCK_8B + 32 * 4096 * 128), 1.48),
+}
+"""New parameters, and in billions; tables 12 and 4 print the same but for linear memory at 1B: 0.35."""
+
+
+@pytest.mark.parametrize(("method", "name"), COUNTS, ids=" ".join)
+def test_every_memory_has_as_many_parameters_as_the_paper_says(method, name, tmp_path):
+    config, *_ = MODELS[name]
+    counts = upscale(base=write_config(tmp_path / "base", config), method=method, dry_run=True).parameters
+    exact, printed = COUNTS[method, name]
+    assert (counts.new, round(counts.new / 1e9, 2)) == (exact, printed)
+    assert counts.trainable == counts.new == counts.total - counts.base
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"query_norm": "batch"}, 2 * 2048),
+        ({"query_norm": "layer"}, 2 * 2048),
+        ({"inner_residual": True}, 0),
+        ({"output_projection": True}, 2048 * 2048),
+        ({"values": "shared"}, -32 * 64 * 64),
+        ({"values": "own"}, 31 * 4096 * 64 - 32 * 64 * 64),
+        ({"gate": "token"}, 2048 + 1),
+        ({"gate": "head"}, 32 * (2048 + 1)),
+        ({"n": 16}, -(64 * 64 - 16 * 16) * 64 - 2 * 32 * 48 * 32),
+    ],
+    ids=str,
+)
+def test_options_of_head_wise_memory_cost_what_their_shapes_say(options, difference, tmp_path):
+    base = write_config(tmp_path / "base", LLAMA_3_2_1B)
+    counts = upscale(base=base, method="midus-hml", options=options, dry_run=True).parameters
+    assert counts.new == 54_542_336 + 8 * difference
+
+
 @pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy"])
 def test_new_layers_stand_where_the_paper_puts_them(model, placement):
     folder, sizes, *_ = model
@@ -74,9 +119,10 @@ def test_the_report_has_exactly_the_promised_keys(tmp_path):
     assert list(report["bytes"]) == ["read", "written"]
 
 
-def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path):
+@pytest.mark.parametrize("method", ["midus-hml", "midus-pkm", "midus-linear"])
+def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path, method):
     folder = write_config(tmp_path / "base", LLAMA_3_2_1B)
-    result = run_python(IMPORTED, "--base", folder, "--method", "midus-hml", "--dry-run")
+    result = run_python(IMPORTED, "--base", folder, "--method", method, "--dry-run")
     assert result.returncode == 0
     imported = set(json.loads(result.stderr))
     assert "upscalers" in imported

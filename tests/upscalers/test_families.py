@@ -1,6 +1,9 @@
 """The family table against transformers: names and shapes of tensors, and implied layer types, from config.json alone."""
 
+import itertools
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +12,12 @@ from huggingface_hub.errors import StrictDataclassError
 from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_hf.memory.headwise import HeadwiseMemory
+from midus_hf.memory import MEMORY_TYPES
+from midus_hf.models import FAMILIES as MODELS
+from upscalers.engine.base_model import open_base
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import ATTENTION_ROLES, FAMILIES, family_of
-from upscalers.engine.memory_shapes import memory_by_layer, memory_shapes
+from upscalers.engine.memory_shapes import MEMORY_SHAPES, is_buffer, memory_by_layer, memory_shapes
 
 SIZES = {
     "vocab_size": 32,
@@ -142,20 +147,64 @@ def test_a_block_keeps_attention_without_its_output_projection_and_the_norm_in_f
     assert "post_attention_layernorm.weight" not in kept
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_memory_shapes_are_those_of_the_module(family, n):
-    config = TINY[family].config()
-    entry = {"type": "headwise", "n": n, "k": 1}
-    planned = memory_shapes(family_of(config.to_dict()), config.to_dict(), entry)
-    memory = HeadwiseMemory(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        n=n,
-        k=1,
-    )
-    real = {f"memory.{name}": tuple(parameter.shape) for name, parameter in memory.named_parameters()}
-    assert planned == real
+def entries_of_every_shape() -> list[dict[str, Any]]:
+    """An entry of each memory type for every combination of options that changes names or shapes."""
+    norms, gates = ("none", "batch", "layer"), ("none", "token", "head")
+    choices: dict[str, dict[str, tuple]] = {
+        "headwise": {"n": (1, 5), "values": ("expanded", "shared", "own"), "output_projection": (False, True)},
+        "product-key": {"n": (1, 5)},
+        "linear": {"slots": (1, 7)},
+    }
+    return [
+        {"type": name, "k": 1, **dict(zip((*own, "query_norm", "gate"), values, strict=True))}
+        for name, own in choices.items()
+        for values in itertools.product(*own.values(), norms, gates[: 3 if name == "headwise" else 2])
+    ]
+
+
+def saved_config(config: Any, folder: Path) -> Path:
+    """A folder with nothing but the config of a model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+@pytest.mark.parametrize("attention_bias", [False, True], ids=["plain", "biased"])
+def test_blocks_have_the_tensors_of_the_real_classes(family, attention_bias, tmp_path):
+    """One model holds a block of each entry; those of the family's layers that follow have none."""
+    entries = entries_of_every_shape()
+    assert len(entries) == 2 * 3 * 2 * 9 + 2 * 6 + 2 * 6
+    layers = len(entries) + 1
+    memory = [{**entry, "layers": [index]} for index, entry in enumerate(entries)]
+    native = TINY[family].config(num_hidden_layers=layers, attention_bias=attention_bias)
+    fields = {key: value for key, value in native.to_dict().items() if key not in ("model_type", "architectures")}
+    config = MODELS[native.model_type].config_class(**fields, memory=memory)
+    with torch.device("meta"):
+        model = MODELS[native.model_type](config)
+    real = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del real["lm_head.weight"]
+    planned = open_base(saved_config(config, tmp_path / "base"), needs_weights=False)
+    assert {name: tensor.shape for name, tensor in planned.tensors.items()} == real
+    buffers = {name for name, _ in model.named_buffers()} & real.keys()
+    assert {name for name in real if is_buffer(name)} == buffers
+    assert len(buffers) == 2 * sum(entry["query_norm"] == "batch" for entry in entries)
+
+
+@pytest.mark.parametrize("memory_type", MEMORY_TYPES)
+def test_an_entry_that_says_nothing_means_the_same_to_planning_and_to_the_classes(family, memory_type, tmp_path):
+    native = TINY[family].config()
+    fields = {key: value for key, value in native.to_dict().items() if key not in ("model_type", "architectures")}
+    config = MODELS[native.model_type].config_class(**fields, memory=[{"type": memory_type, "layers": [1]}])
+    with torch.device("meta"):
+        block = MODELS[native.model_type](config).model.layers[1]
+    planned = open_base(saved_config(config, tmp_path / "base"), needs_weights=False)
+    shapes = {name: tensor.shape for name, tensor in planned.layer_tensors(1).items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
+
+
+def test_every_memory_type_is_planned():
+    assert MEMORY_SHAPES.keys() == MEMORY_TYPES.keys()
 
 
 def test_memory_has_the_modules_default_size_where_the_entry_says_nothing():
@@ -230,8 +279,23 @@ def test_a_malformed_memory_entry_is_refused(memory, message):
         memory_by_layer({"memory": memory})
 
 
-def test_a_memory_of_unknown_type_or_no_size_has_no_shapes():
-    with pytest.raises(RequestError, match=r"memory type 'headwize' is unknown\. Did you mean 'headwise'"):
-        memory_shapes(FAMILIES["llama"], SIZES, {"type": "headwize"})
-    with pytest.raises(RequestError, match="a headwise memory of n = 0; expected a positive integer"):
-        memory_shapes(FAMILIES["llama"], SIZES, {"type": "headwise", "n": 0})
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"type": "headwize"}, r"memory type 'headwize' is unknown\. Did you mean 'headwise'"),
+        ({"type": "headwise", "n": 0}, "a headwise memory of n = 0; expected a positive integer"),
+        ({"type": "product-key", "n": True}, "a product-key memory of n = True; expected a positive integer"),
+        ({"type": "linear", "slots": "9"}, "a linear memory of slots = '9'; expected a positive integer"),
+        ({"type": "headwise", "values": "each"}, "of values = 'each'; expected one of: expanded, shared, own"),
+        ({"type": "headwise", "output_projection": 1}, "of output_projection = 1; expected one of: False, True"),
+        (
+            {"type": "linear", "query_norm": ["batch"]},
+            r"of query_norm = \['batch'\]; expected one of: none, batch, layer",
+        ),
+        ({"type": "product-key", "gate": None}, "of gate = None; expected one of: none, token, head"),
+    ],
+    ids=str,
+)
+def test_an_entry_that_no_class_reads_has_no_shapes(entry, message):
+    with pytest.raises(RequestError, match=message):
+        memory_shapes(FAMILIES["llama"], SIZES, entry)

@@ -2,10 +2,11 @@
 
 import json
 
+import pytest
 import torch
 from tiny import WINDOW, prompt
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, save_base
+from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, variants
 from tests.upscalers.processes import run_python
 from upscalers import upscale
 
@@ -63,8 +64,26 @@ def test_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, tmp
     }
 
 
-def test_verification_finds_no_difference(family, shared_base, tmp_path):
-    report = upscale(base=shared_base(family), method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY)
+def test_so_do_those_of_every_memory_and_option(family, tmp_path):
+    pairs = []
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        base = save_base(tmp_path / name, family, dtype)
+        for variant, (method, options) in variants(family).items():
+            output = tmp_path / f"{name}-{variant}"
+            report = upscale(base=base, method=method, output=output, options=options, verify=False)
+            assert (report.identity.checked, report.identity.max_abs_diff) == ("blocks", 0.0)
+            pairs.append((f"{name} {variant}", base, output))
+    results = compared_in_a_fresh_process(tmp_path, pairs)
+    assert results == {
+        f"{name} {variant}": ([name, name], True, True)
+        for name in ("float32", "bfloat16")
+        for variant in variants(family)
+    }
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_verification_finds_no_difference(family, shared_base, tmp_path, method):
+    report = upscale(base=shared_base(family), method=method, output=tmp_path / "out", options=SMALL[method])
     assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
     assert torch.equal(logits(shared_base(family)), logits(tmp_path / "out"))
 
@@ -91,8 +110,43 @@ def test_a_new_block_holds_the_attention_and_norm_of_the_next_layer_and_zero_val
     assert not torch.equal(new["model.layers.1.memory.row_keys"], new["model.layers.5.memory.row_keys"])
 
 
-def test_blocks_are_there_and_change_the_model_once_their_values_do(family, shared_base, tmp_path):
-    upscale(base=shared_base(family), method="midus-hml", output=tmp_path / "out", options=SMALL_MEMORY)
+@pytest.mark.parametrize("variant", ["pkm", "linear", "hml, output projection"])
+def test_a_block_that_keeps_the_output_projection_holds_it_and_the_norm_behind_it(family, tmp_path, variant):
+    base = save_base(tmp_path / "base", family, **({} if family == "qwen2" else {"attention_bias": True}))
+    method, options = variants(family)[variant]
+    upscale(base=base, method=method, output=tmp_path / "out", options=options, placement="1,5")
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    wanted = {"self_attn.o_proj.weight", "input_layernorm.weight"}
+    wanted |= {"self_attn.o_proj.bias"} if family != "qwen2" else set()
+    wanted |= {"post_attention_layernorm.weight"} if family.startswith("gemma") else set()
+    for index, donor in ((1, 1), (5, 3)):
+        names = [name for name in new if name.startswith(f"model.layers.{index}.")]
+        copied = {name.removeprefix(f"model.layers.{index}.") for name in names if ".memory." not in name}
+        assert wanted <= copied
+        assert ("post_attention_layernorm.weight" in copied) == family.startswith("gemma")
+        for name in copied:
+            assert torch.equal(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+
+
+def test_tensors_of_a_memory_start_as_the_class_says(tmp_path):
+    base = save_base(tmp_path / "base", hidden_size=64, num_attention_heads=2)
+    options = {"n": 16, "k": 2, "gate": "token"}
+    upscale(base=base, method="midus-pkm", output=tmp_path / "out", options=options, placement="1,3")
+    tensors = read_tensors(tmp_path / "out")
+    first, second = ({n.rpartition("memory.")[2]: tensors[n] for n in tensors if f".{i}.memory." in n} for i in (1, 3))
+    for zero in ("value_bank", "query_norm_bias", "query_mean", "gate_weight", "gate_bias"):
+        assert not first[zero].any()
+    for one in ("query_norm_weight", "query_variance"):
+        assert torch.equal(first[one], torch.ones(2, 32))
+    assert first["query_projection.weight"].std().item() == pytest.approx(64**-0.5, rel=0.05)
+    assert 0.24 < first["row_keys"].abs().max() <= 0.25
+    for random in ("query_projection.weight", "row_keys", "column_keys"):
+        assert not torch.equal(first[random], second[random])
+
+
+@pytest.mark.parametrize("method", SMALL)
+def test_blocks_are_there_and_change_the_model_once_their_values_do(family, shared_base, tmp_path, method):
+    upscale(base=shared_base(family), method=method, output=tmp_path / "out", options=SMALL[method])
     model = load(tmp_path / "out")
     with torch.no_grad():
         before = model(prompt()).logits

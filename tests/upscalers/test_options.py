@@ -1,15 +1,19 @@
 """Options of methods, the table of methods, and sizes as people write them."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import pytest
 
+from midus_hf.memory import MEMORY_TYPES
 from upscalers.engine.errors import RequestError
 from upscalers.engine.method import METHODS, get_method, register_method
 from upscalers.engine.options import describe_options, option, parse_options
 from upscalers.engine.sizes import parse_size
 from upscalers.methods.midus_hml import HeadwiseMemoryOptions
+from upscalers.methods.midus_linear import LinearMemoryOptions
+from upscalers.methods.midus_pkm import ProductKeyMemoryOptions
 
 
 @dataclass
@@ -58,17 +62,59 @@ def test_options_are_described_for_people():
     assert described["name"]["type"] == "text | null"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"n": 0}, "n is 0; expected at least one sub-key a side"),
-        ({"n": 4, "k": 5}, "k is 5; expected 1 <= k <= n = 4. Lower k or raise n"),
-        ({"k": 0}, "k is 0; expected 1 <= k <= n = 64"),
-    ],
-)
-def test_sizes_of_a_headwise_memory_are_checked(given, message):
+MEMORY_OPTIONS_CLASSES = {
+    "midus-hml": HeadwiseMemoryOptions,
+    "midus-pkm": ProductKeyMemoryOptions,
+    "midus-linear": LinearMemoryOptions,
+}
+WRONG_RETRIEVAL = [
+    ({"k": 0}, "k is 0; expected 1 <= k <= "),
+    ({"temperature": 0}, "temperature is 0.0; expected a number above 0"),
+    ({"temperature": -1.5}, "temperature is -1.5; expected a number above 0"),
+    ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+    ({"query_norm": "rms"}, "query_norm is 'rms'; expected one of: none, batch, layer"),
+    ({"gate": "slot"}, "gate is 'slot'; expected one of: none, token, head"),
+    ({"inner_residual": "yes"}, "inner_residual is 'yes'; expected true or false"),
+]
+WRONG = [
+    *((method, *row) for method in MEMORY_OPTIONS_CLASSES for row in WRONG_RETRIEVAL),
+    *(
+        (method, given, message)
+        for method in ("midus-hml", "midus-pkm")
+        for given, message in (
+            ({"n": 0}, "n is 0; expected at least one sub-key a side"),
+            ({"n": 4, "k": 5}, "k is 5; expected 1 <= k <= n = 4. Lower k or raise n"),
+        )
+    ),
+    *(
+        (method, {"gate": "head"}, "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed")
+        for method in ("midus-pkm", "midus-linear")
+    ),
+    ("midus-hml", {"values": "all"}, "values is 'all'; expected one of: expanded, shared, own"),
+    ("midus-hml", {"output_projection": 1}, "output_projection is 1; expected true or false"),
+    ("midus-linear", {"slots": 0}, "slots is 0; expected at least one slot"),
+    ("midus-linear", {"slots": 3}, "k is 4; expected 1 <= k <= slots = 3. Lower k or raise slots"),
+]
+
+
+@pytest.mark.parametrize(("method", "given", "message"), WRONG, ids=str)
+def test_options_of_a_memory_are_checked(method, given, message):
     with pytest.raises(RequestError, match=message):
-        parse_options(HeadwiseMemoryOptions, given, "method midus-hml")
+        parse_options(MEMORY_OPTIONS_CLASSES[method], given, f"method {method}")
+
+
+@pytest.mark.parametrize("method", MEMORY_OPTIONS_CLASSES)
+def test_methods_have_the_options_and_defaults_of_the_memory_they_insert(method):
+    memory_class = MEMORY_TYPES[get_method(method).memory_type]
+    of_memory = dataclasses.asdict(memory_class.options_class(layers=[]))
+    del of_memory["layers"]
+    assert dataclasses.asdict(parse_options(MEMORY_OPTIONS_CLASSES[method], {}, "")) == of_memory
+
+
+def test_each_memory_type_is_inserted_by_one_method():
+    get_method("midus-hml")
+    types = [method.memory_type for method in METHODS.values() if hasattr(method, "memory_type")]
+    assert sorted(types) == sorted(MEMORY_TYPES)
 
 
 def test_an_unknown_method_is_refused_with_near_matches():

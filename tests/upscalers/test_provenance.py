@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 import midus_hf
 from midus_hf.version import __version__
 from tests.upscalers.checkpoints import (
+    MEMORY_OPTIONS,
     SMALL_MEMORY,
     edit_config,
     file_digests,
@@ -85,7 +86,7 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
             {"base": 3},
             {"previous": 3, "next": None, "sources": [3]},
         ],
-        "options": SMALL_MEMORY,
+        "options": MEMORY_OPTIONS,
         "seed": 3,
         "base_dtype": "float32",
         "base_config": json.loads((base / "config.json").read_text()),
@@ -97,7 +98,7 @@ def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_pa
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     base_config = json.loads((shared_base(family) / "config.json").read_text())
     assert config["model_type"] == f"midus_{base_config['model_type']}"
-    assert config["memory"] == [{"type": "headwise", "n": 8, "k": 2, "layers": [1, 4]}]
+    assert config["memory"] == [{"type": "headwise", **MEMORY_OPTIONS, "layers": [1, 4]}]
     assert config["architectures"] == [f"Midus{base_config['architectures'][0]}"]
     assert config["num_hidden_layers"] == 6
     assert type(load(tmp_path / "out")).__name__ == config["architectures"][0]
@@ -169,7 +170,7 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
         "base": "base",
         "method": "midus-hml",
         "placement": [0, 2, 6],
-        "options": {"n": 9, "k": 3},
+        "options": {**MEMORY_OPTIONS, "n": 9, "k": 3},
         "seed": 4,
         "dtype": "auto",
     }

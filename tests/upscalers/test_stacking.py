@@ -6,8 +6,19 @@ import pytest
 import torch
 from tiny import prompt
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_bits, save_base
-from upscalers import upscale
+from tests.upscalers.checkpoints import (
+    MEMORY_OPTIONS,
+    SMALL,
+    SMALL_MEMORY,
+    load,
+    logits,
+    read_tensors,
+    same_bits,
+    same_tensors,
+    save_base,
+)
+from upscalers import RequestError, strip, upscale
+from upscalers.engine.inspection import inspect_checkpoint
 
 
 def upscaled(base, output, **request):
@@ -33,8 +44,8 @@ def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, veri
     config = json.loads((tmp_path / "twice" / "config.json").read_text())
     assert config["num_hidden_layers"] == 9
     assert config["memory"] == [
-        {"type": "headwise", "n": 8, "k": 2, "layers": [3, 6]},
-        {"type": "headwise", "n": 4, "k": 1, "layers": [0, 2, 8]},
+        {"type": "headwise", **MEMORY_OPTIONS, "layers": [3, 6]},
+        {"type": "headwise", **MEMORY_OPTIONS, "n": 4, "k": 1, "layers": [0, 2, 8]},
     ]
     assert config["upscale"]["new_layers"] == [0, 2, 8]
     assert config["upscale"]["base_config"] == json.loads((tmp_path / "once" / "config.json").read_text())
@@ -71,6 +82,53 @@ def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(fa
                 assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
     assert not new["model.layers.0.memory.value_bank"].any()
     assert new["model.layers.1.memory.value_bank"].any()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("midus-hml", "midus-pkm"), ("midus-pkm", "midus-linear"), ("midus-linear", "midus-hml")]
+)
+def test_memories_of_different_types_stack_and_come_off_again(family, shared_base, tmp_path, first, second):
+    upscale(base=shared_base(family), method=first, output=tmp_path / "once", options=SMALL[first], placement="1,4")
+    once = trained(tmp_path / "once", tmp_path / "trained")
+    report = upscale(base=once, method=second, output=tmp_path / "twice", options=SMALL[second], placement="0,2,8")
+    assert report.identity.max_abs_diff == 0.0
+    assert torch.equal(logits(once), logits(tmp_path / "twice"))
+    told = inspect_checkpoint(tmp_path / "twice")
+    parameters = sum(parameter.numel() for parameter in load(tmp_path / "twice").parameters())
+    assert told["parameters"] == {"total": parameters, "new": report.parameters.new}
+    assert report.parameters.total == parameters
+    assert [entry["layers"] for entry in told["memory"]] == [[3, 6], [0, 2, 8]]
+    assert (told["method"], told["trainable"]) == (second, "new")
+    strip(tmp_path / "twice", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", once)
+    assert torch.equal(logits(once), logits(tmp_path / "stripped"))
+
+
+@pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
+def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
+    family, shared_base, tmp_path, method
+):
+    upscaled(shared_base(family), tmp_path / "once", placement="0,3,6")  # beside 1, between 2 and 4, beside 5
+    output = tmp_path / "twice"
+    upscale(base=tmp_path / "once", method=method, output=output, options=SMALL[method], placement="0,4,9")
+    plan = json.loads((output / "config.json").read_text())["upscale"]["plan"]
+    assert [plan[index]["sources"] for index in (0, 4, 9)] == [[1], [4], [5]]
+    old, new = read_tensors(tmp_path / "once"), read_tensors(output)
+    for index, donor in ((0, 1), (4, 4), (9, 5)):
+        name = "self_attn.o_proj.weight"
+        assert same_bits(new[f"model.layers.{index}.{name}"], old[f"model.layers.{donor}.{name}"])
+    assert torch.equal(logits(shared_base(family)), logits(output))
+
+
+def test_a_base_without_any_output_projection_is_refused(base, tmp_path):
+    upscaled(base, tmp_path / "once", placement="0")
+    upscale(
+        base=tmp_path / "once", method="slices", output=tmp_path / "bare", options={"slices": [{"layers": [0, 1]}]}
+    )
+    with pytest.raises(
+        RequestError, match=r"new layer 0 needs an attention with an output projection.*Choose midus-hml"
+    ):
+        upscale(base=tmp_path / "bare", method="midus-pkm", placement="0", dry_run=True)
 
 
 def test_the_base_of_a_stacked_model_may_be_bfloat16_and_sharded(tmp_path):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import (
+    MEMORY_OPTIONS,
     SMALL_MEMORY,
+    VARIANTS,
     edit_config,
     file_digests,
     load,
@@ -18,6 +20,7 @@ from tests.upscalers.checkpoints import (
     same_tensors,
     save_base,
     tensor_files,
+    variants,
     write_tensors,
 )
 from tests.upscalers.mutations import VALUES
@@ -49,6 +52,19 @@ def test_every_file_of_the_base_comes_back_byte_for_byte(family, tmp_path, dtype
     index = ("model.safetensors.index.json",)
     assert file_digests(tmp_path / "stripped", without=index) == file_digests(base, without=index)
     assert torch.equal(logits(base), logits(tmp_path / "stripped"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_memory_the_new_layers_hold(base, tmp_path, variant):
+    method, options = variants("llama")[variant]
+    upscale(base=base, method=method, output=tmp_path / "out", options=options, verify=False)
+    told = inspect_checkpoint(tmp_path / "out")
+    parameters = sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
+    assert told["parameters"]["total"] == parameters
+    assert {key: told["options"][key] for key in options} == options
+    assert told["memory"] == [{"type": told["memory"][0]["type"], **told["options"], "layers": [1, 4]}]
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert file_digests(tmp_path / "stripped") == file_digests(base)
 
 
 @pytest.mark.parametrize("placement", ["0,1,2", "llama-pro", "0,5", "1,2,3,4"])
@@ -242,8 +258,8 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     tensors = read_tensors(model)
     assert (told["method"], told["seed"], told["trainable"]) == ("midus-hml", 7, "new")
     assert (told["model"], told["base"]) == (str(model), base.name)
-    assert told["options"] == SMALL_MEMORY
-    assert told["memory"] == [{"type": "headwise", "n": 8, "k": 2, "layers": [0, 2, 6]}]
+    assert told["options"] == MEMORY_OPTIONS
+    assert told["memory"] == [{"type": "headwise", **MEMORY_OPTIONS, "layers": [0, 2, 6]}]
     assert [row["index"] for row in told["layers"]] == list(range(7))
     assert [row["index"] for row in told["layers"] if row["new"]] == [0, 2, 6]
     assert [row["from"] for row in told["layers"]] == [

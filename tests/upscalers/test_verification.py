@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
 from upscalers import RequestError, VerificationError, upscale
+from upscalers.engine.method import get_method
 from upscalers.engine.recipes import Copy, Fill
 from upscalers.methods.midus_hml import MidusHml
 
@@ -13,15 +14,15 @@ def upscaled(base, output, **request):
     return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
 
 
-def replace_recipe(monkeypatch, name, make):
+def replace_recipe(monkeypatch, name, make, method=MidusHml):
     """Make the method give another recipe for one tensor of each new layer."""
-    honest = MidusHml.new_layer_recipes
+    honest = method.new_layer_recipes
 
     def recipes(self, base, layer, index, seed):
         given = honest(self, base, layer, index, seed)
         return {**given, name: make(base, given[name])}
 
-    monkeypatch.setattr(MidusHml, "new_layer_recipes", recipes)
+    monkeypatch.setattr(method, "new_layer_recipes", recipes)
 
 
 def put_nan(folder, name, index=0):
@@ -43,6 +44,16 @@ def test_values_that_are_not_zero_are_caught(family, tmp_path, monkeypatch, veri
     replace_recipe(monkeypatch, "memory.value_bank", lambda base, recipe: Fill(recipe.shape, 0.05))
     with pytest.raises(VerificationError, match=message):
         upscaled(base, tmp_path / "out", verify=verify)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
+def test_so_are_those_of_other_memories(family, tmp_path, monkeypatch, verify, method):
+    base = save_base(tmp_path / "base", family)
+    replace_recipe(monkeypatch, "memory.value_bank", lambda base, recipe: Fill(recipe.shape, 0.05), get_method(method))
+    with pytest.raises(VerificationError, match=r"differ from the base's|changes random hidden states"):
+        upscale(base=base, method=method, output=tmp_path / "out", options=SMALL[method], verify=verify)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from upscalers.engine.errors import RequestError
-from upscalers.engine.families import ATTENTION_ROLES, Config, Family, LayerTensor, family_of
-from upscalers.engine.memory_shapes import memory_by_layer, memory_shapes
+from upscalers.engine.families import Config, Family, LayerTensor, family_of
+from upscalers.engine.memory_shapes import is_buffer, kept_roles, memory_by_layer, memory_shapes
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
 
 _PREFIX = "model."
@@ -80,6 +80,11 @@ class BaseModel:
         own = {name for layer in self._names_by_layer for name in layer.values()}
         return (name for name in self.tensors if name not in own)
 
+    def uncounted_names(self) -> set[str]:
+        """Names of the tensors that are no parameters of their own: a tied head, buffers, what the family does not have."""
+        buffers = {name for name in self.tensors if is_buffer(name)}
+        return {*self.family.tied_tensors(self.config), *self.unexpected, *buffers}
+
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Roles and shapes of a layer's tensors, by their name within the layer."""
         return _expected_layer(self.family, self.config, self.inserted_memory.get(layer))
@@ -93,7 +98,8 @@ def _expected_layer(family: Family, config: Config, memory_entry: Config | None)
     tensors = family.layer_tensors(config)
     if memory_entry is None:
         return tensors
-    kept = {name: tensor for name, tensor in tensors.items() if tensor.role in ATTENTION_ROLES}
+    roles = kept_roles(memory_entry)
+    kept = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
     shapes = memory_shapes(family, config, memory_entry)
     return {**kept, **{name: LayerTensor("memory", shape) for name, shape in shapes.items()}}
 

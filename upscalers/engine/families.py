@@ -173,6 +173,9 @@ MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "dow
 ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
 """What attention without its output projection needs, and the norm in front of it."""
 
+ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
+"""What follows the heads of an attention, up to the residual stream."""
+
 
 def _positive(config: Config, key: str) -> int:
     value = config.get(key)

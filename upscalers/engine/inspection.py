@@ -27,19 +27,21 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         opened = open_base(source.folder, needs_weights=False)
         record = read_record(source.folder) or {}
         plan = read_plan(entry, opened)
+        uncounted = opened.uncounted_names()
         layers = [
             {
                 "index": index,
                 "new": index in plan.new_indices,
                 "from": plan.describe(index),
                 "parameters": sum(
-                    math.prod(opened.tensors[name].shape) for name in opened.layer_names(index).values()
+                    math.prod(opened.tensors[name].shape)
+                    for name in opened.layer_names(index).values()
+                    if name not in uncounted
                 ),
             }
             for index in range(plan.num_layers)
         ]
         base = record.get("base")
-        uncounted = {*opened.family.tied_tensors(opened.config), *opened.unexpected}
         total = sum(math.prod(tensor.shape) for name, tensor in opened.tensors.items() if name not in uncounted)
         return {
             "model": str(model),

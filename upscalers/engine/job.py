@@ -10,6 +10,7 @@ from typing import Any
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError, one_line
 from upscalers.engine.families import MEMORY_PREFIX, Config
+from upscalers.engine.memory_shapes import is_buffer
 from upscalers.engine.method import Method
 from upscalers.engine.model_card import model_card
 from upscalers.engine.output_folder import OutputFolder
@@ -81,15 +82,21 @@ class Job:
         return dtype if self.dtype == "auto" or dtype not in TORCH_NAMES else SAFETENSORS_NAMES[self.dtype]
 
     def counts(self) -> ParameterCounts:
-        """Numbers of parameters."""
-        uncounted = {*self.base.family.tied_tensors(self.base.config), *self.base.unexpected}
+        """Numbers of parameters; buffers are none."""
+        uncounted = self.base.uncounted_names()
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         total = sum(
             math.prod(tensor.recipe.shape)
             for tensor in self.tensors
-            if not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
+            if not is_buffer(tensor.name)
+            and not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
         )
-        new = sum(math.prod(recipe.shape) for index in self.plan.new_indices for recipe in self.layers[index].values())
+        new = sum(
+            math.prod(recipe.shape)
+            for index in self.plan.new_indices
+            for name, recipe in self.layers[index].items()
+            if not is_buffer(name)
+        )
         return ParameterCounts(base, new, total, new if self.method.trained == "new" else total)
 
     def scratch_bytes(self) -> int:

@@ -75,10 +75,14 @@ def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_pa
     assert (report.num_layers, len(report.new_layer_indices)) == (layers + layers // 2, layers // 2)
     if recipe["method"] not in ("solar", "slices"):
         assert report.new_layer_indices == TABLES[layers, layers // 2][recipe["placement"]]
-    assert report.promises_identity == (recipe["method"] in ("midus-hml", "llama-pro", "opt-deus"))
+    assert report.promises_identity == (
+        recipe["method"].startswith("midus-") or recipe["method"] in ("llama-pro", "opt-deus")
+    )
 
 
-@pytest.mark.parametrize("method", ["solar", "llama-pro", "avg-deus", "lesa", "opt-deus", "midus-hml"])
+@pytest.mark.parametrize(
+    "method", ["solar", "llama-pro", "avg-deus", "lesa", "opt-deus", "midus-hml", "midus-pkm", "midus-linear"]
+)
 @pytest.mark.parametrize("base", SHORT_NAMES)
 def test_there_is_a_recipe_of_every_method_of_the_papers_for_both_bases(method, base):
     assert any(name.startswith(f"{method}-{base}") for name in NAMES)

@@ -1,0 +1,74 @@
+"""The usage of memory slots for people to look at: a table and a picture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from midus_hf.analysis.usage import LayerUsage
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def usage_table(layers: Mapping[int, LayerUsage]) -> Table:
+    """A row a layer.
+
+    Args:
+        layers: From `Usage.summary`.
+    """
+    table = Table(title="Slots retrieved")
+    for name in ("layer", "used", "perplexity / N", "largest share"):
+        table.add_column(name, justify="right")
+    for layer, usage in layers.items():
+        table.add_row(str(layer), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}")
+    return table
+
+
+def usage_curves(counts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """How often the slots of each layer are retrieved, in multiples of the mean, most retrieved first.
+
+    Args:
+        counts: `[H, N]`, int64, by layer, each head with lookups.
+
+    Returns:
+        `[N]`, float64, by layer: sorted for each head, then the mean over heads, so 1 throughout where all slots are
+        retrieved equally often.
+    """
+    curves = {}
+    for layer, of_layer in counts.items():
+        wide = of_layer.double().cpu()
+        curves[layer] = (wide / wide.mean(-1, keepdim=True)).sort(-1, descending=True).values.mean(0)
+    return curves
+
+
+def draw_usage(counts: Mapping[int, torch.Tensor], path: Path) -> None:
+    """Draw a curve a layer, from dark for the first layer to light for the last. Needs matplotlib.
+
+    Args:
+        counts: As in `usage_curves`.
+        path: The file to write, of a kind in `PICTURE_SUFFIXES`.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), dpi=120)
+    axes = figure.subplots()
+    curves = usage_curves(counts)
+    colours = colormaps["viridis"]
+    for place, (layer, curve) in enumerate(curves.items()):
+        rank = (torch.arange(len(curve)) + 1) / len(curve)
+        colour = colours(0.9 * place / max(1, len(curves) - 1))
+        axes.plot(rank.tolist(), curve.tolist(), color=colour, linewidth=1.5, label=f"layer {layer}")
+    axes.axhline(1, color="#888888", linewidth=1, linestyle="--", label="all alike")
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel("slots of a head, most retrieved first")
+    axes.set_ylabel("retrievals, in multiples of the mean")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small", ncols=1 + len(curves) // 8)
+    figure.tight_layout()
+    figure.savefig(path)

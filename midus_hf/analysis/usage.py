@@ -1,0 +1,139 @@
+"""How often each slot of a model's memories is retrieved."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from midus_hf.memory.retrieval import RetrievalMemory, recomputing
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerUsage:
+    """How the heads of one memory share their lookups among their slots; all 0 if there was no lookup.
+
+    Args:
+        used: Share of the slots, of all heads, that were retrieved at all.
+        perplexity: `exp(entropy) / N` of a head's distribution of lookups over its N slots, the mean over heads: 1 if
+            all slots are retrieved equally often, 1 / N if it is always the same.
+        largest: Share of a head's lookups that fall on one slot, the largest of all slots and heads.
+    """
+
+    used: float
+    perplexity: float
+    largest: float
+
+
+class Usage:
+    """Counts of retrieved slots.
+
+    Args:
+        counts: How often each head has retrieved each slot, `[H, N]`, int64, by index of the decoder layer.
+    """
+
+    def __init__(self, counts: dict[int, torch.Tensor]):
+        self.counts = counts
+
+    def count(self, layer: int, slots: torch.Tensor) -> None:
+        """Add retrievals; nothing waits for the device.
+
+        Args:
+            layer: Index of the decoder layer.
+            slots: `[..., H, k]`, int64.
+        """
+        counts = self.counts[layer]
+        chosen = slots.flatten(0, -3).transpose(0, 1).flatten(1).to(counts.device)  # [H, S * k]
+        counts.scatter_add_(1, chosen, counts.new_ones(()).expand_as(chosen))
+
+    def summary(self) -> dict[int, LayerUsage]:
+        """What the counts come to, by layer."""
+        return summarise(self.counts)
+
+    def reset(self) -> None:
+        """Start again at zero."""
+        for counts in self.counts.values():
+            counts.zero_()
+
+
+def summarise(counts: Mapping[int, torch.Tensor]) -> dict[int, LayerUsage]:
+    """What counts of retrieved slots come to.
+
+    Args:
+        counts: `[H, N]`, int64, by layer.
+    """
+    return {layer: _summarise_layer(of_layer) for layer, of_layer in counts.items()}
+
+
+def _summarise_layer(counts: torch.Tensor) -> LayerUsage:
+    wide = counts.double().cpu()  # [H, N]
+    total = wide.sum(-1, keepdim=True)
+    if not total.any():
+        return LayerUsage(0.0, 0.0, 0.0)
+    shares = wide / total.clamp(min=1)
+    entropy = torch.special.entr(shares).sum(-1)  # [H]
+    return LayerUsage(
+        used=(wide > 0).double().mean().item(),
+        perplexity=(entropy.exp() / wide.shape[-1]).mean().item(),
+        largest=shares.max().item(),
+    )
+
+
+@contextlib.contextmanager
+def record_usage(model: PreTrainedModel) -> Iterator[Usage]:
+    """Count, while the context is open, the slots that each memory of a model retrieves.
+
+    Every token counts that a memory reads, padding included, and once: what activation checkpointing computes again
+    does not. Selection is done twice, so forward passes take longer.
+
+    Args:
+        model: A causal language model whose decoder has `layers`. Its memory modules have a hook more while the
+            context is open, and nothing else.
+
+    Raises:
+        ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
+    """
+    memories = [
+        (layer, module)
+        for layer, block in enumerate(model.get_decoder().layers)
+        for module in block.modules()
+        if isinstance(module, RetrievalMemory)
+    ]
+    if not memories:
+        raise ValueError(
+            f"this {model.config.model_type} model has no memory that retrieves slots; expected an upscaled model with "
+            "memory layers."
+        )
+    for layer, memory in memories:
+        if memory.value_bank.device.type == "meta":
+            raise ValueError(
+                f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
+            )
+    usage = Usage(
+        {
+            layer: torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=memory.value_bank.device)
+            for layer, memory in memories
+        }
+    )
+    handles = [memory.register_forward_hook(_counter(usage, layer)) for layer, memory in memories]
+    try:
+        yield usage
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _counter(usage: Usage, layer: int) -> Callable[[RetrievalMemory, tuple[torch.Tensor, ...], torch.Tensor], None]:
+    """A forward hook that counts what a memory has retrieved.
+
+    It runs after the forward pass, so that the weights that autocast keeps were cast for the pass, with a gradient.
+    """
+
+    def count(memory: RetrievalMemory, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if not recomputing():
+            with torch.no_grad():
+                _, slots = memory.retrieve(arguments[0])
+                usage.count(layer, slots)
+
+    return count

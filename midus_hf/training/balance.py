@@ -1,0 +1,74 @@
+"""The balance loss of a model's memories in one forward pass."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from midus_hf.memory.balance import balance_loss
+from midus_hf.memory.retrieval import RetrievalMemory, recomputing
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """What a memory was given to read, and the autocast that it read it under."""
+
+    memory: RetrievalMemory
+    attention_output: torch.Tensor
+    autocast: dict[str, Any]
+
+
+class Readings:
+    """What the memories of a model were given to read in one or more forward passes."""
+
+    def __init__(self) -> None:
+        self._readings: list[_Reading] = []
+
+    def record(self, memory: RetrievalMemory, arguments: tuple[torch.Tensor, ...]) -> None:
+        """Note what a memory is about to read; a forward pre-hook. What is only computed again is not noted again."""
+        if recomputing():
+            return
+        attention_output = arguments[0]
+        device_type = attention_output.device.type
+        autocast = {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+        }
+        self._readings.append(_Reading(memory, attention_output, autocast))
+
+    def balance_loss(self) -> torch.Tensor:
+        """The mean of `memory.balance.balance_loss` over what was read, a scalar, float32 at least.
+
+        Raises:
+            ValueError: If nothing was read.
+        """
+        if not self._readings:
+            raise ValueError("no memory has read anything; expected a forward pass of a model with memory layers.")
+        losses = []
+        for reading in self._readings:
+            with torch.autocast(**reading.autocast):
+                losses.append(balance_loss(reading.memory, reading.attention_output))
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+@contextlib.contextmanager
+def record_readings(model: nn.Module) -> Iterator[Readings]:
+    """Note, while the context is open, what each memory of a model reads, with its gradient.
+
+    The loss is computed from that outside the forward pass: inside, activation checkpointing would have to repeat it.
+
+    Args:
+        model: A model, wrapped or not. Its memory modules have a hook more while the context is open.
+    """
+    readings = Readings()
+    memories = [module for module in model.modules() if isinstance(module, RetrievalMemory)]
+    handles = [memory.register_forward_pre_hook(readings.record) for memory in memories]
+    try:
+        yield readings
+    finally:
+        for handle in handles:
+            handle.remove()

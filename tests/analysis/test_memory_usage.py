@@ -1,0 +1,118 @@
+"""`scripts/memory_usage.py`: the table, the JSON, the picture, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from analysis.memory_models import write_text
+from training.tiny_run import NEW_LAYERS, save_upscaled
+from transformers import AutoModelForCausalLM
+
+from midus_hf.analysis.cli import main
+from midus_hf.analysis.report import draw_usage, usage_curves
+from midus_hf.analysis.usage import record_usage
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_upscaled("llama", tmp_path_factory.mktemp("upscaled"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+def test_it_prints_a_row_a_layer_and_draws_a_picture(model, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "usage.png"
+    words = [model, "--text", text, "--sequence-length", "32", "--output", picture]
+    result = subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "memory_usage.py", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [int(row[0]) for row in rows] == NEW_LAYERS
+    assert f"199 tokens of {text}, perplexity " in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_says_what_the_model_retrieved(model, text, capsys):
+    assert main([str(model), "--text", str(text), "--sequence-length", "20", "--max-tokens", "40", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == 40 and report["model"] == str(model)
+    assert list(report["layers"]) == [str(layer) for layer in NEW_LAYERS]
+    for layer in report["layers"].values():
+        assert 0 < layer["used"] <= 1 and 0 < layer["largest"] <= 1 and 1 / 64 <= layer["perplexity"] <= 1
+
+
+def test_the_counts_are_those_of_the_tokens_that_were_read(model, tmp_path, capsys):
+    text = write_text(tmp_path / "short.txt", words=101)
+    assert main([str(model), "--text", str(text), "--sequence-length", "100", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    ids = torch.tensor([[int(word[1:]) for word in text.read_text().split()]])
+    with record_usage(loaded) as usage, torch.no_grad():
+        loaded(ids[:, :-1])
+    for layer, expected in usage.summary().items():
+        assert report["layers"][str(layer)] == pytest.approx(vars(expected))
+
+
+def test_curves_are_sorted_multiples_of_the_mean():
+    counts = torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])
+    assert usage_curves({5: counts})[5].tolist() == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_picture_is_written_in_the_kind_that_its_name_says(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"usage{suffix}"
+    draw_usage({1: torch.arange(10).repeat(2, 1)}, path)
+    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "/absent"], "error: text is '/absent', which does not exist; expected a file or a folder.\n"),
+        (["--output", "usage.txt"], "error: output is 'usage.txt'; expected a file ending in .png, .svg, .pdf.\n"),
+        (["--output", "/absent/a.png"], "error: output is '/absent/a.png', in a folder that does not exist; create"),
+        (
+            ["--sequence-length", "4000"],
+            "error: sequence_length is 4000; the model was made for at most 128 tokens.\n",
+        ),
+        (["--device", "nowhere"], "which cannot be loaded on nowhere: "),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line(model, text, capsys, words, message):
+    pytest.importorskip("matplotlib")
+    assert main([str(model), "--text", str(text), *words]) == 2
+    out, err = capsys.readouterr()
+    last = err.splitlines(keepends=True)[-1]
+    assert out == "" and last.startswith("error: ") and message in last
+
+
+def test_a_model_that_cannot_be_loaded_or_has_no_memory_is_refused(model, text, capsys):
+    assert main(["absent/model", "--text", str(text)]) == 2
+    assert "error: model is 'absent/model', which cannot be loaded on " in capsys.readouterr().err
+    assert main([str(model.parent / "base"), "--text", str(text)]) == 2
+    assert (
+        "error: this llama model has no memory that retrieves slots; expected an upscaled" in capsys.readouterr().err
+    )
+
+
+def test_without_matplotlib_a_picture_says_how_to_install_it(model, text, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([str(model), "--text", str(text), "--output", "usage.png"]) == 2
+    assert capsys.readouterr().err == (
+        "error: output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'.\n"
+    )

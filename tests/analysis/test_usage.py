@@ -1,0 +1,174 @@
+"""What is counted is what each memory retrieves, once a token, and recording it changes nothing."""
+
+import math
+
+import pytest
+import torch
+from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from tiny import FAMILIES, prompt, tiny_model
+
+from midus_hf.analysis.usage import LayerUsage, Usage, record_usage, summarise
+
+
+def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
+    """What each memory reads in one forward pass, `[B, T, W]` by layer."""
+    inputs, handles = {}, []
+    for layer, memory in memories(model).items():
+        hook = memory.register_forward_pre_hook(lambda _, given, layer=layer: inputs.update({layer: given[0]}))
+        handles.append(hook)
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return inputs
+
+
+def counted_by_hand(memory, attention_output) -> torch.Tensor:
+    """Counts `[H, N]`: score every slot of every head for each token in float64, and take the k largest."""
+    query = memory.queries(attention_output, track_statistics=False).double()
+    counts = torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64)
+    for token in query.flatten(0, -3):  # [H, width]
+        for head, asked in enumerate(token):
+            if hasattr(memory, "slot_keys"):
+                scores = memory.slot_keys[head].double() @ asked
+            else:
+                row, column = asked.chunk(2)
+                rows = memory.row_keys[head].double() @ row
+                columns = memory.column_keys[head].double() @ column
+                scores = torch.stack([i + j for i in rows for j in columns])
+            for slot in scores.argsort(descending=True)[: memory.k].tolist():
+                counts[head, slot] += 1
+    return counts
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
+    model = memory_model(family, entry)
+    batches = [prompt(length=6, seed=seed) for seed in (1, 2)]
+    with record_usage(model) as usage, torch.no_grad():
+        for tokens in batches:
+            model(tokens, use_cache=False)
+    expected = {}
+    for tokens in batches:
+        for layer, attention_output in read_inputs(model, tokens).items():
+            counts = counted_by_hand(memories(model)[layer], attention_output)
+            expected[layer] = expected.get(layer, 0) + counts
+    assert usage.counts.keys() == expected.keys()
+    for layer, counts in usage.counts.items():
+        assert counts.dtype == torch.int64
+        assert torch.equal(counts, expected[layer])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("entry", ["headwise", "product-key"])
+def test_what_checkpointing_computes_again_is_not_counted_again(family, entry, use_reentrant):
+    counts = []
+    for checkpointing in (False, True):
+        model = memory_model(family, entry).train()
+        if checkpointing:
+            enable_checkpointing(model, use_reentrant)
+        with record_usage(model) as usage:
+            model(prompt(), labels=prompt(), use_cache=False).loss.backward()
+        counts.append(usage.counts)
+    assert all(torch.equal(counts[0][layer], counts[1][layer]) for layer in counts[0])
+    assert all(of_layer.sum() == prompt().numel() * 4 * 3 for of_layer in counts[0].values())
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recording_changes_no_gradient_and_leaves_nothing_behind(entry, bf16):
+    results = []
+    for recorded in (False, True):
+        model = memory_model("llama", entry).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            if recorded:
+                before = set(vars(memories(model)[1]))
+                with record_usage(model):
+                    assert has_hooks(model)
+                    loss = model(prompt(), labels=prompt(), use_cache=False).loss
+                assert not has_hooks(model) and set(vars(memories(model)[1])) == before
+            else:
+                loss = model(prompt(), labels=prompt(), use_cache=False).loss
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append((loss, gradients, model.state_dict()))
+    (loss, gradients, state), (recorded_loss, recorded_gradients, recorded_state) = results
+    assert torch.equal(loss, recorded_loss)
+    assert all(torch.equal(gradient, recorded_gradients[name]) for name, gradient in gradients.items())
+    assert all(torch.equal(tensor, recorded_state[name]) for name, tensor in state.items())
+
+
+def test_hooks_are_removed_when_the_work_fails():
+    model = memory_model("llama")
+    with pytest.raises(RuntimeError, match="stopped"), record_usage(model):
+        raise RuntimeError("stopped")
+    assert not has_hooks(model)
+
+
+def test_a_generated_token_counts_once(family):
+    model = memory_model(family)
+    with record_usage(model) as usage:
+        model.generate(prompt(length=5, batch=1), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert {int(counts.sum()) for counts in usage.counts.values()} == {(5 + 3) * 4 * 3}, "the last token is not read"
+
+
+def test_counts_can_start_again():
+    model = memory_model("llama")
+    with record_usage(model) as usage, torch.no_grad():
+        model(prompt(length=9))
+        usage.reset()
+        assert all(not counts.any() for counts in usage.counts.values())
+        model(prompt(length=2, batch=1))
+    assert all(counts.sum() == 2 * 4 * 3 for counts in usage.counts.values())
+
+
+def test_two_recordings_at_a_time_do_not_disturb_each_other():
+    model = memory_model("llama")
+    with record_usage(model) as outer, torch.no_grad():
+        with record_usage(model) as inner:
+            model(prompt(length=4, batch=1))
+        model(prompt(length=4, batch=1))
+    for layer, counts in outer.counts.items():
+        assert torch.equal(counts, 2 * inner.counts[layer])
+
+
+def test_a_model_without_memory_is_refused():
+    with pytest.raises(ValueError, match=r"this llama model has no memory that retrieves slots; expected an upscaled"):
+        with record_usage(tiny_model("llama")):
+            pass
+
+
+def test_offloaded_memory_is_refused():
+    model = memory_model("llama")
+    memories(model)[3].to("meta")
+    with pytest.raises(ValueError, match=r"the memory of layer 3 is offloaded; expected its parameters on a device."):
+        with record_usage(model):
+            pass
+    assert not has_hooks(model)
+
+
+def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
+    even = torch.full((2, 10), 7)
+    single = torch.zeros(2, 10, dtype=torch.int64)
+    single[:, 3] = 9
+    none = torch.zeros(2, 10, dtype=torch.int64)
+    layers = summarise({1: even, 3: single, 4: none})
+    assert layers[1] == LayerUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
+    assert layers[3] == LayerUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
+    assert layers[4] == LayerUsage(0.0, 0.0, 0.0)
+
+
+def test_heads_are_averaged_and_the_largest_share_is_of_any_head():
+    counts = torch.tensor([[5, 3, 2, 0], [1, 1, 0, 0]])
+    entropies = [-sum(p * math.log(p) for p in shares) for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))]
+    perplexity = sum(math.exp(entropy) / 4 for entropy in entropies) / 2
+    usage = Usage({2: counts}).summary()[2]
+    assert usage == LayerUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_say_how_many_tokens_were_read(family):
+    model = memory_model(family, "linear")
+    with record_usage(model) as usage, torch.no_grad():
+        model(prompt(length=7, batch=3), use_cache=False)
+    assert all(torch.equal(counts.sum(-1), torch.full((4,), 7 * 3 * 3)) for counts in usage.counts.values())

@@ -1,0 +1,194 @@
+"""The balance loss is computed once a pass from what the memories read, and added in training alone."""
+
+import dataclasses
+
+import pytest
+import torch
+from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from tiny import prompt
+from training.tiny_run import tiny_config, tiny_tokenizer
+from transformers import Trainer
+
+from midus_hf.memory.balance import balance_loss
+from midus_hf.training import train
+from midus_hf.training.balance import Readings, record_readings
+from midus_hf.training.run import prepare
+from midus_hf.training.training_log import read_log
+
+COEFFICIENT = 0.5
+
+
+def losses_of(output) -> list[dict]:
+    return [event for event in read_log(output / "log.jsonl") if "loss" in event]
+
+
+def save_memory_model(folder, entry: str):
+    """Save a model with memory at layers 1 and 3, and a tokenizer."""
+    memory_model("llama", entry).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_it_is_the_mean_over_what_every_memory_read_in_every_pass(family, entry):
+    model, batches = memory_model(family, entry), [prompt(seed=seed) for seed in (1, 2)]
+    inputs: list = []
+    with record_readings(model) as readings:
+        for memory in memories(model).values():
+            memory.register_forward_pre_hook(lambda memory, given: inputs.append((memory, given[0].detach())))
+        for tokens in batches:
+            model(tokens, use_cache=False)
+    expected = torch.stack([balance_loss(memory, given) for memory, given in inputs]).mean()
+    assert len(inputs) == 4
+    assert torch.equal(readings.balance_loss(), expected) and expected > 1
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_checkpointing_changes_neither_the_loss_nor_a_gradient(family, entry):
+    results = []
+    for checkpointing in (False, True):
+        model = memory_model(family, entry).train()
+        if checkpointing:
+            enable_checkpointing(model)
+        with record_readings(model) as readings:
+            loss = model(prompt(), labels=prompt(), use_cache=False).loss
+        total = loss + COEFFICIENT * readings.balance_loss()
+        total.backward()
+        results.append((total, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (total, gradients), (checkpointed_total, checkpointed) = results
+    assert torch.equal(total, checkpointed_total)
+    assert all(torch.equal(gradient, checkpointed[name]) for name, gradient in gradients.items())
+    for memory in memories(model).values():
+        keys = [name for name in memory.key_value_parameters if name not in memory.value_parameters]
+        assert all(getattr(memory, name).grad.any() for name in keys)
+
+
+def test_what_is_computed_again_inside_the_context_is_not_read_again():
+    model = memory_model("llama").train()
+    enable_checkpointing(model)
+    with record_readings(model) as readings:
+        loss = model(prompt(), labels=prompt(), use_cache=False).loss
+        before = readings.balance_loss().detach()
+        loss.backward()
+        assert torch.equal(readings.balance_loss(), before)
+        assert len(readings._readings) == 2
+    assert not has_hooks(model)
+
+
+def test_hooks_are_removed_when_the_forward_pass_fails():
+    model = memory_model("llama")
+    with pytest.raises(RuntimeError, match="stopped"), record_readings(model):
+        assert has_hooks(model)
+        raise RuntimeError("stopped")
+    assert not has_hooks(model)
+
+
+def test_without_a_forward_pass_there_is_no_loss():
+    with pytest.raises(
+        ValueError, match=r"no memory has read anything; expected a forward pass of a model with memory"
+    ):
+        Readings().balance_loss()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_run_adds_it_to_the_loss_and_logs_it_without_its_coefficient(
+    upscaled, corpus, tmp_path, accumulation, document_mask
+):
+    options = {"gradient_accumulation": accumulation, "max_steps": 3, "document_mask": document_mask}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "plain", **options))
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "with", balance_loss=COEFFICIENT, **options))
+    plain, balanced = losses_of(tmp_path / "plain"), losses_of(tmp_path / "with")
+    assert all("balance_loss" not in event for event in plain)
+    assert all(event["balance_loss"] > 1 for event in balanced)
+    added = balanced[0]["loss"] - plain[0]["loss"]
+    assert added == pytest.approx(COEFFICIENT * balanced[0]["balance_loss"], rel=1e-4)
+
+
+def test_accumulated_gradients_are_those_of_the_mean_over_passes(upscaled, corpus, tmp_path):
+    gradients = []
+    for coefficient in (0.0, COEFFICIENT):
+        config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", gradient_accumulation=2, overwrite=True)
+        trainer = prepare(dataclasses.replace(config, balance_loss=coefficient)).trainer
+        batches = list(trainer.get_train_dataloader())[:2]
+        trainer.current_gradient_accumulation_steps = 2
+        trainer.accelerator.gradient_accumulation_steps = 1
+        for batch in batches:
+            trainer.training_step(trainer.model, batch, num_items_in_batch=torch.tensor(2 * 2 * 15))
+        gradients.append(
+            {
+                name: parameter.grad
+                for name, parameter in trainer.model.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+    model = prepare(config).model.train()
+    for batch in batches:
+        with record_readings(model) as readings:
+            model(input_ids=batch["input_ids"], use_cache=False)
+        (COEFFICIENT / 2 * readings.balance_loss()).backward()
+    alone = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert any("row_keys" in name for name in alone)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(gradients[1][name] - gradients[0][name], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_with_it_selects_more_evenly_than_one_without(upscaled, corpus, tmp_path):
+    measured = []
+    for coefficient in (0.0, 10.0):
+        output = tmp_path / str(coefficient)
+        options = {"max_steps": 40, "key_value_learning_rate": 1e-2, "balance_loss": coefficient}
+        run = prepare(tiny_config(upscaled("llama"), corpus, output, **options))
+        run.execute()
+        with torch.no_grad(), record_readings(run.model) as readings:
+            run.model(prompt(length=60, batch=4), use_cache=False)
+            measured.append(readings.balance_loss().item())
+    without, balanced = measured
+    assert 1 <= balanced < without
+
+
+def test_the_loss_of_an_evaluation_is_without_it(upscaled, corpus, tmp_path):
+    losses = []
+    for coefficient in (0.0, COEFFICIENT):
+        config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", balance_loss=coefficient, overwrite=True)
+        trainer = prepare(config).trainer
+        losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("entry", ["product-key", "linear"])
+def test_it_reads_what_autocast_computed_with(corpus, tmp_path, entry):
+    model = save_memory_model(tmp_path / "model", entry)
+    for checkpointing in (False, True):
+        options = {"precision": "bf16", "activation_checkpointing": checkpointing, "usage_every": 1, "max_steps": 3}
+        config = tiny_config(
+            model, corpus, tmp_path / str(checkpointing), trainable=[1, 3], balance_loss=1.0, **options
+        )
+        train(config)
+    measures = ("loss", "balance_loss", "grad_norm", "memory_used_share", "memory_perplexity")
+    plain, checkpointed = (
+        [{name: event[name] for name in measures} for event in losses_of(tmp_path / name)]
+        for name in ("False", "True")
+    )
+    assert plain == checkpointed and len(plain) == 3
+
+
+def test_a_model_without_memory_is_refused_before_anything_is_written(native, corpus, tmp_path):
+    for changes, named in (({"balance_loss": 0.1}, "balance_loss is 0.1"), ({"usage_every": 5}, "usage_every is 5")):
+        with pytest.raises(
+            ValueError, match=rf"{named}, but this llama model has no memory layers; train one that has"
+        ):
+            prepare(tiny_config(native("llama"), corpus, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_sharded_parameters_are_refused(upscaled, corpus, tmp_path, monkeypatch):
+    create = Trainer.create_accelerator_and_postprocess
+
+    def create_sharded(self):
+        create(self)
+        self.is_fsdp_enabled = True
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create_sharded)
+    with pytest.raises(ValueError, match=r"balance_loss is 0.1, which needs whole parameters; set it to 0, or train "):
+        prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", balance_loss=0.1))

@@ -1,0 +1,136 @@
+"""Runs with value schedules, a balance loss and usage in the log: what they log, and that they resume exactly."""
+
+import math
+
+import pytest
+import torch
+from analysis.memory_models import memory_model
+from safetensors.torch import load_file
+from training.test_run import interrupted
+from training.tiny_run import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from midus_hf.analysis.usage import record_usage
+from midus_hf.training import train
+from midus_hf.training.run import prepare
+from midus_hf.training.training_log import read_log
+
+TIMELESS = ("loss", "grad_norm", "step", "num_input_tokens_seen", "learning_rate_keys", "learning_rate_values",
+            "balance_loss", "memory_used_share", "memory_perplexity")  # fmt: skip
+USAGE = ("memory_used_share", "memory_perplexity")
+
+
+def events_of(output) -> list[dict]:
+    return [
+        {name: event[name] for name in TIMELESS if name in event}
+        for event in read_log(output / "log.jsonl")
+        if "loss" in event
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value_schedule", "factor"),
+    [("fixed", lambda step: 1), ("4x-to-1x", lambda step: 4 - 3 * step / 20)],
+    ids=["fixed", "4x-to-1x"],
+)
+def test_values_follow_their_schedule_and_the_log_says_so(upscaled, corpus, tmp_path, value_schedule, factor):
+    rates: dict[str, list[float]] = {}
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            for group in optimizer.param_groups:
+                rates.setdefault(group["name"], []).append(group["lr"])
+
+    options = {"value_schedule": value_schedule, "value_learning_rate": 3e-2, "key_value_learning_rate": 3e-3}
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    run.trainer.add_callback(Watch())
+    run.execute()
+    main = [rate / 1e-2 for rate in rates["decay"]]
+    assert main[:3] == [0, 0.5, 1] and main[11] == pytest.approx(0.5) and 0 < main[19] < 0.01
+    assert main[2:] == pytest.approx([(1 + math.cos(math.pi * i / 18)) / 2 for i in range(18)])
+    assert rates["values"] == pytest.approx([3e-2 * factor(step) * main[step] for step in range(20)])
+    assert rates["keys"] == [3e-3] * 20
+    events = events_of(tmp_path / "out")
+    assert [event["learning_rate_values"] for event in events] == rates["values"]
+    assert {event["learning_rate_keys"] for event in events} == {3e-3}
+
+
+@pytest.mark.parametrize(
+    "aids",
+    [
+        {"value_schedule": "4x-to-1x"},
+        {"value_schedule": "fixed", "value_learning_rate": 3e-2, "balance_loss": 0.1, "gradient_accumulation": 2},
+        {"balance_loss": 0.1, "usage_every": 3, "log_every": 4, "activation_checkpointing": True},
+    ],
+    ids=["4x-to-1x", "fixed-balance", "balance-usage"],
+)
+def test_they_resume_exactly(aids, upscaled, corpus, tmp_path):
+    options = {"save_every": 8, **aids}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", **options), step=11)
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", resume=True, **options))
+    assert events_of(tmp_path / "parts") == events_of(tmp_path / "whole")
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_usage_is_told_of_the_tokens_since_the_last_time(upscaled, corpus, tmp_path):
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", usage_every=4, log_every=5, max_steps=10)
+    run = prepare(config)
+    batches = list(run.trainer.get_train_dataloader())
+    given = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: given.append((kwargs["input_ids"], copy_of(model))), with_kwargs=True
+            )
+
+    def copy_of(model):
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    run.trainer.add_callback(Watch())
+    run.execute()
+    assert len(given) == 10 and batches[0]["input_ids"].shape == given[0][0].shape
+    events = {event["step"]: event for event in events_of(tmp_path / "out")}
+    assert sorted(events) == [4, 5, 8, 10]
+    assert [step for step, event in events.items() if "memory_perplexity" in event] == [4, 8]
+
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama")).train()
+    for step, steps in ((4, given[:4]), (8, given[4:8])):
+        with record_usage(model) as usage, torch.no_grad():
+            for tokens, state in steps:
+                model.load_state_dict(state)
+                model(tokens, use_cache=False)
+        layers = usage.summary().values()
+        assert events[step]["memory_used_share"] == pytest.approx(sum(layer.used for layer in layers) / 2)
+        assert events[step]["memory_perplexity"] == pytest.approx(sum(layer.perplexity for layer in layers) / 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("entry", ["headwise", "linear"])
+def test_telling_of_usage_changes_nothing_that_is_computed(corpus, tmp_path, entry, precision):
+    memory_model("llama", entry).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    options = {"trainable": [1, 3], "precision": precision, "max_steps": 4}
+    for name, every in (("plain", None), ("with", 2)):
+        train(tiny_config(tmp_path / "model", corpus, tmp_path / name, usage_every=every, **options))
+    plain, told = events_of(tmp_path / "plain"), events_of(tmp_path / "with")
+    assert [{name: value for name, value in event.items() if name not in USAGE} for event in told] == plain
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "with"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_no_hook_is_left_when_a_run_is_interrupted(upscaled, corpus, tmp_path):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", usage_every=1, balance_loss=0.1))
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    run.trainer.add_callback(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        run.execute()
+    for layer in (1, 4):
+        memory = run.model.model.layers[layer].memory
+        assert not memory._forward_hooks and not memory._forward_pre_hooks
