@@ -5,7 +5,8 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,93 @@ RESULTS = Path(__file__).parent / "results"
 MACHINE = f"{platform.machine()} {os.cpu_count()} cores"
 
 
+@dataclass(frozen=True)
+class Run:
+    """What all rows of one run share.
+
+    Args:
+        date: When it began, to the second; rows of one run have the same.
+        commit: As `commit`.
+        machine: Processor and number of cores.
+        device: The GPU's name, or "cpu".
+        torch: Version.
+        triton: Version, or nothing where it is not installed.
+        transformers: Version.
+    """
+
+    date: str
+    commit: str
+    machine: str
+    device: str
+    torch: str
+    triton: str
+    transformers: str
+
+
 def commit() -> str:
-    """The commit that is checked out, marked `-dirty` where files differ from it."""
+    """The commit that is checked out, marked `-dirty` where files differ from it.
+
+    Where there is no git, as on a machine that was sent the files alone, what `BENCH_COMMIT` says, or "unknown".
+    """
     command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    except FileNotFoundError:
+        described = ""
+    return described or os.environ.get("BENCH_COMMIT", "unknown")
+
+
+def this_run(device: str) -> Run:
+    """Describe the run that begins now.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+    """
+    import torch
+    import transformers
+
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = ""
+    return Run(
+        date=datetime.now().isoformat(timespec="seconds"),
+        commit=commit(),
+        machine=MACHINE,
+        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        torch=torch.__version__,
+        triton=triton_version,
+        transformers=transformers.__version__,
+    )
 
 
 def append(rows: Sequence[Any], results: Path) -> None:
-    """Append dataclass rows to a CSV, with a header if it is new."""
+    """Append dataclass rows to a CSV, with a header if it is new.
+
+    Raises:
+        ValueError: If the CSV has other columns.
+    """
     if not rows:
         return
-    results.parent.mkdir(exist_ok=True)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(asdict(rows[0]))
     is_new = not results.exists()
+    if not is_new:
+        found = results.open(newline="").readline().strip().split(",")
+        if found != columns:
+            raise ValueError(f"{results} has the columns {found}; expected {columns}. Move it away, or convert it.")
     with results.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(asdict(rows[0])))
+        writer = csv.DictWriter(stream, fieldnames=columns)
         if is_new:
             writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
+
+
+def read(results: Path) -> list[dict[str, str]]:
+    """The rows of a CSV, as text; none where there is no such file."""
+    if not results.exists():
+        return []
+    with results.open(newline="") as stream:
+        return list(csv.DictReader(stream))

@@ -1,0 +1,26 @@
+"""`python -m benchmarks ops | model | report`, from the root of the repository.
+
+Needs torch and transformers, on a GPU triton; `report` draws with matplotlib.
+"""
+
+import argparse
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one of the benchmarks; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    # What a command imports is imported when it is asked for: `report` runs where torch is not installed.
+    from benchmarks import report
+    from benchmarks.models import options as model_options
+    from benchmarks.ops import options as op_options
+
+    for module in (op_options, model_options, report):
+        module.add_command(commands)
+    chosen = parser.parse_args(arguments)
+    return chosen.run(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

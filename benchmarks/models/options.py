@@ -1,0 +1,58 @@
+"""The command line of `model`."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.ops.options import add_results, numbers, words
+
+CONFIGS = Path(__file__).parent / "configs"
+METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "solar"]
+PHASES = ["train", "generate", "prefill"]
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `model`."""
+    parser = commands.add_parser(
+        "model",
+        help="whole models with random weights: memory, training steps, generation, prefill",
+        description="Compare a base with what upscaling methods make of it, from its config.json alone; rows are appended "
+        "to model.csv. Defaults follow the paper's efficiency experiments on a GPU and are smaller on a CPU.",
+    )
+    known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
+    parser.add_argument("--base", type=words, default=["smollm2-135m"], help=f"of {known}, or a config.json")
+    parser.add_argument("--methods", type=words, default=METHODS, help=f"default: {','.join(METHODS)}")
+    parser.add_argument(
+        "--placements",
+        type=words,
+        help="for every method that takes one (default: its own, and top-heavy beside it for memory)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--phases", type=words, default=PHASES, help=f"default: {','.join(PHASES)}")
+    parser.add_argument("--batch", type=int, help="sequences an optimizer step (default: 16, of 1B models 64; CPU 4)")
+    parser.add_argument("--accumulation", type=int, help="forward passes an optimizer step (default: 16; CPU 2)")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (default: 2048; CPU 64)")
+    parser.add_argument("--batches", type=numbers, help="more batch sizes to time a step at")
+    parser.add_argument("--lengths", type=numbers, help="more lengths to time a step at")
+    parser.add_argument("--prompt", type=int, help="tokens in front of those generated (default: 128; CPU 32)")
+    parser.add_argument("--new-tokens", type=int, help="tokens generated (default: 128; CPU 32)")
+    parser.add_argument(
+        "--decoding",
+        type=words,
+        help="eager, as generate() does, or graph, a captured CUDA graph a token (default: eager; both on a GPU)",
+    )
+    parser.add_argument(
+        "--prompts", type=numbers, help="prompt lengths of prefill (default: 512,2048,8192; CPU 64,256)"
+    )
+    parser.add_argument("--prefill-batches", type=numbers, default=[1], help="default: 1")
+    parser.add_argument("--rounds", type=int, default=3, help="over all models in turn (default: 3)")
+    parser.add_argument("--budget", type=float, help="seconds after which no further model is begun")
+    parser.add_argument("--quick", action="store_true", help="one round of almost nothing, to see that it runs")
+    add_results(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from benchmarks.models.run import run
+
+    return run(arguments)

@@ -1,0 +1,1 @@
+"""Ops alone: every implementation against a float64 reference first, then against each other."""

@@ -1,0 +1,103 @@
+"""No timing without the right result: output and gradients of a provider against float64."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.ops.registry import OPS, Call, Inputs, Output, Provider
+from benchmarks.ops.shapes import Case
+
+SMALL_TOKENS = 61
+"""Of the small shape: fewer than any tile, and odd."""
+
+TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+"""RMS ratios that rounding alone explains, by dtype."""
+
+_MOST_ELEMENTS = 1 << 27
+"""Of one intermediate of the reference: 1 GB in float64."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a provider is from float64.
+
+    Args:
+        error: The largest RMS ratio of the output and the gradients; infinite where slots differ.
+        error_of: Of what it is.
+        tolerance: What it may be.
+    """
+
+    error: float
+    error_of: str
+    tolerance: float
+
+    @property
+    def passes(self) -> bool:
+        """False for a NaN as well."""
+        return self.error <= self.tolerance
+
+
+class Expected:
+    """What float64 gives for a case, computed once for all providers.
+
+    Args:
+        case: Whose inputs they are.
+        inputs: As the providers get them.
+    """
+
+    def __init__(self, case: Case, inputs: Inputs):
+        op = OPS[case.op]
+        generator = torch.Generator(case.device).manual_seed(1)
+        wide = {name: t.detach().double() if t.is_floating_point() else t for name, t in inputs.items()}
+        wide = {name: t.requires_grad_() if name in op.leaves else t for name, t in wide.items()}
+        stretch = max(1, _MOST_ELEMENTS // op.elements(case.shape))
+        outputs, slots, upstream = [], [], []
+        for first in range(0, case.tokens, stretch):
+            part = {name: t[first : first + stretch] if name in op.per_token else t for name, t in wide.items()}
+            output, found = _split(op.reference(case, part))
+            gradient = torch.randn(output.shape, generator=generator, device=case.device).to(
+                inputs[op.leaves[0]].dtype
+            )
+            output.backward(gradient.double())
+            outputs.append(output.detach())
+            upstream.append(gradient)
+            slots.append(found)
+        self.case = case
+        self.output = torch.cat(outputs)
+        self.slots = None if slots[0] is None else torch.cat(slots)
+        self.upstream = torch.cat(upstream)
+        self.gradients = {name: wide[name].grad for name in op.leaves}
+
+    def judge(self, provider: Provider, call: Call, inputs: Inputs) -> Verdict:
+        """Run a provider and compare its output, its slots, and its gradients if it has any."""
+        output, slots = _split(call())
+        ratios = {"output": rms_ratio(output, self.output)}
+        if slots is not None and self.slots is not None:
+            agree = torch.equal(slots.long().sort(-1).values, self.slots.sort(-1).values)
+            ratios["slots"] = 0.0 if agree else math.inf
+        if "backward" in provider.modes and output.shape == self.output.shape:
+            leaves = OPS[self.case.op].leaves
+            gradients = torch.autograd.grad(output, [inputs[name] for name in leaves], self.upstream.to(output.dtype))
+            for name, gradient in zip(leaves, gradients, strict=True):
+                ratios[f"gradient of {name}"] = rms_ratio(gradient.to_dense(), self.gradients[name])
+        worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
+        tolerance = provider.tolerances.get(self.case.dtype, TOLERANCES[self.case.dtype])
+        return Verdict(ratios[worst], worst, tolerance)
+
+
+def small_case(case: Case) -> Case:
+    """The same with few tokens."""
+    return replace(case, tokens=min(case.tokens, SMALL_TOKENS))
+
+
+def rms_ratio(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over that of what is expected; infinite for another shape."""
+    if found.shape != expected.shape:
+        return math.inf
+    difference = (found.detach().double() - expected).square().mean().sqrt()
+    return (difference / expected.square().mean().sqrt().clamp_min(1e-30)).item()
+
+
+def _split(output: Output) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return output if isinstance(output, tuple) else (output, None)

@@ -1,0 +1,119 @@
+"""Random inputs whose slots are as popular as they are meant to be.
+
+Queries are built from the slots that they shall find, not the other way round. Sub-keys of a head are an orthonormal
+basis, and, where there are more of them than dimensions, a second one (Hadamard's) in which every vector of the first
+has equal shares; both are turned by one random rotation. Two such keys have a product of 1, 0 or +-1 / sqrt(d / 2). For
+k = 4, a query is the sum of two row keys, and of two column keys, drawn for it, the second a little shorter: each of the
+four pairs scores above any other pair, whatever else is drawn, and no two of them alike, by margins well above rounding
+in float32. So the slots that a query retrieves are exactly the pairs of the rows and columns drawn, and these are drawn
+as the popularity says:
+
+- `uniform`: every sub-key alike;
+- `zipf`: the r-th most popular sub-key with probability proportional to 1 / r. Which one that is differs from head to
+  head. The second row is drawn among the others in proportion, likewise the second column.
+"""
+
+import math
+
+import torch
+
+from benchmarks.ops.shapes import Case, Shape
+
+_GAIN, _NOISE = 2.0, 0.002
+_SECOND = {"row_keys": 0.98, "column_keys": 0.96}
+_FEWEST_DIMENSIONS = 32
+"""Of two bases: with fewer, their keys would be too much alike."""
+
+
+def sub_key_probabilities(popularity: str, n: int, device: str = "cpu") -> torch.Tensor:
+    """Probability that a sub-key is drawn, most popular first: `[n]`, float32.
+
+    Args:
+        popularity: `"uniform"` or `"zipf"`.
+        n: Sub-keys.
+        device: Of the result. Default: `"cpu"`.
+
+    Raises:
+        ValueError: If there is no such popularity.
+    """
+    ranks = torch.arange(1, n + 1, dtype=torch.float32, device=device)
+    if popularity == "uniform":
+        weights = torch.ones_like(ranks)
+    elif popularity == "zipf":
+        weights = 1 / ranks
+    else:
+        raise ValueError(f"popularity is {popularity!r}; expected 'uniform' or 'zipf'.")
+    return weights / weights.sum()
+
+
+def draw_sub_keys(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """Distinct sub-keys of one side for each token and head, sqrt(k) of them: `[S, H, sqrt(k)]`, int64.
+
+    Raises:
+        ValueError: If k is no square number.
+    """
+    shape, side = case.shape, math.isqrt(case.shape.k)
+    if side * side != shape.k:
+        raise ValueError(f"k is {shape.k}; expected a square number, whose root is drawn for rows and for columns.")
+    by_rank = sub_key_probabilities(case.popularity, shape.n, case.device)
+    order = torch.rand(shape.heads, shape.n, generator=generator, device=case.device).argsort(-1)
+    drawn = [
+        torch.multinomial(by_rank[order[head]].expand(case.tokens, -1), side, generator=generator)
+        for head in range(shape.heads)
+    ]
+    return torch.stack(drawn, dim=1)
+
+
+def sub_keys(shape: Shape, device: str, generator: torch.Generator) -> torch.Tensor:
+    """Unit keys of one side, `[H, n, d / 2]`, float32, no two with a product above 1 / sqrt(d / 2).
+
+    Raises:
+        ValueError: If n exceeds d / 2, and d / 2 is no power of two or less than 32, or n exceeds d.
+    """
+    half = shape.head_dim // 2
+    frame = torch.eye(half, device=device)
+    if shape.n > half:
+        if half & (half - 1) or half < _FEWEST_DIMENSIONS or shape.n > 2 * half:
+            raise ValueError(
+                f"n is {shape.n} and d / 2 is {half}; expected n <= d / 2, or n <= d and d / 2 a power of two of at least "
+                f"{_FEWEST_DIMENSIONS}."
+            )
+        hadamard = torch.ones(1, 1, device=device)
+        while len(hadamard) < half:
+            hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+        frame = torch.cat((frame, hadamard / math.sqrt(half)))
+    noise = torch.randn(shape.heads, half, half, generator=generator, device=device)
+    rotation = torch.linalg.qr(noise).Q
+    return frame[: shape.n] @ rotation
+
+
+def slots_of(case: Case, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Every pair of the rows and columns drawn: `[S, H, k]`."""
+    return (rows.unsqueeze(-1) * case.shape.n + columns.unsqueeze(-2)).flatten(-2)
+
+
+def retrieval_inputs(case: Case, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """`query`, `row_keys` and `column_keys`, float32, and the slots `[S, H, k]` that are to be retrieved."""
+    drawn, tensors, halves = [], {}, []
+    for side in ("row_keys", "column_keys"):
+        keys = sub_keys(case.shape, case.device, generator)  # [H, n, d / 2]
+        chosen = draw_sub_keys(case, generator)  # [S, H, sqrt(k)]
+        heads = torch.arange(case.shape.heads, device=case.device).view(-1, 1)
+        parts = keys[heads, chosen]  # [S, H, sqrt(k), d / 2]
+        gains = torch.full(parts.shape[2:3], _GAIN, device=case.device)
+        gains[1:] *= _SECOND[side]
+        asked = (gains.unsqueeze(-1) * parts).sum(-2)
+        halves.append(asked + _NOISE * torch.randn(asked.shape, generator=generator, device=case.device))
+        tensors[side] = keys
+        drawn.append(chosen)
+    return {"query": torch.cat(halves, -1), **tensors}, slots_of(case, *drawn)
+
+
+def value_inputs(case: Case, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """`value_bank` and `value_transform` of a head-wise memory, float32."""
+    shape = case.shape
+    bank = torch.randn(shape.slots, shape.head_dim, generator=generator, device=case.device)
+    transform = torch.randn(
+        shape.heads, shape.head_dim, shape.head_dim, generator=generator, device=case.device
+    ) / math.sqrt(shape.head_dim)
+    return {"value_bank": bank, "value_transform": transform}

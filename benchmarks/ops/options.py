@@ -1,0 +1,61 @@
+"""The command line of `ops`."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.ops.shapes import MODES, POPULARITIES, SHAPES
+from benchmarks.tracked import RESULTS
+
+DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8b"]}
+DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1]}
+DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `ops`."""
+    parser = commands.add_parser(
+        "ops",
+        help="ops alone: correctness against float64, then time and memory",
+        description="Compare implementations of ops; rows are appended to ops.csv. Ends with status 1 if one of them is "
+        "wrong or fails; that one gets no timing.",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--ops", type=words, help="default: all, most important first")
+    parser.add_argument("--providers", type=words, help="default: all")
+    parser.add_argument("--shapes", type=words, help=f"of {', '.join(SHAPES)}; default: what fits the device")
+    parser.add_argument("--tokens", type=numbers, help="default: 32768,1 on a GPU, 4096,1 on a CPU")
+    parser.add_argument("--popularity", type=words, default=list(POPULARITIES), help="default: both")
+    parser.add_argument("--modes", type=words, default=list(MODES), help="default: all three")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a case and mode (default: 2)")
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "torch", "triton"),
+        default="auto",
+        help="what this project's ops run, to try kernels (on a CPU with TRITON_INTERPRET=1); its rows are not kept",
+    )
+    parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
+    add_results(parser)
+    parser.set_defaults(run=_run)
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Options on where rows go."""
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV (default: the tracked one)")
+    parser.add_argument("--no-append", action="store_true", help="print, leave the CSV alone")
+
+
+def words(text: str) -> list[str]:
+    """Joined by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(text: str) -> list[int]:
+    """Joined by commas."""
+    return [int(word) for word in words(text)]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from benchmarks.ops.run import run
+
+    return run(arguments)

@@ -1,0 +1,183 @@
+"""This project's implementations, and what one would write with PyTorch alone."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.ops.operations import product_key_memory
+from benchmarks.ops.registry import Call, Inputs, Unavailable, provider
+from benchmarks.ops.shapes import Case
+from midus_hf.ops import expand_values, headwise_memory, product_key_topk, weighted_gather
+
+_MOST_GRID_ELEMENTS = 1 << 24
+_ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
+"""Algorithm 1 sums gradients in half precision, as printed. On a GPU each of thousands of additions to a row is rounded."""
+
+
+@provider("headwise_memory", "naive")
+def _headwise_naive(case: Case, inputs: Inputs) -> Call:
+    return lambda: headwise_memory(**inputs, k=case.shape.k, backend="reference")
+
+
+@provider("headwise_memory", "compiled")
+def _headwise_compiled(case: Case, inputs: Inputs) -> Call:
+    function = compiled(headwise_memory, case)
+    return lambda: function(**inputs, k=case.shape.k, backend="reference")
+
+
+@provider("headwise_memory", "embedding-bag")
+def _headwise_embedding_bag(case: Case, inputs: Inputs) -> Call:
+    query, row_keys, column_keys, bank, transform = inputs.values()
+    n, k = case.shape.n, case.shape.k
+
+    def run() -> torch.Tensor:
+        halves = query.float().split(row_keys.shape[-1], dim=-1)
+        row_scores = torch.einsum("shp,hnp->shn", halves[0], row_keys.float())
+        column_scores = torch.einsum("shp,hnp->shn", halves[1], column_keys.float())
+        row_best, rows = row_scores.topk(k, dim=-1)
+        column_best, columns = column_scores.topk(k, dim=-1)
+        scores, pairs = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2).topk(k, dim=-1)
+        slots = rows.gather(-1, pairs // k) * n + columns.gather(-1, pairs % k)
+        sums = F.embedding_bag(
+            slots.flatten(0, 1), bank.float(), per_sample_weights=scores.softmax(-1).flatten(0, 1), mode="sum"
+        ).to(bank.dtype)
+        return torch.einsum("shv,hwv->shw", sums.unflatten(0, query.shape[:2]), transform)
+
+    return run
+
+
+@provider("headwise_memory", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)
+def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
+    """The paper's: values gathered first and transformed then, gradients by Algorithm 1."""
+    return lambda: headwise_memory(**inputs, k=case.shape.k, expand=False, backward="dedup")
+
+
+@provider("headwise_memory", "sorted")
+def _headwise_sorted(case: Case, inputs: Inputs) -> Call:
+    return lambda: headwise_memory(**inputs, k=case.shape.k, backward="sorted")
+
+
+@provider("headwise_memory", "atomic")
+def _headwise_atomic(case: Case, inputs: Inputs) -> Call:
+    return lambda: headwise_memory(**inputs, k=case.shape.k, backward="atomic")
+
+
+@provider("headwise_memory", "cartesian")
+def _headwise_cartesian(case: Case, inputs: Inputs) -> Call:
+    _require_small_grid(case)
+    return lambda: headwise_memory(**inputs, k=case.shape.k, selection="cartesian")
+
+
+@provider("headwise_memory", "kept-values", modes=("forward",))
+def _headwise_kept_values(case: Case, inputs: Inputs) -> Call:
+    """As a model generates: values were expanded before (MIDUS, appendix C.2)."""
+    query, row_keys, column_keys, bank, transform = inputs.values()
+    with torch.no_grad():
+        expanded = expand_values(bank, transform)
+    return lambda: headwise_memory(query, row_keys, column_keys, expanded, None, case.shape.k)
+
+
+@provider("product_key_topk", "naive")
+def _selection_naive(case: Case, inputs: Inputs) -> Call:
+    return lambda: product_key_topk(**inputs, k=case.shape.k, backend="reference")
+
+
+@provider("product_key_topk", "compiled")
+def _selection_compiled(case: Case, inputs: Inputs) -> Call:
+    function = compiled(product_key_topk, case)
+    return lambda: function(**inputs, k=case.shape.k, backend="reference")
+
+
+@provider("product_key_topk", "two-stage")
+def _selection_two_stage(case: Case, inputs: Inputs) -> Call:
+    return lambda: product_key_topk(**inputs, k=case.shape.k)
+
+
+@provider("product_key_topk", "cartesian")
+def _selection_cartesian(case: Case, inputs: Inputs) -> Call:
+    _require_small_grid(case)
+    return lambda: product_key_topk(**inputs, k=case.shape.k, selection="cartesian")
+
+
+@provider("weighted_gather", "naive")
+def _bag_naive(case: Case, inputs: Inputs) -> Call:
+    return lambda: weighted_gather(**inputs, backend="reference")
+
+
+@provider("weighted_gather", "embedding-bag", tolerances={"bfloat16": 5e-2})
+def _bag_embedding_bag(case: Case, inputs: Inputs) -> Call:
+    """In the dtype of the bank, sums and weights as well; not every PyTorch has the gradient of half-precision weights."""
+    bank, slots, weights = inputs.values()
+
+    def run(first: int | None = None) -> torch.Tensor:
+        some = weights[:first].to(bank.dtype)
+        return F.embedding_bag(slots[:first], bank, per_sample_weights=some, mode="sum")
+
+    try:
+        torch.autograd.grad(run(1).sum(), (bank, weights))
+    except RuntimeError as error:
+        raise Unavailable(str(error).splitlines()[0]) from None
+    return run
+
+
+@provider("weighted_gather", "dense")
+def _bag_dense(case: Case, inputs: Inputs) -> Call:
+    """A matrix of weights `[S, N]`, times the bank: more products than rows gathered, but on tensor cores."""
+    bank, slots, weights = inputs.values()
+
+    def run() -> torch.Tensor:
+        spread = torch.zeros(len(slots), len(bank), dtype=weights.dtype, device=bank.device)
+        return spread.scatter_add(1, slots, weights).to(bank.dtype) @ bank
+
+    return run
+
+
+@provider("weighted_gather", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)
+def _bag_algorithm_1(case: Case, inputs: Inputs) -> Call:
+    return lambda: weighted_gather(**inputs, backward="dedup")
+
+
+@provider("weighted_gather", "sorted")
+def _bag_sorted(case: Case, inputs: Inputs) -> Call:
+    return lambda: weighted_gather(**inputs, backward="sorted")
+
+
+@provider("weighted_gather", "atomic")
+def _bag_atomic(case: Case, inputs: Inputs) -> Call:
+    return lambda: weighted_gather(**inputs, backward="atomic")
+
+
+@provider("weighted_gather", "sparse")
+def _bag_sparse(case: Case, inputs: Inputs) -> Call:
+    return lambda: weighted_gather(**inputs, sparse_gradient=True)
+
+
+@provider("product_key_memory", "naive")
+def _product_key_memory_naive(case: Case, inputs: Inputs) -> Call:
+    return lambda: product_key_memory(case, inputs, "reference")
+
+
+@provider("product_key_memory", "sorted")
+def _product_key_memory_sorted(case: Case, inputs: Inputs) -> Call:
+    return lambda: product_key_memory(case, inputs, "auto")
+
+
+def compiled(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
+    """`torch.compile` of a function for fixed shapes.
+
+    Raises:
+        Unavailable: Without the C compiler that it calls.
+    """
+    if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang")):
+        raise Unavailable("torch.compile calls a C compiler, and there is none")
+    torch._dynamo.config.recompile_limit = 64  # one for each shape and mode
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _require_small_grid(case: Case) -> None:
+    elements = case.tokens * case.shape.heads * case.shape.slots
+    if elements > _MOST_GRID_ELEMENTS:
+        raise Unavailable(f"the grid of all slots would have {elements:,} elements")

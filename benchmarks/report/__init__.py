@@ -1,0 +1,63 @@
+"""Tables and plots from the tracked results, and from nothing else: the same CSV files, the same bytes."""
+
+import argparse
+from pathlib import Path
+
+from benchmarks.tracked import RESULTS, read
+
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `report`."""
+    parser = commands.add_parser(
+        "report",
+        help="tables in docs/benchmarks.md and plots in docs/images from the CSV files",
+        description="Replace what stands between the markers of the document. Plots need matplotlib.",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: the tracked)")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/benchmarks.md")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="default: docs/images")
+    parser.add_argument("--no-plots", action="store_true", help="write the tables alone")
+    parser.set_defaults(run=_run)
+
+
+def sections(results: Path) -> dict[str, str]:
+    """The generated sections, by the name in their markers."""
+    from benchmarks.report.goals import goals_table
+    from benchmarks.report.model_tables import model_section
+    from benchmarks.report.op_tables import op_section
+
+    ops, models = read(results / "ops.csv"), read(results / "model.csv")
+    return {"goals": goals_table(ops, models), "ops": op_section(ops), "models": model_section(models)}
+
+
+def with_sections(document: str, generated: dict[str, str]) -> str:
+    """The document with each section between `<!-- NAME: generated -->` and `<!-- NAME: end -->` replaced.
+
+    Raises:
+        ValueError: If a marker is missing or stands in the wrong order.
+    """
+    for name, text in generated.items():
+        begin, end = f"<!-- {name}: generated -->\n", f"<!-- {name}: end -->"
+        before, found_begin, rest = document.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ValueError(
+                f"the document lacks {begin.strip()!r} followed by {end!r}; put both where {name} shall be."
+            )
+        document = f"{before}{begin}{text.strip()}\n{end}{after}"
+    return document
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    document = arguments.document.read_text(encoding="utf-8")
+    arguments.document.write_text(with_sections(document, sections(arguments.results)), encoding="utf-8")
+    if not arguments.no_plots:
+        from benchmarks.report.plots import draw
+
+        for path in draw(arguments.results, arguments.images):
+            print(path)
+    return 0

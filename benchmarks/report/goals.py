@@ -1,0 +1,162 @@
+"""What this project sets itself to reach, and what was measured of it."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.report.rows import Record, having
+
+OURS = "sorted"
+"""The provider that ops choose by themselves."""
+_ONE_RUN = ("date", "device")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A ratio of two rows of one run, the worst one where a goal covers several cases."""
+
+    ratio: float
+    commit: str
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a ratio.
+
+    Args:
+        text: What is to be reached.
+        backend: `"cpu"` or `"cuda"`.
+        bound: Of the ratio.
+        at_least: Whether the ratio shall be as large as the bound; else as small.
+        measure: Finds the newest ratio, from the rows of ops and of models; None where there is none.
+    """
+
+    text: str
+    backend: str
+    bound: float
+    at_least: bool
+    measure: Callable[[list[Record], list[Record]], Measurement | None]
+
+
+def goals_table(ops: list[Record], models: list[Record]) -> str:
+    """All goals with what was measured, from the rows of both CSV files."""
+    lines = ["| goal | measured | reached | commit |", "|---|---:|---|---|"]
+    backends = {row["backend"] for row in (*ops, *models)}
+    for goal in goals():
+        found = goal.measure(having(ops, backend=goal.backend), having(models, backend=goal.backend))
+        if found is None:
+            missing = "not measured (no GPU)" if goal.backend == "cuda" and "cuda" not in backends else "not measured"
+            lines.append(f"| {goal.text} | {missing} | | |")
+            continue
+        reached = (operator.ge if goal.at_least else operator.le)(found.ratio, goal.bound)
+        lines.append(f"| {goal.text} | {found.ratio:.2f} | {'yes' if reached else 'no'} | {found.commit} |")
+    return "\n".join(lines)
+
+
+def goals() -> list[Goal]:
+    """In the order in which they are shown."""
+    found = []
+    for shape in ("llama-3.2-1b", "llama-3.1-8b"):
+        where = f"H200, HML op of {shape}, 32,768 tokens"
+        case = {"shape": shape, "tokens": 32768, "dtype": "bfloat16"}
+        for mode, bound in (("forward", 1.8), ("backward", 2.2)):
+            found.append(
+                Goal(
+                    f"{where}: {mode} at most {bound} times the roofline",
+                    "cuda",
+                    bound,
+                    False,
+                    _over_roofline(mode, case),
+                )
+            )
+        for other, bound in (("naive", 10.0), ("compiled", 3.0)):
+            text = f"{where}: forward and backward at least {bound:g} times as fast as {other}"
+            found.append(Goal(text, "cuda", bound, True, _op_ratio("forward+backward", other, case)))
+    for base, bound in (("llama-3.1-8b", 1.3), ("llama-3.2-1b", 1.1)):
+        for decoding, how in (("eager", "with `generate`"), ("graph", "with a CUDA graph a token")):
+            text = f"H200: {base} with HML generates at least {bound} times the tokens/s of LLaMA-Pro, {how}"
+            found.append(Goal(text, "cuda", bound, True, _generation_ratio(base, decoding)))
+    for base in ("llama-3.1-8b", "llama-3.2-1b"):
+        text = f"H200: a training step of {base} with HML takes at most 0.8 of OpT-DeUS's, both top-heavy"
+        found.append(Goal(text, "cuda", 0.8, False, _step_ratio(base)))
+    case = {"shape": "smollm2-135m", "tokens": 4096, "dtype": "float32"}
+    for mode in ("forward", "backward"):
+        text = f"CPU, HML op of smollm2-135m, 4,096 tokens: {mode} at least 3 times as fast as naive"
+        found.append(Goal(text, "cpu", 3.0, True, _op_ratio(mode, "naive", case)))
+    text = "CPU: smollm2-135m with HML generates at least as many tokens/s as with LLaMA-Pro"
+    found.append(Goal(text, "cpu", 1.0, True, _generation_ratio("smollm2-135m", "eager")))
+    return found
+
+
+def _over_roofline(mode: str, case: dict) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    """The largest of the newest run, over popularities."""
+
+    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
+        rows = having(ops, op="headwise_memory", provider=OURS, mode=mode, status="ok", **case)
+        rows = [row for row in rows if row["roofline_us"]]
+        if not rows:
+            return None
+        last = max(row["date"] for row in rows)
+        ratios = [1e3 * float(row["median_ms"]) / float(row["roofline_us"]) for row in rows if row["date"] == last]
+        return Measurement(max(ratios), having(rows, date=last)[0]["commit"])
+
+    return measure
+
+
+def _op_ratio(mode: str, other: str, case: dict) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    """How many times as long another provider takes: the smallest of the newest run, over popularities."""
+
+    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
+        rows = having(ops, op="headwise_memory", mode=mode, **case)
+        return _newest_ratio(
+            having(rows, provider=other), having(rows, provider=OURS), "median_ms", ("popularity",), min
+        )
+
+    return measure
+
+
+def _generation_ratio(base: str, decoding: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    """Tokens/s of HML over those of LLaMA-Pro, each with its own placement."""
+
+    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
+        rows = having(models, base=base, phase="generate", decoding=decoding)
+        ours = having(rows, method="midus-hml", placement="distributed")
+        return _newest_ratio(ours, having(rows, method="llama-pro"), "tokens_per_s", _POINT, min)
+
+    return measure
+
+
+def _step_ratio(base: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    """Seconds of a step of HML over those of OpT-DeUS, both top-heavy; the largest where several sizes were run."""
+
+    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
+        rows = having(models, base=base, phase="train", placement="top-heavy")
+        return _newest_ratio(
+            having(rows, method="midus-hml"), having(rows, method="opt-deus"), "median_s", _POINT, max
+        )
+
+    return measure
+
+
+_POINT = ("batch", "accumulation", "length", "new_tokens")
+
+
+def _newest_ratio(
+    above: list[Record],
+    below: list[Record],
+    column: str,
+    point: tuple[str, ...],
+    worst: Callable[[list[float]], float],
+) -> Measurement | None:
+    """The worst ratio at equal points, of the newest run that has any."""
+    key = (*_ONE_RUN, *point)
+    divisors = {tuple(row[name] for name in key): float(row[column]) for row in having(below, status="ok")}
+    by_date: dict[str, list[tuple[float, str]]] = {}
+    for row in having(above, status="ok"):
+        divisor = divisors.get(tuple(row[name] for name in key))
+        if divisor is not None:
+            by_date.setdefault(row["date"], []).append((float(row[column]) / divisor, row["commit"]))
+    if not by_date:
+        return None
+    found = by_date[max(by_date)]
+    return Measurement(worst([ratio for ratio, _ in found]), found[0][1])

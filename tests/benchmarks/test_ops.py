@@ -1,0 +1,94 @@
+"""Every implementation of every op, at a size that takes no time."""
+
+import csv
+import dataclasses
+
+import pytest
+
+from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
+from benchmarks.ops.gate import Expected
+from benchmarks.ops.registry import OPS, PROVIDERS, Unavailable, make_inputs, roofline_microseconds
+from benchmarks.ops.run import FILE, Row, run
+from benchmarks.ops.shapes import SHAPES, Case
+from benchmarks.report.goals import OURS
+from midus_hf.ops.backend import resolve
+
+SLOW = {"compiled"}
+"""Minutes of C compiler; the benchmark itself judges it before it is timed."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, table in PROVIDERS.items() for name in table if name not in SLOW]
+)
+def test_every_provider_passes_the_gate(op, name, dtype):
+    case = Case(op, SHAPES["tiny"], 33, "zipf", dtype, "cpu")
+    inputs = make_inputs(case)
+    provider = PROVIDERS[op][name]
+    try:
+        call = provider.build(case, inputs)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    verdict = Expected(case, inputs).judge(provider, call, inputs)
+    assert verdict.passes, verdict
+
+
+def test_ours_is_what_ops_choose_by_themselves():
+    query = make_inputs(Case("headwise_memory", SHAPES["tiny"], 1, "uniform", "float32", "cpu"))["query"]
+    assert resolve("auto", "auto", "auto", query).backward == OURS
+    assert OURS in PROVIDERS["headwise_memory"]
+
+
+def test_a_run_appends_one_row_a_provider_and_mode(ops_arguments, tmp_path):
+    chosen = ["--ops", "headwise_memory", "--providers", "naive,sorted,kept-values", "--tokens", "70,1"]
+    assert run(ops_arguments(*chosen)) == 0
+    with (tmp_path / FILE).open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == [field.name for field in dataclasses.fields(Row)]
+    many = [row for row in rows if row["tokens"] == "70"]
+    assert len(many) == 2 * (3 + 3 + 1)  # popularities x modes, of which values that were kept have but one
+    one = [row for row in rows if row["tokens"] == "1"]
+    assert [(row["provider"], row["mode"]) for row in one] == [
+        ("naive", "forward"),
+        ("sorted", "forward"),
+        ("kept-values", "forward"),
+    ]
+    for row in rows:
+        assert row["status"] == "ok"
+        assert float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
+        assert 0 < float(row["error"]) < 1e-5
+        assert row["device"] == row["backend"] == "cpu"
+        assert row["roofline_us"] == row["roofline_fraction"] == ""
+        assert row["torch"] and row["transformers"] and row["commit"] and row["date"] == rows[0]["date"]
+
+
+def test_a_spent_budget_begins_no_case(ops_arguments, tmp_path, capsys):
+    assert run(ops_arguments("--ops", "product_key_topk", "--budget", "-1")) == 0
+    assert "out of time; not measured: product_key_topk tiny 70 tokens uniform float32" in capsys.readouterr().err
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ops", "sorting"], "op is 'sorting'; expected one of headwise_memory"),
+        (["--shapes", "gpt-2"], "shape is 'gpt-2'; expected one of llama-3.2-1b"),
+        (["--popularity", "normal"], "popularity is 'normal'; expected one of uniform, zipf"),
+        (["--modes", "sideways"], "mode is 'sideways'; expected one of forward, backward"),
+        (["--providers", "magic"], "provider is 'magic'; expected one of"),
+    ],
+)
+def test_what_does_not_exist_is_refused(words, message, ops_arguments):
+    with pytest.raises(SystemExit, match=message):
+        run(ops_arguments(*words))
+
+
+def test_every_op_has_a_naive_provider_and_a_roofline():
+    for op in OPS:
+        assert "naive" in PROVIDERS[op]
+        case = Case(op, SHAPES["llama-3.2-1b"], 4096, "uniform", "bfloat16", "cuda")
+        forward = roofline_microseconds(case, "forward", "NVIDIA H200")
+        backward = roofline_microseconds(case, "backward", "NVIDIA H200")
+        assert forward and backward
+        assert roofline_microseconds(case, "forward+backward", "NVIDIA H200") == pytest.approx(forward + backward)
+        assert roofline_microseconds(case, "forward", "cpu") is None

@@ -1,0 +1,205 @@
+"""Tables come from the CSV files alone."""
+
+import csv
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models.run import Row as ModelRow
+from benchmarks.ops.run import Row as OpRow
+from benchmarks.report import DOCUMENT, ROOT, sections, with_sections
+from benchmarks.report.goals import goals
+from benchmarks.report.rows import short
+from benchmarks.tracked import RESULTS
+
+OP = {
+    "date": "2026-11-21T10:00:00",
+    "commit": "abc1234",
+    "machine": "x86_64 16 cores",
+    "device": "NVIDIA H200",
+    "backend": "cuda",
+    "op": "headwise_memory",
+    "provider": "sorted",
+    "mode": "forward",
+    "shape": "llama-3.2-1b",
+    "tokens": "32768",
+    "popularity": "uniform",
+    "dtype": "bfloat16",
+    "status": "ok",
+    "median_ms": "0.1562",
+    "p20_ms": "0.1551",
+    "p80_ms": "0.1573",
+    "runs": "50",
+    "peak_mb": "151.5",
+    "error": "0.00251",
+    "error_of": "output",
+    "roofline_us": "97.61",
+    "roofline_fraction": "0.6249",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "transformers": "5.17.0",
+}
+MODEL = {
+    **{name: OP[name] for name in ("date", "commit", "machine", "device", "backend", "dtype", "status")},
+    **{name: OP[name] for name in ("torch", "triton", "transformers")},
+    "base": "llama-3.1-8b",
+    "method": "midus-hml",
+    "placement": "distributed",
+    "phase": "generate",
+    "decoding": "eager",
+    "batch": "1",
+    "accumulation": "1",
+    "length": "128",
+    "new_tokens": "128",
+    "median_s": "2.56",
+    "p20_s": "2.55",
+    "p80_s": "2.57",
+    "rounds": "3",
+    "tokens_per_s": "50.0",
+    "peak_gb": "17.31",
+    "new_parameters": "423700000",
+    "trained_parameters": "423700000",
+    "total_parameters": "8453961248",
+}
+TRAIN = {**MODEL, "phase": "train", "decoding": "", "batch": "16", "accumulation": "16", "length": "2048"}
+TRAIN = {**TRAIN, "new_tokens": "0", "placement": "top-heavy", "median_s": "3.1"}
+
+
+def _write(folder: Path, ops=(), models=()) -> Path:
+    for rows, row_class, name in ((ops, OpRow, "ops.csv"), (models, ModelRow, "model.csv")):
+        columns = [field.name for field in dataclasses.fields(row_class)]
+        with (folder / name).open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    return folder
+
+
+def _goal(text: str, start: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+FORWARD = "H200, HML op of llama-3.2-1b, 32,768 tokens: forward at most"
+BOTH = "H200, HML op of llama-3.2-1b, 32,768 tokens: forward and backward at least 10 times"
+GENERATION = "H200: llama-3.1-8b with HML generates at least 1.3 times the tokens/s of LLaMA-Pro, with `generate`"
+STEP = "H200: a training step of llama-3.1-8b"
+
+
+def test_the_tracked_document_is_what_the_tracked_results_give():
+    document = DOCUMENT.read_text(encoding="utf-8")
+    assert with_sections(document, sections(RESULTS)) == document, "run python -m benchmarks report"
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path):
+    document = tmp_path / "benchmarks.md"
+    document.write_text(DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
+    rows = [{**OP, "mode": mode} for mode in ("forward", "backward", "forward+backward")]
+    prefill = [
+        {**MODEL, "method": method, "phase": "prefill", "decoding": "", "length": length, "new_tokens": "0"}
+        for method in ("midus-hml", "llama-pro")
+        for length in ("512", "2048")
+    ]
+    _write(tmp_path, rows, [MODEL, TRAIN, {**TRAIN, "length": "512"}, *prefill])
+    words = [sys.executable, "-m", "benchmarks", "report", "--results", str(tmp_path), "--document", str(document)]
+
+    def made(images: str) -> dict[str, bytes]:
+        subprocess.run([*words, "--images", str(tmp_path / images)], check=True, cwd=ROOT)
+        files = {path.name: path.read_bytes() for path in (tmp_path / images).iterdir()}
+        return {**files, "document": document.read_bytes()}
+
+    pytest.importorskip("matplotlib")
+    first = made("a")
+    assert set(first) == {
+        "document",
+        "bench-ops-cuda.svg",
+        "bench-prefill-llama-3.1-8b-cuda.svg",
+        "bench-train-by-length-llama-3.1-8b-cuda.svg",
+    }
+    assert first == made("b")
+    linked = set(re.findall(r"images/(bench[^)]*)\)", document.read_text()))
+    assert linked == set(first) - {"document"}
+
+
+def test_no_rows_show_no_number(tmp_path):
+    made = sections(tmp_path)
+    assert made["ops"] == made["models"] == "Nothing measured yet."
+    for line in made["goals"].splitlines()[2:]:
+        assert not re.search(r"\d", "".join(line.split("|")[2:])), line
+    assert _goal(made["goals"], FORWARD)[0] == "not measured (no GPU)"
+    assert _goal(made["goals"], "CPU: smollm2-135m")[0] == "not measured"
+
+
+def test_every_number_in_a_table_stands_in_the_results(tmp_path):
+    refused = {**OP, "provider": "naive", "mode": "", "status": "refused", "error": "0.0312"}
+    full = {**OP, "provider": "compiled", "status": "out of memory"}
+    unmeasured = dict.fromkeys(
+        ("median_ms", "p20_ms", "p80_ms", "runs", "peak_mb", "roofline_us", "roofline_fraction"), ""
+    )
+    rows = [OP, {**OP, "mode": "backward", "median_ms": "0.4321"}, {**refused, **unmeasured}, {**full, **unmeasured}]
+    made = sections(_write(tmp_path, rows, [MODEL, TRAIN]))
+    known = {short(row["median_ms"]) for row in rows if row["median_ms"]} | {short("151.5")}
+    known |= {"2.5e-03", "3.1e-02", "62%"}
+    lines = [line for line in made["ops"].splitlines() if line.startswith("| ") and "**" not in line][2:]
+    cells = [cell.strip(" ,") for line in lines for cell in re.split(r"\||,", line) if re.search(r"\d", cell)]
+    assert cells and set(cells) <= known
+    assert any("refused" in line for line in lines) and any("out of memory" in line for line in lines)
+
+    known = {short(row[name]) for row in (MODEL, TRAIN) for name in ("median_s", "peak_gb", "tokens_per_s")}
+    known |= {"423.7", "8,454.0"}
+    lines = [line for line in made["models"].splitlines() if line.startswith("| midus")]
+    cells = [cell.strip() for line in lines for cell in line.split("|")[2:] if cell.strip()]
+    assert cells and set(cells) <= known
+
+
+def test_goals_are_ratios_of_one_run_and_the_worst_of_it(tmp_path):
+    both = {**OP, "mode": "forward+backward", "median_ms": "0.5"}
+    rows = [
+        OP,
+        {**OP, "popularity": "zipf", "median_ms": "0.19522"},
+        both,
+        {**both, "provider": "naive", "median_ms": "6.0"},
+        {**both, "popularity": "zipf", "median_ms": "0.75"},
+        {**both, "popularity": "zipf", "provider": "naive", "median_ms": "6.0"},
+    ]
+    models = [
+        MODEL,
+        {**MODEL, "method": "llama-pro", "placement": "llama-pro", "tokens_per_s": "40.0"},
+        TRAIN,
+        {**TRAIN, "method": "opt-deus", "median_s": "4.0"},
+    ]
+    made = sections(_write(tmp_path, rows, models))["goals"]
+    assert _goal(made, FORWARD) == ["2.00", "no", "abc1234"]
+    assert _goal(made, BOTH) == ["8.00", "no", "abc1234"]
+    assert _goal(made, GENERATION) == ["1.25", "no", "abc1234"]
+    assert _goal(made, STEP) == ["0.78", "yes", "abc1234"]
+    assert _goal(made, "H200, HML op of llama-3.1-8b, 32,768 tokens: backward")[0] == "not measured"
+
+    newer = {"date": "2026-11-22T10:00:00", "commit": "def5678"}
+    alone = [{**OP, **newer, "median_ms": "0.09761"}, {**both, **newer, "median_ms": "0.1"}]
+    made = sections(_write(tmp_path, [*rows, *alone], models))["goals"]
+    assert _goal(made, FORWARD) == ["1.00", "yes", "def5678"]
+    assert _goal(made, BOTH) == ["8.00", "no", "abc1234"]  # the newer run did not time naive beside it
+
+
+def test_tables_show_the_newest_run(tmp_path):
+    newer = {**OP, "date": "2026-11-22T10:00:00", "commit": "def5678", "median_ms": "0.1111"}
+    made = sections(_write(tmp_path, [OP, {**OP, "provider": "atomic"}, newer]))["ops"]
+    assert "0.111" in made and "def5678" in made
+    assert "0.156" not in made and "abc1234" not in made and "atomic" not in made
+
+
+def test_a_document_without_markers_is_refused():
+    with pytest.raises(
+        ValueError, match="the document lacks '<!-- goals: generated -->' followed by '<!-- goals: end -->'"
+    ):
+        with_sections("# Benchmarks\n", {"goals": "nothing"})
+
+
+def test_goals_are_for_both_kinds_of_device():
+    assert {goal.backend for goal in goals()} == {"cpu", "cuda"}
+    assert len({goal.text for goal in goals()}) == len(goals())
