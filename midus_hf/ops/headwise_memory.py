@@ -2,14 +2,18 @@
 
 import torch
 
-from midus_hf.ops.backend import resolve
-from midus_hf.ops.headwise_lookup import headwise_lookup_op
+from midus_hf.ops.backend import OpChoices, resolve
+from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup_few
+from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk
 from midus_hf.ops.product_key import reference as product_key_reference
 from midus_hf.ops.weighted_gather import weighted_gather
 
 _MOST_EXPANDED = 1 << 28
 """Elements of an expanded bank that are made for one forward pass: 512 MB in bfloat16."""
+
+_FEW_ROWS = 256
+"""Tokens times heads up to which calls cost more than what they compute."""
 
 
 def headwise_memory(
@@ -90,18 +94,15 @@ def headwise_memory(
     fused_residual = None
     if residual is not None and value_transform is None:
         fused_residual = residual.reshape(tokens, heads, value_bank.shape[-1])
-    output, _, _ = headwise_lookup_op(
-        query.reshape(tokens, *query.shape[-2:]),
-        row_keys,
-        column_keys,
-        value_bank,
-        fused_residual,
-        k,
-        temperature,
-        choices.selection,
-        choices.backward,
-        choices.backend,
-    )  # [S, H, v]
+    flat_query = query.reshape(tokens, *query.shape[-2:])
+    tables = (row_keys, column_keys, value_bank)
+    if _decodes(choices, tokens * heads):
+        with without_autocast(query.device.type):
+            output = lookup_few(flat_query, *tables, k, temperature)
+        output = output if fused_residual is None else fused_residual + output
+    else:
+        ways = (choices.selection, choices.backward, choices.backend)
+        output, _, _ = headwise_lookup_op(flat_query, *tables, fused_residual, k, temperature, *ways)  # [S, H, v]
     if value_transform is not None:
         output = _transformed(output, value_transform)
     output = output.reshape(*query.shape[:-1], value_bank.shape[-1])
@@ -118,7 +119,7 @@ def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> to
     Returns:
         `[H, N, v]`.
     """
-    return torch.matmul(value_bank, value_transform.transpose(1, 2))
+    return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
 
 
 def reference(
@@ -143,6 +144,12 @@ def reference(
     if value_transform is None:
         return output
     return torch.einsum("...hv,hwv->...hw", output, value_transform)  # [..., H, v]
+
+
+def _decodes(choices: OpChoices, rows: int) -> bool:
+    """Whether so little is to be done, without a gradient or a graph, that the number of calls counts."""
+    untraced = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    return untraced and rows <= _FEW_ROWS and choices.backend == "torch" and choices.selection == "two-stage"
 
 
 def _transformed(output: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
