@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from midus_hf.ops.headwise_lookup_triton import triton_backward, triton_forward
+from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
@@ -107,8 +107,10 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     bank = bank if n <= 64 else bank[0]
     output, slots, weights = triton_forward(query, keys, keys, bank, query, k, 1.0)
     slots.zero_()
-    for backward in ("sorted", "atomic"):
-        triton_backward(output, query, keys, keys, bank, slots, weights, 1.0, backward)
+    triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
+    for atomic in (False, True):
+        rows = slots.flatten(0, 1).long()
+        triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=atomic)
     triton_select(torch.zeros(tokens, n), torch.zeros(tokens, n), k)
 
 

@@ -1,7 +1,7 @@
 """The least time that an op can take on a GPU: the largest of what memory, caches, tensor cores and lanes need.
 
 What is counted is what any implementation must do, once: inputs read and outputs written, rows gathered, products taken.
-Peaks are measured ones.
+Of the peaks, memory and products were measured by others; cache and lanes are nominal.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory, RetrievalOptions, check_choice, check_switch, check_whole
 from midus_hf.memory.value_cache import ValueCache
-from midus_hf.ops.headwise_memory import expand_values, headwise_memory
+from midus_hf.ops.headwise_memory import MOST_EXPANDED, expand_values, headwise_memory
 from midus_hf.ops.product_key import product_key_topk, sub_key_scores
 
 VALUES = ("expanded", "shared", "own")
@@ -167,8 +167,8 @@ class HeadwiseMemory(RetrievalMemory):
         """
         bank: torch.Tensor = self.value_bank
         transform: torch.Tensor | None = getattr(self, "value_transform", None)
-        if transform is not None:
-            cached = self.value_cache.get(self, (bank, transform), expand_values)
+        if transform is not None and self.num_heads * bank.numel() <= MOST_EXPANDED:
+            cached = self.value_cache.get(self, (bank, transform), expand_values, attention_output.dtype)
             bank, transform = (bank, transform) if cached is None else (cached, None)
         by_head = None
         if residual is not None and self.gate == "none":
@@ -185,7 +185,7 @@ class HeadwiseMemory(RetrievalMemory):
             backend=backend,
         )  # [B, T, H, D / H]
         output = self.gated(attention_output, output).flatten(-2)
-        return residual + output if residual is not None and self.gate != "none" else output
+        return output if residual is None or self.gate == "none" else (residual + output).to(residual.dtype)
 
     def extra_repr(self) -> str:
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}

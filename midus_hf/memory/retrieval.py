@@ -21,7 +21,8 @@ class RetrievalOptions(MemoryOptions):
         layers: Indices of the layers that hold this memory, ascending.
         k: Slots retrieved a head and token. Default: 4.
         query_norm: `"none"`, `"layer"` over the features of each head's query, or `"batch"` over all tokens of a
-            batch, which in training lets a token see the statistics of later ones. Default: `"none"`.
+            batch, padding included, which in training lets a token see the statistics of later ones: train it on packed
+            sequences. Default: `"none"`.
         temperature: Scores are divided by it before the softmax. Default: 1.
         gate: `"none"`, or a sigmoid of the attention output that scales what a `"token"` retrieves, or what each
             `"head"` of it does. It starts at one half. Default: `"none"`.

@@ -102,10 +102,10 @@ class SharedValueMemory(RetrievalMemory):
             `[B, T, D]`.
         """
         scores, slots = self.select(self.queries(attention_output), backend)  # [B, T, H, k]
-        weights = self.weigh(scores).to(self.value_bank.dtype)
+        weights = self.weigh(scores)
         output = weighted_gather(self.value_bank, slots.flatten(-2), weights.flatten(-2), backend=backend)  # [B, T, D]
         output = self.gated(attention_output, output)
-        return output if residual is None else residual + output
+        return output if residual is None else (residual + output).to(residual.dtype)
 
     def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")

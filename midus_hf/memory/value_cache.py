@@ -41,16 +41,18 @@ class ValueCache:
         module: nn.Module,
         parameters: tuple[torch.Tensor, ...],
         derive: Callable[..., torch.Tensor],
+        dtype: torch.dtype,
     ) -> torch.Tensor | None:
         """The derived tensor, or None where it must not be kept.
 
         Args:
             module: Whose parameters they are.
             parameters: What it is derived from.
-            derive: Makes it from them.
+            derive: Makes it from them, as they are cast to `dtype`.
+            dtype: What is computed in; a tensor is kept for one dtype at a time.
         """
-        if torch.compiler.is_compiling():
-            return None
+        if torch.compiler.is_compiling() or (parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None  # a graph would go on reading a tensor that was dropped meanwhile
         if (
             not _enabled
             or module.training
@@ -59,9 +61,10 @@ class ValueCache:
         ):
             self.drop()
             return None
-        if self._derived is None or not all(map(_is_unchanged, self._sources, parameters)):
+        kept = self._derived is not None and self._derived.dtype == dtype
+        if not (kept and all(map(_is_unchanged, self._sources, parameters))):
             self.drop()
-            self._derived = derive(*parameters)
+            self._derived = derive(*(parameter.to(dtype) for parameter in parameters))
             self._sources = [(p.detach(), p._version) for p in parameters]
         return self._derived
 

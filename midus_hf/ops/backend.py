@@ -20,12 +20,12 @@ class OpChoices:
 
     Args:
         backend: `"reference"`, the contract, written to be read; `"torch"`, vectorised; `"triton"`, kernels for CUDA
-            tensors. Default: `"auto"`, kernels where they can run, else `"torch"`.
+            tensors. Default: `"auto"`, kernels on GPUs from compute capability 8.0 on, else `"torch"`.
         selection: How product keys are selected: in `"two-stage"`s, or by one selection over the `"cartesian"` grid of
             all `n * n` slots (MIDUS, appendix C.1). Default: `"auto"`, two stages.
-        backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which
-            may differ from run to run on CUDA; or `"dedup"`, by MIDUS's Algorithm 1 (appendix C.3). Default: `"auto"`,
-            sorted.
+        backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which may
+            differ from run to run on CUDA; or `"dedup"`, by MIDUS's Algorithm 1 (appendix C.3), which waits for the
+            device. Default: `"auto"`, sorted.
     """
 
     backend: str = "auto"
@@ -44,7 +44,9 @@ _standing = OpChoices()
 
 @contextlib.contextmanager
 def op_choices(**changes: str) -> Iterator[None]:
-    """Choose for all ops called within, where their caller leaves it to `"auto"`.
+    """Choose for all ops called within, where their caller leaves it to `"auto"`; for the whole process, not one thread.
+
+    What a gradient does is chosen when the forward pass runs.
 
     Args:
         changes: Fields of `OpChoices`.
@@ -79,7 +81,7 @@ def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -
     asked = OpChoices(backend, selection, backward)
     body = _standing.backend if asked.backend == "auto" else asked.backend
     if body == "auto":
-        body = "triton" if tensor.is_cuda and HAS_TRITON and tensor.dtype != torch.float64 else "torch"
+        body = "triton" if HAS_TRITON and tensor.is_cuda and _multiplies(tensor) else "torch"
     if body == "triton":
         if not HAS_TRITON:
             raise ValueError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
@@ -94,6 +96,12 @@ def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -
     way = _standing.selection if asked.selection == "auto" else asked.selection
     order = _standing.backward if asked.backward == "auto" else asked.backward
     return OpChoices(body, "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order)
+
+
+def _multiplies(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's GPU has what kernels multiply with: bfloat16 and TF32, from compute capability 8.0 on."""
+    capable = torch.version.hip is not None or torch.cuda.get_device_capability(tensor.device) >= (8, 0)
+    return capable and tensor.dtype != torch.float64
 
 
 def interprets_kernels() -> bool:

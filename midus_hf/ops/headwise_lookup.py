@@ -1,14 +1,14 @@
 """The fused part of head-wise memory, as one registered op: select, weigh, gather; and its gradient.
 
-Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, residual and output `[S, H, v]`. Names of
-bodies are resolved, shapes checked.
+Shapes: query `[S, H, d]`, keys `[H, n, d / 2]`, bank `[N, v]` or `[H, N, v]`, residual and output `[S, H, v]`. Query and tables
+share a dtype; a residual may have another, which the output then has. Names of bodies are resolved, shapes checked.
 """
 
 from typing import Any, Optional
 
 import torch
 
-from midus_hf.ops.headwise_lookup_triton import triton_backward, triton_forward
+from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import select
@@ -47,7 +47,7 @@ def lookup(
     output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), backend)
     output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
     return (
-        output.contiguous() if residual is None else (residual + output).to(bank.dtype),
+        (output if residual is None else (residual + output).to(residual.dtype)).contiguous(),
         slots.transpose(0, 1).to(slots_dtype(n)).contiguous(),
         weights.transpose(0, 1).contiguous(),
     )
@@ -83,7 +83,7 @@ def _(query, row_keys, column_keys, bank, residual, k, temperature, selection, b
     tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
-        bank.new_empty(tokens, heads, bank.shape[-1]),
+        (bank if residual is None else residual).new_empty(tokens, heads, bank.shape[-1]),
         query.new_empty(tokens, heads, k, dtype=slots_dtype(row_keys.shape[1])),
         query.new_empty(tokens, heads, k, dtype=wide),
     )
@@ -99,43 +99,77 @@ def headwise_lookup_backward_op(
     slots: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
+    wants_scores: bool,
+    wants_bank: bool,
     backward: str,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys, column keys and bank, for a gradient `[S, H, v]` of the output."""
-    if backend == "triton":
-        return triton_backward(gradient, query, row_keys, column_keys, bank, slots, weights, temperature, backward)
+    """Gradients of query, row keys, column keys and bank, for a gradient `[S, H, v]` of the output.
+
+    The first three are empty where gradients of scores are not wanted, the last where that of the bank is not.
+    """
+    into_query, into_row_keys, into_column_keys, into_bank = (
+        tensor.new_empty(0) for tensor in (query, row_keys, column_keys, bank)
+    )
+    if wants_scores:
+        differentiate = triton_score_gradients if backend == "triton" else _score_gradients
+        into_query, into_row_keys, into_column_keys = differentiate(
+            gradient, query, row_keys, column_keys, bank, slots, weights, temperature
+        )
+    if wants_bank:
+        flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
+        by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
+        sums = row_sums(by_head, flat_slots, weights_of_head, len(flat_bank), backward, backend)
+        into_bank = sums.view(bank.shape).to(bank.dtype)
+    return into_query, into_row_keys, into_column_keys, into_bank
+
+
+@headwise_lookup_backward_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    gradient,
+    query,
+    row_keys,
+    column_keys,
+    bank,
+    slots,
+    weights,
+    temperature,
+    wants_scores,
+    wants_bank,
+    backward,
+    backend,
+):
+    wanted = ((query, wants_scores), (row_keys, wants_scores), (column_keys, wants_scores), (bank, wants_bank))
+    return tuple(tensor.new_empty(tensor.shape if wants else 0) for tensor, wants in wanted)
+
+
+def _score_gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys and column keys, through the softmax and the chosen scores."""
     n, wide = row_keys.shape[1], weights.dtype
-    by_head = gradient.transpose(0, 1).flatten(0, 1)  # [H * S, v]
     slots_of_head = slots.transpose(0, 1).long()  # [H, S, k]
     weights_of_head = weights.transpose(0, 1).contiguous()  # [H, S, k]
-    flat_bank, flat_slots = _flat(bank, slots_of_head)
-    into_bank = row_sums(by_head, flat_slots, weights_of_head.flatten(0, 1), len(flat_bank), backward, backend)
-
-    into_weights = weight_gradients(by_head, flat_bank, flat_slots, backend).view_as(weights_of_head)
+    by_head = gradient.transpose(0, 1).flatten(0, 1)  # [H * S, v]
+    into_weights = weight_gradients(by_head, *_flat(bank, slots_of_head), "torch").view_as(weights_of_head)
     mean = (into_weights * weights_of_head).sum(-1, keepdim=True)
     into_scores = weights_of_head * (into_weights - mean) / temperature  # [H, S, k]
     into_query, into_keys = [], []
     for keys, chosen, asked in zip(
-        (row_keys, column_keys),
-        (slots_of_head // n, slots_of_head % n),
-        _halves(query, wide),
-        strict=True,
+        (row_keys, column_keys), (slots_of_head // n, slots_of_head % n), _halves(query, wide), strict=True
     ):
-        into_sub_scores = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)
-        into_query.append(torch.bmm(into_sub_scores, keys.to(wide)))  # [H, S, d / 2]
-        into_keys.append(torch.bmm(into_sub_scores.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
-    return (
-        torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(),
-        into_keys[0],
-        into_keys[1],
-        into_bank.view(bank.shape).to(bank.dtype),
-    )
-
-
-@headwise_lookup_backward_op.register_fake
-def _(gradient, query, row_keys, column_keys, bank, slots, weights, temperature, backward, backend):  # type: ignore[no-untyped-def]
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys, bank))
+        spread = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)  # [H, S, n]
+        with without_autocast(query.device.type):
+            into_query.append(torch.bmm(spread, keys.to(wide)))  # [H, S, d / 2]
+            into_keys.append(torch.bmm(spread.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
+    return torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(), into_keys[0], into_keys[1]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -147,8 +181,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
-    gradients = headwise_lookup_backward_op(gradient, *ctx.saved_tensors, ctx.temperature, ctx.way, ctx.body)
-    return *gradients, gradient if ctx.adds else None, None, None, None, None, None
+    needs = ctx.needs_input_grad[:4]
+    gradients = headwise_lookup_backward_op(
+        gradient, *ctx.saved_tensors, ctx.temperature, any(needs[:3]), needs[3], ctx.way, ctx.body
+    )
+    wanted = (part if need else None for part, need in zip(gradients, needs, strict=True))
+    return *wanted, gradient if ctx.adds else None, None, None, None, None, None
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)

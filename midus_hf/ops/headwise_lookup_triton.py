@@ -8,7 +8,6 @@ import torch
 
 from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
-from midus_hf.ops.row_sums import row_sums
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
 
@@ -24,7 +23,7 @@ def token_block_and_head(tokens, heads, BT: tl.constexpr, TOGETHER: tl.constexpr
     group = program // (TOGETHER * blocks)
     members = tl.minimum(heads - group * TOGETHER, TOGETHER)
     within = program % (TOGETHER * blocks)
-    return within // members, group * TOGETHER + within % members
+    return (within // members).to(tl.int64), (group * TOGETHER + within % members).to(tl.int64)
 
 
 @triton.jit
@@ -42,7 +41,7 @@ def best_of_key_stretch(
     else:
         scores = tl.dot(query, part)
     scores = tl.where((columns < n)[None, :], scores, float("-inf"))
-    return best_columns(scores, start, K, KP, BT, BN)
+    return best_columns(scores, start, n, K, KP, BT, BN)
 
 
 @triton.jit
@@ -60,6 +59,17 @@ def best_of_keys(
 
 
 @triton.jit
+def weighted_row(bank, slots, shares, rank, valid, width, KP: tl.constexpr, VP: tl.constexpr):
+    """The row [BT, VP] of each token's slot of this rank, times its share."""
+    ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
+    here = ranks[None, :] == rank
+    slot = tl.sum(tl.where(here, slots, 0), axis=1).to(tl.int64)
+    mask = valid[:, None] & (lanes < width)[None, :]
+    row = tl.load(bank + slot[:, None] * width + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+    return row * tl.sum(tl.where(here, shares, 0.0), axis=1)[:, None]
+
+
+@triton.jit
 def forward_kernel(
     query, row_keys, column_keys, bank, residual, output, slots, weights,
     tokens, heads, n, half, width, token_stride, head_stride, bank_stride, inverse_temperature,
@@ -68,12 +78,12 @@ def forward_kernel(
 ):  # fmt: skip
     """Output [S, H, v], slots [S, H, K] and weights [S, H, K], from query [S, H, 2 * half] of any strides but the last."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
-    token = block.to(tl.int64) * BT + tl.arange(0, BT)
+    token = block * BT + tl.arange(0, BT)
     valid = token < tokens
     dims = tl.arange(0, DP)
     asked = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
     mask = valid[:, None] & (dims < half)[None, :]
-    keys_of_head = head.to(tl.int64) * n * half
+    keys_of_head = head * n * half
     row_query = tl.load(asked, mask=mask, other=0.0)
     row_values, rows = best_of_keys(row_query, row_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP)
     column_query = tl.load(asked + half, mask=mask, other=0.0)
@@ -82,30 +92,33 @@ def forward_kernel(
     )
 
     sums, next_column = first_sums(row_values, column_values, KP, BT)
-    ranks = tl.arange(0, KP)
-    lanes = tl.arange(0, VP)
+    ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
     highest = tl.max(sums, axis=1)
-    total = tl.zeros([BT], tl.float32)
     shares = tl.zeros([BT, KP], tl.float32)
-    gathered = tl.zeros([BT, VP], tl.float32)
-    entry = (token * heads + head) * K
-    bank_of_head = bank + head.to(tl.int64) * bank_stride
+    chosen = tl.zeros([BT, KP], tl.int32)
     for rank in range(K):
         score, i, j, sums, next_column = next_pair(sums, next_column, row_values, column_values, K, KP)
         slot = pick(rows, i, KP) * n + pick(columns, j, KP)
-        tl.store(slots + entry + rank, slot.to(slots.dtype.element_ty), mask=valid)
-        share = tl.exp((score - highest) * inverse_temperature)
-        total += share
-        shares = tl.where(ranks[None, :] == rank, share[:, None], shares)
-        there = bank_of_head + slot.to(tl.int64)[:, None] * width + lanes[None, :]
-        row = tl.load(there, mask=valid[:, None] & (lanes < width)[None, :], other=0.0).to(tl.float32)
-        gathered += share[:, None] * row
-    tl.store(
-        weights + entry[:, None] + ranks[None, :], shares / total[:, None], mask=valid[:, None] & (ranks < K)[None, :]
-    )
+        shares = tl.where(ranks[None, :] == rank, tl.exp((score - highest) * inverse_temperature)[:, None], shares)
+        chosen = tl.where(ranks[None, :] == rank, slot[:, None], chosen)
+    shares = shares / tl.sum(shares, axis=1)[:, None]
+    entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
+    rank_mask = valid[:, None] & (ranks < K)[None, :]
+    tl.store(slots + entries, chosen.to(slots.dtype.element_ty), mask=rank_mask)
+    tl.store(weights + entries, shares, mask=rank_mask)
+
+    # Slots are known before the first row is asked for, so that all rows are on their way at once.
+    gathered = tl.zeros([BT, VP], tl.float32)
+    bank_of_head = bank + head * bank_stride
+    if K <= 8:
+        for rank in tl.static_range(K):
+            gathered += weighted_row(bank_of_head, chosen, shares, rank, valid, width, KP, VP)
+    else:
+        for rank in range(K):
+            gathered += weighted_row(bank_of_head, chosen, shares, rank, valid, width, KP, VP)
     there = (token * heads + head)[:, None] * width + lanes[None, :]
     lane_mask = valid[:, None] & (lanes < width)[None, :]
-    result = gathered / total[:, None]
+    result = gathered
     if ADDS:
         result += tl.load(residual + there, mask=lane_mask, other=0.0).to(tl.float32)
     tl.store(output + there, result.to(output.dtype.element_ty), mask=lane_mask)
@@ -119,13 +132,13 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """Gradients of the scores [S, H, K], through the softmax, and of the query [S, H, 2 * half]."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
-    token = block.to(tl.int64) * BT + tl.arange(0, BT)
+    token = block * BT + tl.arange(0, BT)
     valid = token < tokens
     place = token * heads + head
     lanes, ranks, dims = tl.arange(0, VP), tl.arange(0, KP), tl.arange(0, DP)
     lane_mask = valid[:, None] & (lanes < width)[None, :]
     upstream = tl.load(gradient + place[:, None] * width + lanes[None, :], mask=lane_mask, other=0.0).to(tl.float32)
-    bank_of_head = bank + head.to(tl.int64) * bank_stride
+    bank_of_head = bank + head * bank_stride
     into_weights = tl.zeros([BT, KP], tl.float32)
     for rank in range(K):
         slot = tl.load(slots + place * K + rank, mask=valid, other=0).to(tl.int64)
@@ -138,7 +151,7 @@ def query_gradient_kernel(
     scores = shares * (into_weights - mean[:, None]) * inverse_temperature  # [BT, KP]
     tl.store(into_scores + place[:, None] * K + ranks[None, :], scores, mask=rank_mask)
 
-    keys_of_head = head.to(tl.int64) * n * half
+    keys_of_head = head * n * half
     dim_mask = valid[:, None] & (dims < half)[None, :]
     into_rows = tl.zeros([BT, DP], tl.float32)
     into_columns = tl.zeros([BT, DP], tl.float32)
@@ -202,7 +215,7 @@ def triton_forward(
     query = query if query.stride(-1) == 1 else query.contiguous()
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
-    output = bank.new_empty(tokens, heads, width)
+    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
     slot_dtype = torch.int16 if n * n <= torch.iinfo(torch.int16).max else torch.int32
     slots = torch.empty(tokens, heads, k, dtype=slot_dtype, device=query.device)
     weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
@@ -218,7 +231,7 @@ def triton_forward(
     return output, slots, weights
 
 
-def triton_backward(
+def triton_score_gradients(
     gradient: torch.Tensor,
     query: torch.Tensor,
     row_keys: torch.Tensor,
@@ -227,20 +240,14 @@ def triton_backward(
     slots: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
-    backward: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys, column keys and bank."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys and column keys."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     gradient, bank = gradient.contiguous(), bank.contiguous()
     row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
     (tokens, heads, k), (_, n, half), width = slots.shape, row_keys.shape, bank.shape[-1]
     if not tokens:
-        return (
-            torch.zeros_like(query),
-            torch.zeros_like(row_keys),
-            torch.zeros_like(column_keys),
-            torch.zeros_like(bank),
-        )
+        return torch.zeros_like(query), torch.zeros_like(row_keys), torch.zeros_like(column_keys)
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     into_scores = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
     tile = _tile(n, k, half, width)
@@ -262,18 +269,7 @@ def triton_backward(
             PRECISION=precise_product() if query.dtype == torch.float32 else "tf32", K=k, BT=32, BN=stretch, DP=tile["DP"],
         )  # fmt: skip
     into_row_keys, into_column_keys = (partial[:, side].sum(0).to(row_keys.dtype) for side in (0, 1))
-    rows_of = slots.to(torch.int32)
-    if bank.dim() == 3:
-        rows_of = rows_of + n * n * torch.arange(heads, dtype=torch.int32, device=slots.device).unsqueeze(-1)
-    into_bank = row_sums(
-        gradient.flatten(0, 1),
-        rows_of.flatten(0, 1),
-        weights.flatten(0, 1),
-        bank.shape[:-1].numel(),
-        backward,
-        "triton",
-    )
-    return into_query, into_row_keys, into_column_keys, into_bank.view(bank.shape).to(bank.dtype)
+    return into_query, into_row_keys, into_column_keys
 
 
 def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:

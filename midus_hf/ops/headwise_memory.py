@@ -9,7 +9,7 @@ from midus_hf.ops.product_key import check_product_keys, product_key_topk
 from midus_hf.ops.product_key import reference as product_key_reference
 from midus_hf.ops.weighted_gather import weighted_gather
 
-_MOST_EXPANDED = 1 << 28
+MOST_EXPANDED = 1 << 28
 """Elements of an expanded bank that are made for one forward pass: 512 MB in bfloat16."""
 
 _FEW_ROWS = 256
@@ -42,6 +42,9 @@ def headwise_memory(
     more than N tokens that is less work, forward and backward: `dV = sum_h G_h W_h` and `dW_h = G_h^T V` from the sums
     `G_h` of gradients a slot.
 
+    Tables are cast to the dtype of the query, also under `torch.autocast`: where masters are float32 and the query is
+    bfloat16, what is computed is what a bfloat16 model will compute. Sums are accumulated in float32 at least.
+
     Args:
         query: `[..., H, d]`, floating point: the attention output of each head.
         row_keys: `[H, n, d / 2]`, the sub-keys K^row.
@@ -50,63 +53,58 @@ def headwise_memory(
         value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper. None where
             values are used as they are.
         k: Slots retrieved a head, `1 <= k <= n`.
-        residual: `[..., H, v]`, the dtype of `value_bank`; added to what is retrieved, in one rounding where values
-            need no transform after they are gathered. Default: none.
+        residual: `[..., H, v]`, any floating dtype, which the output then has; added to what is retrieved. Default: none.
         temperature: Scores are divided by it before the softmax. Default: 1.
         expand: Whether rows are transformed before they are gathered. Default: where that is less work.
         sparse_gradient: Whether the gradient of `value_bank` is a coalesced sparse tensor of the rows that were hit, for
-            banks of which a batch hits few (see `weighted_gather`). Rows are then transformed after they are gathered.
-            Default: false.
+            banks of which a batch hits few: for `torch.optim.SparseAdam` and SGD, as Adam and AdamW refuse sparse gradients.
+            Rows are then transformed after they are gathered, and their gradients always summed in order; scores of all
+            sub-keys are held. Default: false.
         selection: As in `OpChoices`. Default: `"auto"`.
         backward: As in `OpChoices`. Default: `"auto"`.
         backend: As in `OpChoices`. Default: `"auto"`.
 
     Returns:
-        `[..., H, v]`, the dtype of `value_bank`.
+        `[..., H, v]`, the dtype of `query`, or of `residual` if there is one.
 
     Raises:
-        ValueError: If the shapes disagree, or `k` lies outside `1..n`.
+        ValueError: If the shapes disagree, `k` lies outside `1..n`, or `expand` is asked for with `sparse_gradient`.
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
     _check_values(value_bank, value_transform, heads, n)
     choices = resolve(backend, selection, backward, query)
-    if choices.backend == "reference":
-        output = reference(query, row_keys, column_keys, value_bank, value_transform, k, temperature)
-        return output if residual is None else residual + output
-    if sparse_gradient:
-        bodies = {"selection": choices.selection, "backend": choices.backend}
-        scores, slots = product_key_topk(query, row_keys, column_keys, k, **bodies)
-        flat_bank, flat_slots = value_bank, slots
-        if value_bank.dim() == 3:
-            flat_bank, flat_slots = value_bank.flatten(0, 1), slots + _first_slots(heads, n, slots.device)
-        weights = (scores / temperature).softmax(dim=-1)
-        output = weighted_gather(flat_bank, flat_slots, weights, sparse_gradient=True, backend=choices.backend)
-        output = output if value_transform is None else _transformed(output, value_transform)
-        return output if residual is None else residual + output
+    if sparse_gradient and expand:
+        raise ValueError(
+            "expand is true with sparse_gradient; expected false or None, since an expanded bank is hit all over."
+        )
+    with without_autocast(query.device.type):
+        row_keys, column_keys, value_bank = (table.to(query.dtype) for table in (row_keys, column_keys, value_bank))
+        value_transform = None if value_transform is None else value_transform.to(query.dtype)
+        if choices.backend == "reference":
+            output = reference(query, row_keys, column_keys, value_bank, value_transform, k, temperature)
+            return _added(residual, output)
+        if sparse_gradient:
+            output = _gathered_sparsely(query, row_keys, column_keys, value_bank, k, temperature, choices)
+            return _added(residual, output if value_transform is None else _transformed(output, value_transform))
 
-    tokens = query.shape[:-2].numel()
-    if value_transform is not None and expand is None:
-        small = heads * value_bank.numel() <= _MOST_EXPANDED
-        expand = tokens >= n * n and small
-    if value_transform is not None and expand:
-        value_bank, value_transform = expand_values(value_bank, value_transform), None
-    fused_residual = None
-    if residual is not None and value_transform is None:
-        fused_residual = residual.reshape(tokens, heads, value_bank.shape[-1])
-    flat_query = query.reshape(tokens, *query.shape[-2:])
-    tables = (row_keys, column_keys, value_bank)
-    if _decodes(choices, tokens * heads):
-        with without_autocast(query.device.type):
+        tokens = query.shape[:-2].numel()
+        if value_transform is not None and expand is None:
+            expand = tokens >= n * n and heads * value_bank.numel() <= MOST_EXPANDED
+        if value_transform is not None and expand:
+            value_bank, value_transform = expand_values(value_bank, value_transform), None
+        flat_query, tables = query.reshape(tokens, *query.shape[-2:]), (row_keys, column_keys, value_bank)
+        fuses = residual is not None and value_transform is None and not _decodes(choices, tokens * heads)
+        if _decodes(choices, tokens * heads):
             output = lookup_few(flat_query, *tables, k, temperature)
-        output = output if fused_residual is None else fused_residual + output
-    else:
-        ways = (choices.selection, choices.backward, choices.backend)
-        output, _, _ = headwise_lookup_op(flat_query, *tables, fused_residual, k, temperature, *ways)  # [S, H, v]
-    if value_transform is not None:
-        output = _transformed(output, value_transform)
-    output = output.reshape(*query.shape[:-1], value_bank.shape[-1])
-    return output if residual is None or fused_residual is not None else residual + output
+        else:
+            added = residual.reshape(tokens, heads, -1) if fuses and residual is not None else None
+            ways = (choices.selection, choices.backward, choices.backend)
+            output, _, _ = headwise_lookup_op(flat_query, *tables, added, k, temperature, *ways)  # [S, H, v]
+        if value_transform is not None:
+            output = _transformed(output, value_transform)
+        output = output.reshape(*query.shape[:-1], value_bank.shape[-1])
+        return output if fuses else _added(residual, output)
 
 
 def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
@@ -119,7 +117,8 @@ def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> to
     Returns:
         `[H, N, v]`.
     """
-    return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
+    with without_autocast(value_bank.device.type):
+        return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
 
 
 def reference(
@@ -144,6 +143,31 @@ def reference(
     if value_transform is None:
         return output
     return torch.einsum("...hv,hwv->...hw", output, value_transform)  # [..., H, v]
+
+
+def _gathered_sparsely(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    value_bank: torch.Tensor,
+    k: int,
+    temperature: float,
+    choices: OpChoices,
+) -> torch.Tensor:
+    """What every head retrieves, with a gradient of `value_bank` that is sparse."""
+    scores, slots = product_key_topk(
+        query, row_keys, column_keys, k, selection=choices.selection, backend=choices.backend
+    )
+    if value_bank.dim() == 3:
+        slots = slots + _first_slots(len(row_keys), row_keys.shape[1], slots.device)
+        value_bank = value_bank.flatten(0, 1)
+    weights = (scores / temperature).softmax(dim=-1)
+    return weighted_gather(value_bank, slots, weights, sparse_gradient=True, backend=choices.backend)
+
+
+def _added(residual: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
+    """The residual, in its dtype, with the output added to it."""
+    return output if residual is None else (residual + output).to(residual.dtype)
 
 
 def _decodes(choices: OpChoices, rows: int) -> bool:

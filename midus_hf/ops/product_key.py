@@ -6,7 +6,7 @@ from midus_hf.ops.backend import resolve
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key_triton import triton_select
-from midus_hf.ops.selection import largest, staircase
+from midus_hf.ops.selection import largest
 
 
 def product_key_topk(
@@ -25,7 +25,8 @@ def product_key_topk(
     selections give exactly what one selection over all `n * n` slots would (MIDUS, equations 11 to 13).
 
     Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too: rounding them first would
-    change the selection. Among equal scores any slots may be chosen.
+    change the selection. Among equal scores any slots may be chosen. PyTorch sums the gradients of at most k choices of one
+    sub-key by one token, on CUDA in any order.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
@@ -103,10 +104,13 @@ def select(
         return slots // n, slots % n
     row_best, rows = largest(row_scores, k)
     column_best, columns = largest(column_scores, k)
-    i, j = staircase(k, row_scores.device)
-    sums = row_best.index_select(-1, i) + column_best.index_select(-1, j)
+    # Of ranks i and j only those with (i + 1)(j + 1) <= k can be among the k best sums: so many are at least as large.
+    steps = [(slice(i, i + 1), slice(0, k // (i + 1))) for i in range(k)]
+    sums = torch.cat([row_best[..., i] + column_best[..., j] for i, j in steps], dim=-1)
     best = sums.topk(k, dim=-1).indices
-    return rows.gather(-1, i[best]), columns.gather(-1, j[best])
+    rows_of_sums = torch.cat([rows[..., i].expand(*rows.shape[:-1], j.stop) for i, j in steps], dim=-1)
+    columns_of_sums = torch.cat([columns[..., j] for _, j in steps], dim=-1)
+    return rows_of_sums.gather(-1, best), columns_of_sums.gather(-1, best)
 
 
 def reference(

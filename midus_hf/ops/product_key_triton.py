@@ -17,10 +17,10 @@ def pick(values, places, KP: tl.constexpr):
 
 
 @triton.jit
-def best_columns(scores, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
+def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
     """The K largest of each row of `scores` [BT, BN], descending, and their columns, counted from `start`.
 
-    Among equals the first. Places K to KP - 1 hold minus infinity and column 0.
+    Among equals the first. Places K to KP - 1 hold minus infinity and column 0. Columns stay below n also where scores are NaN.
     """
     columns = tl.arange(0, BN)
     ranks = tl.arange(0, KP)
@@ -29,7 +29,7 @@ def best_columns(scores, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.conste
     for rank in range(K):
         top, column = tl.max(scores, axis=1, return_indices=True)  # [BT]
         values = tl.where(ranks[None, :] == rank, top[:, None], values)
-        chosen = tl.where(ranks[None, :] == rank, column[:, None] + start, chosen)
+        chosen = tl.where(ranks[None, :] == rank, tl.minimum(column + start, n - 1)[:, None], chosen)
         scores = tl.where(columns[None, :] == column[:, None], float("-inf"), scores)
     return values, chosen
 
@@ -101,7 +101,7 @@ def best_of_stretch(
     columns = start + tl.arange(0, BN)
     mask = valid[:, None] & (columns < n)[None, :]
     stretch = tl.load(scores + tokens[:, None] * n + columns[None, :], mask=mask, other=float("-inf"))
-    return best_columns(stretch.to(tl.float32), start, K, KP, BT, BN)
+    return best_columns(stretch.to(tl.float32), start, n, K, KP, BT, BN)
 
 
 @triton.jit

@@ -64,6 +64,12 @@ def add_rows_kernel(gradient, slots, weights, output, count, m, width, BE: tl.co
 
 
 @triton.jit
+def larger(first, second):
+    """For a running maximum."""
+    return tl.maximum(first, second)
+
+
+@triton.jit
 def segment_sums_kernel(
     keys,
     order,
@@ -94,10 +100,10 @@ def segment_sums_kernel(
     entries = block * BE + places
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     valid = entries < count
-    key = tl.load(keys + entries, mask=valid, other=num_rows)
-    before = tl.load(keys + entries - 1, mask=valid & (places > 0), other=num_rows)
+    key = tl.where(valid, tl.load(keys + entries, mask=valid, other=0).to(tl.int32), num_rows)
+    before = tl.load(keys + entries - 1, mask=valid & (places > 0), other=0).to(tl.int32)
     begins = (places == 0) | (key != before)  # what lies past the end has the key `num_rows` and weight 0
-    run = tl.cumsum(begins.to(tl.int32), axis=0) - 1  # [BE]
+    run = tl.associative_scan(tl.where(begins, places, 0), 0, larger)  # [BE], where the run of each entry begins
     if FIRST:
         entry = tl.load(order + entries, mask=valid, other=0)
         weight = tl.load(weights + entry, mask=valid, other=0.0).to(tl.float32)
@@ -107,30 +113,28 @@ def segment_sums_kernel(
         row = entries
     mask = valid[:, None] & (columns < width)[None, :]
     terms = tl.load(source + row[:, None] * source_stride + columns[None, :], mask=mask, other=0.0)
-    belongs = places[:, None] == run[None, :]  # [runs, entries]
-    share = tl.where(belongs, weight[None, :], 0.0)
+    share = tl.where(places[:, None] == run[None, :], weight[None, :], 0.0)  # [places where runs begin, entries]
     if PRECISION is None:
         sums = tl.dot(share.to(terms.dtype), terms)
     else:
         sums = tl.dot(share, terms.to(tl.float32), input_precision=PRECISION)
-    run_key = tl.sum(tl.where(belongs & begins[None, :], key[None, :], 0), axis=1)  # [runs]
     last = tl.max(run, axis=0)
-    targets = output + run_key.to(tl.int64)[:, None] * output_stride + columns[None, :]
-    complete = (places <= last) & (run_key < num_rows)
+    targets = output + key.to(tl.int64)[:, None] * output_stride + columns[None, :]
+    complete = begins & (key < num_rows)
     if not LAST:
         complete = complete & (places > 0) & (places < last)
-    tl.store(targets, sums, mask=complete[:, None] & (columns < width)[None, :])
+    column_mask = (columns < width)[None, :]
+    tl.store(targets, sums, mask=complete[:, None] & column_mask)
     if not LAST:
-        ends = (places == 0) | (places == last)
-        # A block of one run gives its sum as the first entry, and the second, of the same key, stays zero.
-        slot = 2 * block + tl.where(places == 0, 0, 1)
-        tl.store(
-            partial_sums + slot[:, None] * width + columns[None, :],
-            sums,
-            mask=ends[:, None] & (columns < width)[None, :],
-        )
-        tl.store(partial_keys + slot, run_key, mask=ends)
-        tl.store(partial_keys + slot + 1, run_key, mask=(places == 0) & (last == 0))
+        # A block of one run gives its sum as the first entry, and zeros of the same key as the second.
+        alone = (places == 0) & (last == 0)
+        is_second = alone | ((places == last) & (places > 0))
+        first = partial_sums + 2 * block * width + columns[None, :] + places[:, None] * 0
+        tl.store(first, sums, mask=(places == 0)[:, None] & column_mask)
+        tl.store(first + width, tl.where(alone[:, None], 0.0, sums), mask=is_second[:, None] & column_mask)
+        first_key = partial_keys + 2 * block + places * 0
+        tl.store(first_key, key, mask=places == 0)
+        tl.store(first_key + 1, key, mask=is_second)
 
 
 def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -187,7 +191,8 @@ def triton_row_sums(
                 gradient, slots, weights, output, count, m, width, BE=32, BV=columns
             )
             return output
-        keys, order = slots.flatten().to(torch.int32).sort(stable=True)
+        narrow = torch.int16 if num_rows <= torch.iinfo(torch.int16).max else torch.int32  # narrow keys sort faster
+        keys, order = slots.flatten().to(narrow).sort(stable=True)
         for start in range(0, width, _STRETCH):
             _segment_sums(keys, order, gradient, weights, output, m, start, min(_STRETCH, width - start), columns)
     return output
@@ -212,7 +217,7 @@ def _segment_sums(
         count = len(keys)
         blocks = triton.cdiv(count, entries_a_block)
         partial_keys = torch.empty(2 * blocks, dtype=torch.int32, device=keys.device)
-        partial_sums = torch.zeros(2 * blocks, width, dtype=torch.float32, device=keys.device)
+        partial_sums = torch.empty(2 * blocks, width, dtype=torch.float32, device=keys.device)
         segment_sums_kernel[(blocks, triton.cdiv(width, columns))](
             keys, order, source, weights, target, partial_keys, partial_sums,
             count, m, source.stride(0), target.stride(0), width, len(output),

@@ -45,13 +45,3 @@ def _group_size(n: int, k: int) -> int:
             best, fewest = size, left
         size *= 2
     return best if fewest <= 0.75 * n else 1
-
-
-def staircase(k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of ranks `(i, j)` that can be among the k largest sums of two descending lists: `(i + 1)(j + 1) <= k`.
-
-    Every pair `(a, b)` with `a <= i` and `b <= j` has a sum at least as large, and there are `(i + 1)(j + 1)` of them.
-    """
-    pairs = [(i, j) for i in range(k) for j in range(k) if (i + 1) * (j + 1) <= k]
-    i, j = torch.tensor(pairs, device=device).unbind(-1)
-    return i, j

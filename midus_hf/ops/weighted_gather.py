@@ -124,5 +124,7 @@ class _SparseWeightedGather(torch.autograd.Function):
         bank, slots, weights = ctx.saved_tensors
         rows, places = torch.unique(slots, return_inverse=True)
         sums = row_sums(gradient, places, weights, len(rows), "sorted", ctx.backend).to(bank.dtype)
-        into_bank = torch.sparse_coo_tensor(rows.unsqueeze(0), sums, bank.shape, is_coalesced=True)
+        into_bank = torch.sparse_coo_tensor(
+            rows.unsqueeze(0), sums, bank.shape, is_coalesced=True, check_invariants=False
+        )
         return into_bank, None, weight_gradients(gradient, bank, slots, ctx.backend).to(weights.dtype), None

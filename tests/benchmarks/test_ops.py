@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import importlib.util
 
 import pytest
 
@@ -28,7 +29,9 @@ def test_every_provider_passes_the_gate(op, name, dtype):
     try:
         call = provider.build(case, inputs)
     except Unavailable as reason:
-        pytest.skip(str(reason))
+        # Packages of others, which nothing here depends on.
+        assert importlib.util.find_spec(name) is None and str(reason) == f"No module named '{name}'"
+        return
     verdict = Expected(case, inputs).judge(provider, call, inputs)
     assert verdict.passes, verdict
 

@@ -184,3 +184,56 @@ def test_choices_stand_for_what_a_caller_leaves_open(monkeypatch):
         ("two-stage", "dedup", "torch"),
         ("two-stage", "sorted", auto),
     ]
+
+
+@pytest.mark.parametrize("tokens", [9, 16], ids=["transformed-after", "transformed-before"])
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=["float32-stream", "bfloat16-stream"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_the_stream_keeps_its_dtype_and_its_bits_whatever_the_tables_are(backend, tokens, stream, autocast):
+    query, row_keys, column_keys, bank, transform = inputs(tokens, 2, 8, 4, 6, transform=True)
+    residual = torch.randn(tokens, 2, 6, device=DEVICE).to(stream)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+        output = headwise_memory(
+            query.bfloat16(), row_keys, column_keys, bank * 0, transform, 3, residual=residual, backend=backend
+        )
+    assert output.dtype == stream and torch.equal(output, residual)
+
+
+def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_own(backend):
+    query, *tables = inputs(20, 2, 16, 6, 8, transform=True)
+    leaves = [query.bfloat16(), *(table.requires_grad_() for table in tables)]
+    output = headwise_memory(*leaves, 3, backend=backend)
+    lowered = headwise_memory(*(leaf.bfloat16() for leaf in leaves), 3, backend=backend)
+    assert output.dtype == torch.bfloat16 and torch.equal(output, lowered)
+    output.sum().backward()
+    assert all(table.grad.dtype == torch.float32 and table.grad.any() for table in tables)
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_only_gradients_that_are_wanted_are_computed(backend, wanted):
+    arguments = inputs(20, 2, 16, 6, 8)[:4]
+    upstream = torch.randn(20, 2, 8, device=DEVICE)
+    whole = output_and_gradients([*arguments, None], 3, upstream=upstream, backend=backend)
+    arguments[wanted].requires_grad_()
+    output = headwise_memory(*arguments, None, 3, backend=backend)
+    assert torch.equal(torch.autograd.grad(output, arguments[wanted], upstream)[0], whole[1 + wanted])
+
+
+@pytest.mark.parametrize("n", [8, 48, 300])
+def test_a_query_that_is_not_finite_spoils_its_own_output_alone(backend, n):
+    """A run that diverged must end in a loss that is not finite, not in a read outside the bank."""
+    query, *tables, _ = inputs(6, 2, 8, n, 4)
+    spoiled = query.clone()
+    spoiled[1, 0], spoiled[4, 1] = float("nan"), float("inf")
+    tables = [table.requires_grad_() for table in tables]
+    output = headwise_memory(spoiled, *tables, None, 3, backend=backend)
+    good = [0, 2, 3, 5]
+    assert torch.equal(output[good], headwise_memory(query, *tables, None, 3, backend=backend)[good])
+    assert output[1, 0].isnan().all()
+    output.sum().backward()
+    assert all(table.grad.shape == table.shape for table in tables)
+
+
+def test_a_sparse_gradient_of_an_expanded_bank_is_refused(backend):
+    with pytest.raises(ValueError, match="expand is true with sparse_gradient; expected false or None"):
+        headwise_memory(*inputs(4, 2, 8, 4, 6, transform=True), 2, expand=True, sparse_gradient=True, backend=backend)

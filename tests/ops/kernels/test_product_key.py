@@ -6,7 +6,7 @@ from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import flat_key_topk, product_key_topk
 from midus_hf.ops.product_key import select, select_op
-from midus_hf.ops.selection import largest, staircase
+from midus_hf.ops.selection import largest
 
 
 def chosen_sums(row_scores, column_scores, rows, columns):
@@ -42,12 +42,6 @@ def test_the_largest_by_groups_are_the_largest(n, k):
         assert torch.equal(values, of.topk(k).values)
         assert torch.equal(of.gather(-1, indices), values)
         assert all(len(set(row)) == k for row in indices[:50].tolist())
-
-
-@pytest.mark.parametrize("k, size", [(1, 1), (2, 3), (4, 8), (8, 20), (32, 119)])
-def test_the_staircase_has_the_known_number_of_steps(k, size):
-    i, j = staircase(k, torch.device("cpu"))
-    assert len(i) == len(j) == size and ((i + 1) * (j + 1) <= k).all()
 
 
 def test_scores_and_their_gradients_are_those_of_the_reference(backend):

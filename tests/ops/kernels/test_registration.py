@@ -23,9 +23,12 @@ def tables(dtype=torch.float32):
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("with_residual", ["none", "plain", "strided"])
 def test_the_lookup_is_registered_rightly(backend, with_residual):
-    residual = torch.randn(6, 2, 5, device=DEVICE, requires_grad=True) if with_residual else None
+    residual = None
+    if with_residual != "none":
+        residual = torch.randn(6, 2, 5, device=DEVICE)
+        residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
     arguments = (*tables(), residual, 3, 0.5, "two-stage", "sorted", backend)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
