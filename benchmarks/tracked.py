@@ -38,16 +38,23 @@ class Run:
 
 
 def commit() -> str:
-    """The commit that is checked out, marked `-dirty` where files differ from it.
+    """The commit that is checked out, marked `-dirty` where files other than results and docs differ.
 
     Where there is no git, as on a machine that was sent the files alone, what `BENCH_COMMIT` says, or "unknown".
     """
-    command = ["git", "describe", "--always", "--dirty"]
     try:
-        described = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+        described = _git("describe", "--always")
+        # Rows of an earlier benchmark and what is generated from them change nothing that is measured.
+        changed = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
     except FileNotFoundError:
-        described = ""
-    return described or os.environ.get("BENCH_COMMIT", "unknown")
+        described = changed = ""
+    if not described:
+        return os.environ.get("BENCH_COMMIT", "unknown")
+    return f"{described}-dirty" if changed else described
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
 
 
 def this_run(device: str) -> Run:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from benchmarks.models.build import Variant, set_trained
 from benchmarks.timing import peak_bytes, release_memory
+from midus_hf.memory.headwise import HeadwiseMemory
 
 _PROFILED_TOKENS = 4
 """Generated where every allocation is recorded, on a CPU."""
@@ -106,15 +107,14 @@ def _train(model: PreTrainedModel, variant: Variant, point: Point, device: str, 
 
 def _generate(model: PreTrainedModel, point: Point, device: str, with_memory: bool) -> Measured:
     prompt = torch.randint(model.config.vocab_size, (point.batch, point.length), device=device)
-    held = [*model.parameters(), *model.buffers()]
     if point.decoding == "graph":
         replays = _captured(model, prompt, point.new_tokens)
-        return _measured(replays, replays, held, device, with_memory)
+        return _measured(replays, replays, _held(model), device, with_memory)
     _eager(model, prompt, _PROFILED_TOKENS)
     return _measured(
         lambda: _eager(model, prompt, point.new_tokens),
         lambda: _eager(model, prompt, _PROFILED_TOKENS),
-        held,
+        _held(model),
         device,
         with_memory,
     )
@@ -127,7 +127,13 @@ def _prefill(model: PreTrainedModel, point: Point, device: str, with_memory: boo
         model(input_ids=prompt, use_cache=True, logits_to_keep=1)
 
     run()
-    return _measured(run, run, [*model.parameters(), *model.buffers()], device, with_memory)
+    return _measured(run, run, _held(model), device, with_memory)
+
+
+def _held(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What a model that has run holds: weights, buffers, and values that were expanded to be kept."""
+    caches = [module.value_cache for module in model.modules() if isinstance(module, HeadwiseMemory)]
+    return [*model.parameters(), *model.buffers(), *(tensor for cache in caches for tensor in cache.kept)]
 
 
 def _eager(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> None:

@@ -81,9 +81,14 @@ class Expected:
             gradients = torch.autograd.grad(output, [inputs[name] for name in leaves], self.upstream.to(output.dtype))
             for name, gradient in zip(leaves, gradients, strict=True):
                 ratios[f"gradient of {name}"] = rms_ratio(gradient.to_dense(), self.gradients[name])
-        worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name])
-        tolerance = provider.tolerances.get(self.case.dtype, TOLERANCES[self.case.dtype])
-        return Verdict(ratios[worst], worst, tolerance)
+        usual = TOLERANCES[self.case.dtype]
+        # What a provider may round more than others is how it sums gradients of tables.
+        loose = {f"gradient of {name}" for name in ("value_bank", "value_transform", "bank")}
+        tolerances = {
+            name: provider.tolerances.get(self.case.dtype, usual) if name in loose else usual for name in ratios
+        }
+        worst = max(ratios, key=lambda name: math.inf if math.isnan(ratios[name]) else ratios[name] / tolerances[name])
+        return Verdict(ratios[worst], worst, tolerances[worst])
 
 
 def small_case(case: Case) -> Case:

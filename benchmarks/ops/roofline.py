@@ -84,17 +84,22 @@ def saved_bytes(shape: Shape, tokens: int) -> float:
     return float(tokens * shape.heads * shape.k * 4)
 
 
+def transform_flop(shape: Shape, tokens: int) -> float:
+    """The heads' transforms of the bank or of what each token gathered, whichever is less."""
+    return min(expansion_flop(shape), 2.0 * tokens * shape.heads * shape.head_dim**2)
+
+
 def headwise_work(shape: Shape, tokens: int, element: int, mode: str) -> Work:
     """Head-wise memory with expanded values. Backward: products of rows and gradients, and sums of gradients by row."""
     if mode == "forward":
         return Work(
-            flop=scoring_flop(shape, tokens) + expansion_flop(shape),
+            flop=scoring_flop(shape, tokens) + transform_flop(shape, tokens),
             memory_bytes=2 * stream_bytes(shape, tokens, element),
             cache_bytes=gathered_bytes(shape, tokens, element),
             lane_operations=_selection(shape, tokens),
         )
     return Work(
-        flop=2 * scoring_flop(shape, tokens) + 2 * expansion_flop(shape),
+        flop=2 * scoring_flop(shape, tokens) + 2 * transform_flop(shape, tokens),
         memory_bytes=3 * stream_bytes(shape, tokens, element) + saved_bytes(shape, tokens),
         cache_bytes=2 * gathered_bytes(shape, tokens, element),
     )

@@ -93,7 +93,7 @@ def _over_roofline(mode: str, case: dict) -> Callable[[list[Record], list[Record
 
     def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
         rows = having(ops, op="headwise_memory", provider=OURS, mode=mode, status="ok", **case)
-        rows = [row for row in rows if row["roofline_us"]]
+        rows = _of_whole_runs([row for row in rows if row["roofline_us"]])
         if not rows:
             return None
         last = max(row["date"] for row in rows)
@@ -107,12 +107,19 @@ def _op_ratio(mode: str, other: str, case: dict) -> Callable[[list[Record], list
     """How many times as long another provider takes: the smallest of the newest run, over popularities."""
 
     def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = having(ops, op="headwise_memory", mode=mode, **case)
-        return _newest_ratio(
-            having(rows, provider=other), having(rows, provider=OURS), "median_ms", ("popularity",), min
-        )
+        rows = having(ops, op="headwise_memory", mode=mode, status="ok", **case)
+        theirs, ours = (_of_whole_runs(having(rows, provider=provider)) for provider in (other, OURS))
+        return _newest_ratio(theirs, ours, "median_ms", ("popularity",), min)
 
     return measure
+
+
+def _of_whole_runs(rows: list[Record]) -> list[Record]:
+    """Rows of runs that timed every popularity: a run of the easier one alone must not replace a worse result."""
+    seen: dict[str, set[str]] = {}
+    for row in rows:
+        seen.setdefault(row["date"], set()).add(row["popularity"])
+    return [row for row in rows if seen[row["date"]] == {"uniform", "zipf"}]
 
 
 def _generation_ratio(base: str, decoding: str) -> Callable[[list[Record], list[Record]], Measurement | None]:

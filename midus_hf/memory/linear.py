@@ -75,7 +75,8 @@ class LinearMemory(SharedValueMemory):
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
         score_dtype = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(query.device.type):
-            return [torch.einsum("...hd,hnd->...hn", query.to(score_dtype), self.slot_keys.to(score_dtype))]
+            keys = self.slot_keys.to(query.dtype).to(score_dtype)
+            return [torch.einsum("...hd,hnd->...hn", query.to(score_dtype), keys)]
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, slots={len(self.value_bank)}, k={self.k}, query_norm={self.query_norm}"

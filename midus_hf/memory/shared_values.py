@@ -103,7 +103,8 @@ class SharedValueMemory(RetrievalMemory):
         """
         scores, slots = self.select(self.queries(attention_output), backend)  # [B, T, H, k]
         weights = self.weigh(scores)
-        output = weighted_gather(self.value_bank, slots.flatten(-2), weights.flatten(-2), backend=backend)  # [B, T, D]
+        bank = self.value_bank.to(attention_output.dtype)
+        output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2), backend=backend)  # [B, T, D]
         output = self.gated(attention_output, output)
         return output if residual is None else (residual + output).to(residual.dtype)
 

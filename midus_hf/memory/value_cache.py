@@ -77,6 +77,11 @@ class ValueCache:
         """Whether a tensor is kept."""
         return self._derived is not None
 
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What is kept, to be counted."""
+        return [] if self._derived is None else [self._derived]
+
     def __getstate__(self) -> dict:
         return {"_sources": [], "_derived": None}
 

@@ -19,7 +19,7 @@ def flat_key_topk(
 
     Args:
         query: `[..., H, d]`, floating point.
-        keys: `[H, N, d]`, the dtype of `query`.
+        keys: `[H, N, d]`, cast to the dtype of `query`.
         k: Slots retrieved a head, `1 <= k <= N`.
         backend: As in `OpChoices`; scoring is matrix products on every one. Default: `"auto"`.
 
@@ -42,7 +42,7 @@ def flat_key_topk(
     leading = query.shape[:-2]
     with without_autocast(query.device.type):
         flat_query = query.reshape(-1, heads, width).transpose(0, 1).to(score_dtype)  # [H, S, d]
-        wide_keys = keys.to(score_dtype)
+        wide_keys = keys.to(query.dtype).to(score_dtype)
         with torch.no_grad():
             stretch = max(1, _MOST_SCORES // (heads * slots))
             best = [

@@ -30,8 +30,8 @@ def product_key_topk(
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
-        row_keys: `[H, n, d / 2]`, the dtype of `query`.
-        column_keys: `[H, n, d / 2]`, the dtype of `query`.
+        row_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
+        column_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
         k: Slots retrieved a head, `1 <= k <= n`.
         selection: As in `OpChoices`. Default: `"auto"`.
         backend: As in `OpChoices`. Default: `"auto"`.
@@ -76,7 +76,11 @@ def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys:
 def sub_key_scores(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of all row and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least."""
+    """Scores of all row and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least.
+
+    Keys are rounded to the dtype of the query first, where that is narrower.
+    """
+    row_keys, column_keys = row_keys.to(query.dtype), column_keys.to(query.dtype)
     score_dtype = torch.promote_types(query.dtype, torch.float32)
     query_row, query_column = query.to(score_dtype).split(row_keys.shape[-1], dim=-1)  # 2 x [..., H, d / 2]
     with without_autocast(query.device.type):

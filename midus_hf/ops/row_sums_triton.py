@@ -184,9 +184,9 @@ def triton_row_sums(
     if not count or not width:
         return output
     gradient, slots, weights = gradient.contiguous(), slots.contiguous(), weights.contiguous()
-    columns = max(16, min(64, power_of_two(width)))
     with on_device_of(gradient):
         if atomic:
+            columns = min(64, power_of_two(width))
             add_rows_kernel[(triton.cdiv(count, 32), triton.cdiv(width, columns))](
                 gradient, slots, weights, output, count, m, width, BE=32, BV=columns
             )
@@ -194,7 +194,7 @@ def triton_row_sums(
         narrow = torch.int16 if num_rows <= torch.iinfo(torch.int16).max else torch.int32  # narrow keys sort faster
         keys, order = slots.flatten().to(narrow).sort(stable=True)
         for start in range(0, width, _STRETCH):
-            _segment_sums(keys, order, gradient, weights, output, m, start, min(_STRETCH, width - start), columns)
+            _segment_sums(keys, order, gradient, weights, output, m, start, min(_STRETCH, width - start))
     return output
 
 
@@ -207,7 +207,6 @@ def _segment_sums(
     m: int,
     start: int,
     width: int,
-    columns: int,
 ) -> None:
     """Fill columns `start` to `start + width` of `output`, launch by launch, until one block holds all that is left."""
     source, target = gradient[:, start:], output[:, start:]
@@ -216,6 +215,7 @@ def _segment_sums(
     while True:
         count = len(keys)
         blocks = triton.cdiv(count, entries_a_block)
+        columns = max(16, min(64 if wide else 128, power_of_two(width)))  # what registers hold
         partial_keys = torch.empty(2 * blocks, dtype=torch.int32, device=keys.device)
         partial_sums = torch.empty(2 * blocks, width, dtype=torch.float32, device=keys.device)
         segment_sums_kernel[(blocks, triton.cdiv(width, columns))](

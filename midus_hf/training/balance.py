@@ -28,9 +28,18 @@ class Readings:
         self._readings: list[_Reading] = []
 
     def record(self, memory: RetrievalMemory, arguments: tuple[torch.Tensor, ...]) -> None:
-        """Note what a memory is about to read; a forward pre-hook. What is only computed again is not noted again."""
+        """Note what a memory is about to read; a forward pre-hook. What is only computed again is not noted again.
+
+        Raises:
+            ValueError: If the memory trains without a gradient of what it reads.
+        """
         if recomputing():
             return
+        if memory.training and not torch.is_grad_enabled():
+            raise ValueError(
+                "balance_loss found a forward pass of training without gradients, as reentrant activation checkpointing runs; "
+                "expected gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
         attention_output = arguments[0]
         device_type = attention_output.device.type
         autocast = {

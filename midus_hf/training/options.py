@@ -1,7 +1,7 @@
 """What a training run may be told."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 Trainable = Literal["auto", "new", "all"] | list[int]
 """What trains: see `TrainConfig`."""
@@ -145,6 +145,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
+        if self.value_schedule not in get_args(ValueSchedule):
+            names = ", ".join(map(repr, get_args(ValueSchedule)))
+            raise ValueError(f"value_schedule is {self.value_schedule!r}; expected one of {names}.")
         for name in ("learning_rate", "key_value_learning_rate", "value_learning_rate", "epochs"):
             value = getattr(self, name)
             if value is not None and value <= 0:

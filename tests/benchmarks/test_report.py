@@ -180,8 +180,11 @@ def test_goals_are_ratios_of_one_run_and_the_worst_of_it(tmp_path):
     assert _goal(made, "H200, HML op of llama-3.1-8b, 32,768 tokens: backward")[0] == "not measured"
 
     newer = {"date": "2026-11-22T10:00:00", "commit": "def5678"}
-    alone = [{**OP, **newer, "median_ms": "0.09761"}, {**both, **newer, "median_ms": "0.1"}]
-    made = sections(_write(tmp_path, [*rows, *alone], models))["goals"]
+    easier = [{**OP, **newer, "median_ms": "0.09761"}, {**both, **newer, "median_ms": "0.1"}]
+    made = sections(_write(tmp_path, [*rows, *easier], models))["goals"]
+    assert _goal(made, FORWARD) == ["2.00", "no", "abc1234"]  # the newer run left the harder popularity out
+    whole = [*easier, *({**row, "popularity": "zipf"} for row in easier)]
+    made = sections(_write(tmp_path, [*rows, *whole], models))["goals"]
     assert _goal(made, FORWARD) == ["1.00", "yes", "def5678"]
     assert _goal(made, BOTH) == ["8.00", "no", "abc1234"]  # the newer run did not time naive beside it
 

@@ -141,7 +141,7 @@ def test_a_run_with_it_selects_more_evenly_than_one_without(upscaled, corpus, tm
         run = prepare(tiny_config(upscaled("llama"), corpus, output, **options))
         run.execute()
         with torch.no_grad(), record_readings(run.model) as readings:
-            run.model(prompt(length=60, batch=4), use_cache=False)
+            run.model.eval()(prompt(length=60, batch=4), use_cache=False)
             measured.append(readings.balance_loss().item())
     without, balanced = measured
     assert 1 <= balanced < without
@@ -192,3 +192,15 @@ def test_sharded_parameters_are_refused(upscaled, corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create_sharded)
     with pytest.raises(ValueError, match=r"balance_loss is 0.1, which needs whole parameters; set it to 0, or train "):
         prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", balance_loss=0.1))
+
+
+def test_a_pass_that_trains_without_gradients_is_refused(family):
+    model = memory_model(family, "headwise").train()
+    with record_readings(model), torch.no_grad():
+        with pytest.raises(
+            ValueError, match=r"as reentrant activation checkpointing runs; expected .*'use_reentrant': False"
+        ):
+            model(prompt())
+    with record_readings(model.eval()) as readings, torch.no_grad():
+        model(prompt())
+    assert readings.balance_loss() > 0

@@ -292,7 +292,8 @@ def test_a_malformed_memory_entry_is_refused(memory, message):
             {"type": "linear", "query_norm": ["batch"]},
             r"of query_norm = \['batch'\]; expected one of: none, batch, layer",
         ),
-        ({"type": "product-key", "gate": None}, "of gate = None; expected one of: none, token, head"),
+        ({"type": "headwise", "gate": None}, "of gate = None; expected one of: none, token, head"),
+        ({"type": "product-key", "gate": "head"}, "of gate = 'head'; expected one of: none, token"),
     ],
     ids=str,
 )

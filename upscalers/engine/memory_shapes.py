@@ -131,7 +131,8 @@ def _norm_and_gate(family: Family, config: Config, entry: Config) -> dict[str, S
     """What every memory may have in front of its keys and behind its values."""
     heads, width = family.num_heads(config), head_width(family, config, entry)
     norm = _choice(entry, "query_norm", _QUERY_NORMS, "none" if entry["type"] == "headwise" else "batch")
-    gate = _choice(entry, "gate", _GATES, "none")
+    gates_of_type = _GATES if entry["type"] == "headwise" else _GATES[:2]  # one sum over heads has no gate a head
+    gate = _choice(entry, "gate", gates_of_type, "none")
     names = [] if norm == "none" else ["query_norm_weight", "query_norm_bias"]
     names += [buffer.removeprefix("memory.") for buffer in _BUFFERS if norm == "batch"]
     shapes: dict[str, Shape] = dict.fromkeys(names, (heads, width))
