@@ -81,8 +81,9 @@ def _bars(axes: Any, rows: list[Record]) -> None:
     providers = list(groups(rows, "provider"))
     for place, ((shape, popularity), found) in enumerate(cases.items()):
         by_provider = {row["provider"]: float(row["median_ms"]) for row in found}
-        heights = [by_provider.get(name, 0.0) for (name,) in providers]
-        positions = [index + (place - (len(cases) - 1) / 2) * 0.8 / len(cases) for index in range(len(providers))]
+        measured = [(index, by_provider[name]) for index, (name,) in enumerate(providers) if name in by_provider]
+        positions = [index + (place - (len(cases) - 1) / 2) * 0.8 / len(cases) for index, _ in measured]
+        heights = [height for _, height in measured]
         axes.bar(positions, heights, 0.8 / len(cases), label=f"{shape}, {popularity}")
     axes.set_xticks(range(len(providers)), [name for (name,) in providers], rotation=20)
     axes.set_ylabel("forward + backward, ms")

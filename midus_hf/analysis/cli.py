@@ -62,8 +62,6 @@ def _measure(options: argparse.Namespace) -> None:
                 progress=show_progress,
             )
     layers = usage.summary()
-    if options.output is not None:
-        draw_usage(usage.counts, options.output)
     if options.json:
         report = {
             "model": options.model,
@@ -72,10 +70,12 @@ def _measure(options: argparse.Namespace) -> None:
             "layers": {layer: dataclasses.asdict(of_layer) for layer, of_layer in layers.items()},
         }
         print(json.dumps(report, indent=2, allow_nan=False))
-        return
-    console = Console()
-    console.print(usage_table(layers))
-    console.print(f"{result.tokens:,} tokens of {options.text}, perplexity {result.perplexity:.4f}")
+    else:
+        console = Console()
+        console.print(usage_table(layers))
+        console.print(f"{result.tokens:,} tokens of {options.text}, perplexity {result.perplexity:.4f}")
+    if options.output is not None:  # last, so that a picture that cannot be written costs nothing else
+        draw_usage(usage.counts, options.output)
 
 
 def _check_output(path: Path) -> None:

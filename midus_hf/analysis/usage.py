@@ -81,7 +81,7 @@ def _summarise_layer(counts: torch.Tensor) -> LayerUsage:
 
 
 @contextlib.contextmanager
-def record_usage(model: PreTrainedModel) -> Iterator[Usage]:
+def record_usage(model: PreTrainedModel, training_only: bool = False) -> Iterator[Usage]:
     """Count, while the context is open, the slots that each memory of a model retrieves.
 
     Every token counts that a memory reads, padding included, and once: what activation checkpointing computes again
@@ -90,6 +90,7 @@ def record_usage(model: PreTrainedModel) -> Iterator[Usage]:
     Args:
         model: A causal language model whose decoder has `layers`. Its memory modules have a hook more while the
             context is open, and nothing else.
+        training_only: Whether what a memory reads in eval mode is left out. Default: false.
 
     Raises:
         ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
@@ -116,7 +117,7 @@ def record_usage(model: PreTrainedModel) -> Iterator[Usage]:
             for layer, memory in memories
         }
     )
-    handles = [memory.register_forward_hook(_counter(usage, layer)) for layer, memory in memories]
+    handles = [memory.register_forward_hook(_counter(usage, layer, training_only)) for layer, memory in memories]
     try:
         yield usage
     finally:
@@ -124,14 +125,16 @@ def record_usage(model: PreTrainedModel) -> Iterator[Usage]:
             handle.remove()
 
 
-def _counter(usage: Usage, layer: int) -> Callable[[RetrievalMemory, tuple[torch.Tensor, ...], torch.Tensor], None]:
+def _counter(
+    usage: Usage, layer: int, training_only: bool
+) -> Callable[[RetrievalMemory, tuple[torch.Tensor, ...], torch.Tensor], None]:
     """A forward hook that counts what a memory has retrieved.
 
     It runs after the forward pass, so that the weights that autocast keeps were cast for the pass, with a gradient.
     """
 
     def count(memory: RetrievalMemory, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not recomputing():
+        if not recomputing() and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])
                 usage.count(layer, slots)

@@ -62,10 +62,11 @@ class MemoryTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; the usage of memory slots is counted if it is to be logged."""
+        self._balance_losses.clear()
         if self._usage_events is None:
             return super().train(*args, **kwargs)
         model: Any = self.model
-        with record_usage(model) as usage:
+        with record_usage(model, training_only=True) as usage:
             self._usage_events.usage = usage
             try:
                 return super().train(*args, **kwargs)

@@ -172,3 +172,14 @@ def test_counts_say_how_many_tokens_were_read(family):
     with record_usage(model) as usage, torch.no_grad():
         model(prompt(length=7, batch=3), use_cache=False)
     assert all(torch.equal(counts.sum(-1), torch.full((4,), 7 * 3 * 3)) for counts in usage.counts.values())
+
+
+def test_what_is_read_between_training_steps_may_be_left_out():
+    model = memory_model("llama")
+    counted = []
+    for training_only in (False, True):
+        with record_usage(model, training_only=training_only) as usage, torch.no_grad():
+            model.eval()(prompt())
+            model.train()(prompt())
+            counted.append({layer: counts.sum().item() for layer, counts in usage.counts.items()})
+    assert counted[0] == {layer: 2 * count for layer, count in counted[1].items()}
