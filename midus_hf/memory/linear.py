@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import check_whole
@@ -56,18 +55,6 @@ class LinearMemory(SharedValueMemory):
         super().__init__(hidden_size=hidden_size, num_heads=num_heads, slots=slots, k=k, **norm_and_gate)
         self.slot_keys = nn.Parameter(torch.empty(num_heads, slots, self.query_width))
         self.reset_parameters()
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig, options: LinearOptions) -> "LinearMemory":
-        return cls(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            slots=options.slots,
-            k=options.k,
-            query_norm=options.query_norm,
-            temperature=options.temperature,
-            gate=options.gate,
-        )
 
     def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         return flat_key_topk(query, self.slot_keys, self.k, backend=backend)

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import check_whole
@@ -64,18 +63,6 @@ class ProductKeyMemory(SharedValueMemory):
         self.row_keys = nn.Parameter(torch.empty(num_heads, n, self.query_width // 2))
         self.column_keys = nn.Parameter(torch.empty(num_heads, n, self.query_width // 2))
         self.reset_parameters()
-
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig, options: ProductKeyOptions) -> "ProductKeyMemory":
-        return cls(
-            hidden_size=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            n=options.n,
-            k=options.k,
-            query_norm=options.query_norm,
-            temperature=options.temperature,
-            gate=options.gate,
-        )
 
     def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k, backend=backend)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from midus_hf.memory.retrieval import RetrievalMemory, RetrievalOptions
 from midus_hf.ops.weighted_gather import weighted_gather
@@ -67,6 +68,12 @@ class SharedValueMemory(RetrievalMemory):
         )
         self.query_projection = nn.Linear(hidden_size, hidden_size, bias=False)
         self.value_bank = nn.Parameter(torch.empty(slots, hidden_size))
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, options: SharedValueOptions) -> "SharedValueMemory":
+        of_block = ("layers", "inner_residual")
+        own = {name: value for name, value in vars(options).items() if name not in of_block}
+        return cls(hidden_size=config.hidden_size, num_heads=config.num_attention_heads, **own)
 
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator | None = None) -> None:
         """Values start at zero, so that the layer returns zero; the projection keeps the scale of its input.

@@ -10,7 +10,7 @@ import torch
 
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.library import custom_op
-from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
 
@@ -48,7 +48,7 @@ def lookup(
     output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
     return (
         (output if residual is None else (residual + output).to(residual.dtype)).contiguous(),
-        slots.transpose(0, 1).to(slots_dtype(n)).contiguous(),
+        slots.transpose(0, 1).to(narrowest_integer(n * n)).contiguous(),
         weights.transpose(0, 1).contiguous(),
     )
 
@@ -84,7 +84,7 @@ def _(query, row_keys, column_keys, bank, residual, k, temperature, selection, b
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
         (bank if residual is None else residual).new_empty(tokens, heads, bank.shape[-1]),
-        query.new_empty(tokens, heads, k, dtype=slots_dtype(row_keys.shape[1])),
+        query.new_empty(tokens, heads, k, dtype=narrowest_integer(row_keys.shape[1] ** 2)),
         query.new_empty(tokens, heads, k, dtype=wide),
     )
 
@@ -190,11 +190,6 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)
-
-
-def slots_dtype(n: int) -> torch.dtype:
-    """The narrowest integer that holds every slot of `n * n`."""
-    return torch.int16 if n * n <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def _weights(scores: torch.Tensor, temperature: float) -> torch.Tensor:

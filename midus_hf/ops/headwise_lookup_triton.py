@@ -7,6 +7,7 @@ above k, d / 2 and v.
 import torch
 
 from midus_hf.ops.backend import interprets_kernels
+from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
@@ -216,8 +217,7 @@ def triton_forward(
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     output = (bank if residual is None else residual).new_empty(tokens, heads, width)
-    slot_dtype = torch.int16 if n * n <= torch.iinfo(torch.int16).max else torch.int32
-    slots = torch.empty(tokens, heads, k, dtype=slot_dtype, device=query.device)
+    slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
     weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
     if tokens:
         tile = _tile(n, k, half, width)

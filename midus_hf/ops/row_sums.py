@@ -6,6 +6,7 @@ Rows and weights are flat here, `[S, m]` slots into a table `[R, v]`. All sums a
 import torch
 import torch.nn.functional as F
 
+from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
 _MOST_ELEMENTS = 1 << 24
@@ -47,7 +48,7 @@ def row_sums(
             terms = how.to(wide).unsqueeze(-1) * part.to(wide).unsqueeze(1)  # [S', m, v]
             sums.index_add_(0, where.flatten(), terms.flatten(0, 1))
         return sums
-    sorted_slots, order = slots.flatten().to(_smallest_integer(num_rows)).sort(stable=True)
+    sorted_slots, order = slots.flatten().to(narrowest_integer(num_rows)).sort(stable=True)
     starts = torch.searchsorted(sorted_slots, torch.arange(num_rows, device=slots.device, dtype=sorted_slots.dtype))
     return F.embedding_bag(  # a bag a row: the tokens that hit it, in their order
         order // slots.shape[1],
@@ -77,8 +78,3 @@ def _deduplicated(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Te
     unique, inverse = torch.unique(slots.flatten(), return_inverse=True)
     aggregated = terms.new_zeros(len(unique), terms.shape[1]).index_add_(0, inverse, terms)
     return terms.new_zeros(num_rows, terms.shape[1]).index_add_(0, unique, aggregated)
-
-
-def _smallest_integer(bound: int) -> torch.dtype:
-    """The narrowest integer that holds `bound`: narrow keys sort faster."""
-    return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)

@@ -6,6 +6,7 @@ Shapes: `E` entries in all, one for each token and slot it retrieved; `BE` entri
 import torch
 
 from midus_hf.ops.backend import interprets_kernels
+from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
 
@@ -191,8 +192,7 @@ def triton_row_sums(
                 gradient, slots, weights, output, count, m, width, BE=32, BV=columns
             )
             return output
-        narrow = torch.int16 if num_rows <= torch.iinfo(torch.int16).max else torch.int32  # narrow keys sort faster
-        keys, order = slots.flatten().to(narrow).sort(stable=True)
+        keys, order = slots.flatten().to(narrowest_integer(num_rows)).sort(stable=True)
         for start in range(0, width, _STRETCH):
             _segment_sums(keys, order, gradient, weights, output, m, start, min(_STRETCH, width - start))
     return output
