@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from benchmarks.models.build import Variant, set_trained
 from benchmarks.timing import peak_bytes, release_memory
-from midus_hf.memory.headwise import HeadwiseMemory
+from midus_hf.memory.kept_values import kept_values
 
 _PROFILED_TOKENS = 4
 """Generated where every allocation is recorded, on a CPU."""
@@ -108,8 +108,9 @@ def _train(model: PreTrainedModel, variant: Variant, point: Point, device: str, 
 def _generate(model: PreTrainedModel, point: Point, device: str, with_memory: bool) -> Measured:
     prompt = torch.randint(model.config.vocab_size, (point.batch, point.length), device=device)
     if point.decoding == "graph":
-        replays = _captured(model, prompt, point.new_tokens)
-        return _measured(replays, replays, _held(model), device, with_memory)
+        with kept_values(model):  # as `generate` does, for the capture and all its replays
+            replays = _captured(model, prompt, point.new_tokens)
+            return _measured(replays, replays, _held(model), device, with_memory)
     _eager(model, prompt, _PROFILED_TOKENS)
     return _measured(
         lambda: _eager(model, prompt, point.new_tokens),
@@ -131,9 +132,8 @@ def _prefill(model: PreTrainedModel, point: Point, device: str, with_memory: boo
 
 
 def _held(model: PreTrainedModel) -> list[torch.Tensor]:
-    """What a model that has run holds: weights, buffers, and values that were expanded to be kept."""
-    caches = [module.value_cache for module in model.modules() if isinstance(module, HeadwiseMemory)]
-    return [*model.parameters(), *model.buffers(), *(tensor for cache in caches for tensor in cache.kept)]
+    """What a model holds between passes: weights and buffers."""
+    return [*model.parameters(), *model.buffers()]
 
 
 def _eager(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> None:

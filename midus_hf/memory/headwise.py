@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory, RetrievalOptions, check_choice, check_switch, check_whole
-from midus_hf.memory.value_cache import ValueCache
 from midus_hf.ops.headwise_memory import MOST_EXPANDED, expand_values, headwise_memory
 from midus_hf.ops.product_key import product_key_topk, sub_key_scores
 
@@ -74,6 +74,7 @@ class HeadwiseMemory(RetrievalMemory):
 
     key_value_parameters = ("row_keys", "column_keys", "value_bank")
     value_parameters = ("value_bank",)
+    kept: KeptValues | None = None
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class HeadwiseMemory(RetrievalMemory):
         self.value_bank = nn.Parameter(torch.empty(*banks, n * n, self.value_dim))
         if values == "expanded":
             self.value_transform = nn.Parameter(torch.empty(num_heads, self.value_dim, self.value_dim))
-        self.value_cache = ValueCache()
+            if num_heads * self.value_bank.numel() <= MOST_EXPANDED:
+                self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
         self.reset_parameters()
 
     @classmethod
@@ -167,9 +169,9 @@ class HeadwiseMemory(RetrievalMemory):
         """
         bank: torch.Tensor = self.value_bank
         transform: torch.Tensor | None = getattr(self, "value_transform", None)
-        if transform is not None and self.num_heads * bank.numel() <= MOST_EXPANDED:
-            cached = self.value_cache.get(self, (bank, transform), expand_values, attention_output.dtype)
-            bank, transform = (bank, transform) if cached is None else (cached, None)
+        if self.kept is not None:
+            kept = self.kept.serve(self, attention_output)
+            bank, transform = (bank, transform) if kept is None else (kept, None)
         by_head = None
         if residual is not None and self.gate == "none":
             by_head = residual.unflatten(-1, (self.num_heads, self.value_dim))

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import MemoryModule, parse_memory_entry
 from midus_hf.models.export import auto_map, write_code
 
@@ -110,3 +111,8 @@ class MemoryForCausalLM(HostsMemory):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's `generate`; values are expanded once for the call."""
+        with kept_values(self):
+            return super().generate(*args, **kwargs)

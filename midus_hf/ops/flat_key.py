@@ -8,6 +8,9 @@ from midus_hf.ops.precision import without_autocast
 _MOST_SCORES = 1 << 26
 """Scores held at a time: 256 MB in float32."""
 
+_MOST_WIDENED = 1 << 20
+"""Elements of keys that are held in float32 at a time on a CPU: 4 MB."""
+
 
 def flat_key_topk(
     query: torch.Tensor, keys: torch.Tensor, k: int, *, backend: str = "auto"
@@ -40,17 +43,32 @@ def flat_key_topk(
 
     score_dtype = torch.promote_types(query.dtype, torch.float32)
     leading = query.shape[:-2]
+    rounded_keys = keys.to(query.dtype)
     with without_autocast(query.device.type):
         flat_query = query.reshape(-1, heads, width).transpose(0, 1).to(score_dtype)  # [H, S, d]
-        wide_keys = keys.to(query.dtype).to(score_dtype)
         with torch.no_grad():
-            stretch = max(1, _MOST_SCORES // (heads * slots))
-            best = [
-                torch.bmm(part, wide_keys.transpose(1, 2)).topk(k, dim=-1).indices
-                for part in flat_query.split(stretch, dim=1)
-            ]
-            chosen = torch.cat(best, dim=1)  # [H, S, k]
+            chosen = _best_keys(flat_query, rounded_keys, k)  # [H, S, k]
         offsets = slots * torch.arange(heads, device=query.device).view(heads, 1, 1)
-        chosen_keys = torch.nn.functional.embedding(chosen + offsets, wide_keys.flatten(0, 1))  # [H, S, k, d]
+        all_keys = rounded_keys.flatten(0, 1)  # [H * N, d]
+        if torch.is_grad_enabled() and all_keys.requires_grad:
+            # Thousands of tokens may choose one key: its gradient is summed in float32, in this copy.
+            all_keys = all_keys.to(score_dtype)
+        chosen_keys = torch.nn.functional.embedding(chosen + offsets, all_keys).to(score_dtype)  # [H, S, k, d]
         scores = (chosen_keys * flat_query.unsqueeze(2)).sum(-1)  # [H, S, k]
     return scores.transpose(0, 1).reshape(*leading, heads, k), chosen.transpose(0, 1).reshape(*leading, heads, k)
+
+
+def _best_keys(query: torch.Tensor, keys: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices `[H, S, k]` of the k keys `[H, N, d]` of each head that score highest against its queries `[H, S, d]`.
+
+    Keys are widened to the dtype of the queries some heads at a time, which on a CPU stay in its cache.
+    """
+    heads, slots, width = keys.shape
+    together = max(1, _MOST_WIDENED // (slots * width)) if keys.device.type == "cpu" else heads
+    stretch = max(1, _MOST_SCORES // (min(together, heads) * slots))
+    best = []
+    for keys_of_heads, queries in zip(keys.split(together), query.split(together), strict=True):
+        columns = keys_of_heads.to(query.dtype).transpose(1, 2)  # [H', d, N]
+        parts = [torch.bmm(part, columns).topk(k, dim=-1).indices for part in queries.split(stretch, dim=1)]
+        best.append(torch.cat(parts, dim=1))  # [H', S, k]
+    return torch.cat(best)

@@ -17,8 +17,10 @@ def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
     """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     if backend == "triton":
         return triton_weighted_rows(bank, slots, weights)
-    wide = torch.promote_types(bank.dtype, torch.float32)
-    return F.embedding_bag(slots, bank.to(wide), per_sample_weights=weights.to(wide), mode="sum").to(bank.dtype)
+    wide_rows, places = _widened(bank, slots)
+    return F.embedding_bag(places, wide_rows, per_sample_weights=weights.to(wide_rows.dtype), mode="sum").to(
+        bank.dtype
+    )
 
 
 def row_sums(
@@ -63,12 +65,25 @@ def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Te
     """`<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
     if backend == "triton":
         return triton_weight_gradients(gradient, bank, slots)
-    wide = torch.promote_types(bank.dtype, torch.float32)
+    wide_rows, places = _widened(bank, slots)
     starts = torch.arange(0, slots.numel(), slots.shape[1], device=slots.device)
     bags = torch.arange(len(slots), device=slots.device).repeat_interleave(slots.shape[1])
     return torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        gradient.to(wide).contiguous(), bank.to(wide), slots.flatten(), starts, bags, 0
+        gradient.to(wide_rows.dtype).contiguous(), wide_rows, places.flatten(), starts, bags, 0
     ).view(slots.shape)
+
+
+def _widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in float32 at least, and where in them each slot's row lies, `[S, m]`.
+
+    A half-precision bank of which few rows are read, as in decoding, is gathered first: copying all of it would take a
+    hundred times as long. The sums over either have the same order, so the same bits.
+    """
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    if bank.dtype == wide or slots.numel() >= len(bank):
+        return bank.to(wide), slots
+    places = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
+    return bank.index_select(0, slots.flatten()).to(wide), places
 
 
 def _deduplicated(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -7,15 +7,13 @@ from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.memory.value_cache import without_value_cache
-
 
 @pytest.fixture
 def saved(family, tmp_path):
     """A folder with an upscaled model, its logits and its greedy tokens."""
     model = upscaled_model(family)
     model.save_pretrained(tmp_path / "model")
-    with torch.no_grad(), without_value_cache():  # which parameters that come and go do without
+    with torch.no_grad():
         logits = model(prompt()).logits
     return tmp_path / "model", logits, model.generate(prompt(), max_new_tokens=4, do_sample=False)
 
@@ -57,6 +55,6 @@ def test_an_automatic_device_map_never_splits_a_block(family):
 
 def test_device_map_auto_loads(saved):
     folder, logits, _ = saved
-    with torch.no_grad(), without_value_cache():
+    with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto")
         assert torch.equal(model(prompt().to(model.device)).logits.cpu(), logits)

@@ -6,8 +6,6 @@ from models.upscaled import upscaled_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
 
-from midus_hf.memory.value_cache import without_value_cache
-
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -51,7 +49,7 @@ def test_adapters_land_on_the_projections_that_exist(family, targets, of_block, 
 
 
 def test_a_new_adapter_changes_nothing(family):
-    with torch.no_grad(), without_value_cache():  # which a model in training mode does without
+    with torch.no_grad():
         assert torch.equal(lora(family)(prompt()).logits, upscaled_model(family)(prompt()).logits)
 
 
@@ -90,7 +88,7 @@ def test_memories_train_whole_beside_adapters(family, tmp_path):
     assert all(not torch.equal(model.get_parameter(name), value) for name, value in before.items())
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(upscaled_model(family), tmp_path).eval()
-    with torch.no_grad(), without_value_cache():
+    with torch.no_grad():
         assert torch.equal(again(prompt()).logits, model(prompt()).logits)
 
 

@@ -1,0 +1,111 @@
+"""Values that each head has expanded beforehand, for as long as somebody says that weights stand still (MIDUS, C.2)."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def kept_values(model: nn.Module) -> Iterator[None]:
+    """Expand the values of every memory in `model` once, and read the expanded ones in the passes within.
+
+    `generate` of a model with memory does this for the length of one call. Nothing else does it by itself: whether
+    weights have changed cannot be told from outside (fused optimizers, `.data` and compiled steps leave no trace), so
+    what is kept has a lifetime instead. Weights must not change within; whatever changes them before or afterwards,
+    by any route, no pass returns what older weights gave.
+
+    Eager, compiled and CUDA-graph passes within all read what is kept; a graph that was captured within may be
+    replayed within alone. A serving engine opens the context when weights are loaded, with `contextlib.ExitStack`, and
+    closes it before it loads others. Passes with gradients do without, and so do memories whose parameters are not
+    there to be read (offloaded, sharded, quantised, or computed from something else).
+
+    Under `torch.autocast` values are expanded in the dtype that it chooses. Expanding rounds in another order than
+    transforming what was gathered: results agree to rounding.
+
+    Args:
+        model: A model, a part of one, or a wrapper of one.
+    """
+    opened = []
+    try:
+        for module in model.modules():
+            kept = getattr(module, "kept", None)
+            if isinstance(kept, KeptValues) and kept.is_empty:  # else an outer context keeps them
+                opened.append(kept)
+                kept.fill(module)
+        yield
+    finally:
+        for kept in opened:
+            kept.clear()
+
+
+class KeptValues:
+    """A tensor derived from parameters of a module, filled and cleared by `kept_values` alone.
+
+    It is neither copied nor saved with the module.
+
+    Args:
+        parameters: Names of the parameters that it is derived from.
+        derive: Makes it from them, cast to one dtype.
+    """
+
+    def __init__(self, parameters: tuple[str, ...], derive: Callable[..., torch.Tensor]):
+        self._parameters, self._derive = parameters, derive
+        self._derived: torch.Tensor | None = None
+        self._sources: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        return self._derived is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return 0 if self._derived is None else self._derived.nbytes
+
+    def fill(self, module: nn.Module) -> None:
+        """Derive the tensor, if the parameters of `module` are there to be read."""
+        sources = self._sources_of(module)
+        if hasattr(module, "_hf_hook") or not all(map(_is_whole, sources)):
+            return
+        with torch.no_grad():
+            derived = self._derive(*(source.to(_compute_dtype(source)) for source in sources))
+        if derived.is_cuda:
+            # A captured graph reads it where it lies, as it reads parameters, instead of copying it at every replay.
+            torch._dynamo.mark_static_address(derived, guard=False)
+        self._derived, self._sources = derived, sources
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._derived, self._sources = None, ()
+
+    def serve(self, module: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
+        """What is kept, where this pass may read it: without gradients, in the dtype and on the device of `like`."""
+        kept = self._derived
+        if kept is None or torch.is_grad_enabled() or kept.dtype != like.dtype or kept.device != like.device:
+            return None
+        if not torch.compiler.is_compiling():
+            # `torch.func.functional_call` may have put others in their place for this pass.
+            if any(now is not then for now, then in zip(self._sources_of(module), self._sources, strict=True)):
+                return None
+        return kept
+
+    def _sources_of(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(module, name) for name in self._parameters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_derived": None, "_sources": ()}
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a whole tensor of this process, from which something can be derived now."""
+    return type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel() > 0
+
+
+def _compute_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a forward pass that begins now."""
+    device = parameter.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype

@@ -1,0 +1,90 @@
+"""Half-precision tables of which few rows are read are not widened whole."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from midus_hf.ops import flat_key, row_sums
+from midus_hf.ops.flat_key import flat_key_topk
+from midus_hf.ops.headwise_memory import headwise_memory
+
+HEADS, N, WIDTH = 4, 16, 8
+SLOTS = N * N
+
+
+class LargestWide(TorchDispatchMode):
+    """Records the elements of the largest float32 tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def tables(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "query": (1, HEADS, WIDTH),
+        "row_keys": (HEADS, N, WIDTH // 2),
+        "column_keys": (HEADS, N, WIDTH // 2),
+        "bank": (HEADS, SLOTS, WIDTH),
+        "keys": (HEADS, SLOTS, WIDTH),
+    }
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def test_one_token_of_a_head_wise_memory_widens_what_it_gathers():
+    t = tables()
+    with torch.no_grad(), LargestWide() as wide:
+        headwise_memory(t["query"], t["row_keys"], t["column_keys"], t["bank"], None, 4, backend="torch")
+    assert 0 < wide.largest <= HEADS * N * WIDTH  # all keys of a side, or the rows of four slots per head
+
+
+def test_one_token_of_shared_values_widens_what_it_gathers():
+    bank, slots, weights = tables()["bank"][0], torch.arange(8).view(1, 8), torch.ones(1, 8)
+    with LargestWide() as wide:
+        row_sums.weighted_rows(bank, slots, weights, "torch")
+    assert wide.largest == 8 * WIDTH
+
+
+def test_keys_are_widened_some_heads_at_a_time(monkeypatch):
+    t = tables()
+    expected = flat_key_topk(t["query"], t["keys"], 4)
+    monkeypatch.setattr(flat_key, "_MOST_WIDENED", SLOTS * WIDTH)
+    with torch.no_grad(), LargestWide() as wide:
+        scores, slots = flat_key_topk(t["query"], t["keys"], 4)
+    assert wide.largest == SLOTS * WIDTH  # of one head
+    assert torch.equal(scores, expected[0]) and torch.equal(slots, expected[1])
+
+
+def test_keys_that_train_sum_their_gradients_in_float32():
+    """In bfloat16 a sum of 4,096 equal terms stalls at 256 of them."""
+    keys = torch.ones(1, 2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    query = torch.ones(4096, 1, WIDTH, dtype=torch.bfloat16)
+    scores, _ = flat_key_topk(query, keys, 2)
+    scores.sum().backward()
+    assert torch.equal(keys.grad.float(), torch.full_like(keys.grad, 4096.0).float())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_gathering_first_gives_the_same_bits(tokens, monkeypatch):
+    bank = tables()["bank"].flatten(0, 1)
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.randint(len(bank), (tokens, 4), generator=generator)
+    weights = torch.rand(tokens, 4, generator=generator)
+    gradient = torch.randn(tokens, WIDTH, generator=generator).bfloat16()
+
+    def computed():
+        return (
+            row_sums.weighted_rows(bank, slots, weights, "torch"),
+            row_sums.weight_gradients(gradient, bank, slots, "torch"),
+        )
+
+    gathered = computed()
+    monkeypatch.setattr(row_sums, "_widened", lambda bank, slots: (bank.float(), slots))
+    for tensor, whole in zip(gathered, computed(), strict=True):
+        assert torch.equal(tensor, whole)
