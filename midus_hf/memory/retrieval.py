@@ -22,7 +22,8 @@ class RetrievalOptions(MemoryOptions):
         k: Slots retrieved a head and token. Default: 4.
         query_norm: `"none"`, `"layer"` over the features of each head's query, or `"batch"` over all tokens of a
             batch, padding included, which in training lets a token see the statistics of later ones: train it on packed
-            sequences. Default: `"none"`.
+            sequences. A batch norm whose gain is frozen uses its running statistics and leaves them as they are. Default:
+            `"none"`.
         temperature: Scores are divided by it before the softmax. Default: 1.
         gate: `"none"`, or a sigmoid of the attention output that scales what a `"token"` retrieves, or what each
             `"head"` of it does. It starts at one half. Default: `"none"`.
@@ -166,7 +167,8 @@ class RetrievalMemory(MemoryModule):
 
     def _batch_statistics(self, query: torch.Tensor, track: bool) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = query.shape[:-2].numel()
-        if not self.training or tokens == 0:
+        learns = self.training and self.query_norm_weight.requires_grad
+        if not learns or tokens == 0:
             return self.query_mean.to(query.dtype), self.query_variance.to(query.dtype)
         variance, mean = torch.var_mean(query.flatten(0, -3), dim=0, correction=0)  # [H, query_width]
         if track and not recomputing():

@@ -95,6 +95,18 @@ def test_a_layer_norm_is_that_of_each_heads_query(memory_type):
         torch.testing.assert_close(memory.normalised(query)[..., head, :], expected)
 
 
+def test_a_batch_norm_with_a_frozen_gain_stays_as_it_is_in_training_mode(memory_type):
+    memory = acting(memory_type, query_norm="batch").eval()
+    inputs = inputs_of(memory)
+    expected, before = memory(inputs), copy.deepcopy(memory.state_dict())
+    memory.query_norm_weight.requires_grad_(False)
+    assert torch.equal(memory.train()(inputs), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.state_dict().items())
+    memory.query_norm_weight.requires_grad_(True)
+    assert not torch.allclose(memory(inputs), expected)
+    assert not torch.equal(memory.query_mean, before["query_mean"])
+
+
 def test_a_batch_norm_leaves_tokens_alone_in_eval_mode_and_its_statistics_as_they_are(memory_type):
     memory = acting(memory_type, query_norm="batch").eval()
     before = copy.deepcopy(memory.state_dict())

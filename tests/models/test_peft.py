@@ -92,6 +92,19 @@ def test_memories_train_whole_beside_adapters(family, tmp_path):
         assert torch.equal(again(prompt()).logits, model(prompt()).logits)
 
 
+@pytest.mark.parametrize("memory_type", ["product-key", "linear"])
+@pytest.mark.parametrize("whole", [None, ["memory"]], ids=["frozen", "whole"])
+def test_a_memory_with_batch_norm_is_after_saving_what_it_was(memory_type, whole, tmp_path):
+    """Frozen, its statistics stand still; trained whole, they are saved with it."""
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=whole, r=4, task_type="CAUSAL_LM")
+    model = get_peft_model(upscaled_model("llama", memory_type=memory_type), config)
+    train_two_steps(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(upscaled_model("llama", memory_type=memory_type), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(prompt()).logits, model(prompt()).logits)
+
+
 def test_adapters_train_the_same_under_activation_checkpointing(family):
     gradients = []
     for checkpointed in (False, True):

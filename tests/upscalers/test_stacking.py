@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import prompt
 
+from midus_hf.training import set_trainable
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
     SMALL,
@@ -102,6 +103,24 @@ def test_memories_of_different_types_stack_and_come_off_again(family, shared_bas
     strip(tmp_path / "twice", tmp_path / "stripped")
     assert same_tensors(tmp_path / "stripped", once)
     assert torch.equal(logits(once), logits(tmp_path / "stripped"))
+
+
+@pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
+def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_base, tmp_path, method):
+    """With the batch norm of these methods too, whose statistics would move without a gradient."""
+    upscale(base=shared_base("llama"), method=method, output=tmp_path / "once", options=SMALL[method], placement="1,4")
+    once = trained(tmp_path / "once", tmp_path / "trained")
+    upscaled(once, tmp_path / "twice", placement="0,2")
+    model = load(tmp_path / "twice").train()
+    report = set_trainable(model, "auto")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path / "twice-trained")
+    assert report.layers == [0, 2]
+    strip(tmp_path / "twice-trained", tmp_path / "stripped")
+    assert same_tensors(tmp_path / "stripped", once)
 
 
 @pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
