@@ -160,7 +160,6 @@ def _gathered_sparsely(
     )
     if value_bank.dim() == 3:
         slots = slots + _first_slots(len(row_keys), row_keys.shape[1], slots.device)
-        value_bank = value_bank.flatten(0, 1)
     weights = (scores / temperature).softmax(dim=-1)
     return weighted_gather(value_bank, slots, weights, sparse_gradient=True, backend=choices.backend)
 

@@ -24,11 +24,11 @@ def weighted_gather(
     Sums are accumulated in float32 at least, those of gradients as well: thousands of tokens may hit one row.
 
     Args:
-        bank: `[R, v]`, floating point.
+        bank: `[R, v]`, floating point; with `sparse_gradient` also `[..., v]`, whose R rows are numbered in order.
         slots: `[..., m]`, int64, `0 <= slot < R`.
         weights: `[..., m]`, floating point.
         sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were hit, for tables
-            of which a batch hits few. It waits for the device to count them. Default: false.
+            of which a batch hits few; `v` is its one dense dimension. It waits for the device to count them. Default: false.
         backward: As in `OpChoices`. Default: `"auto"`.
         backend: As in `OpChoices`. Default: `"auto"`.
 
@@ -38,7 +38,7 @@ def weighted_gather(
     Raises:
         ValueError: If the shapes disagree.
     """
-    if bank.dim() != 2:
+    if bank.dim() != 2 and not (sparse_gradient and bank.dim() > 2):
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
     if slots.shape != weights.shape:
         raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
@@ -51,15 +51,16 @@ def weighted_gather(
         output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, choices.backend)
     else:
         output = weighted_gather_op(bank, flat_slots, flat_weights, choices.backward, choices.backend)
-    return output.reshape(*leading, bank.shape[1])
+    return output.reshape(*leading, bank.shape[-1])
 
 
 def reference(
     bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, sparse_gradient: bool = False
 ) -> torch.Tensor:
-    """The contract, by PyTorch's own differentiation."""
+    """The contract, by PyTorch's own differentiation, which has a dense gradient for a bank of more dimensions."""
     wide = torch.promote_types(bank.dtype, torch.float32)
-    rows = F.embedding(slots, bank.to(wide), sparse=sparse_gradient)  # [..., m, v]
+    sparse = sparse_gradient and bank.dim() == 2
+    rows = F.embedding(slots, bank.to(wide).flatten(0, -2), sparse=sparse)  # [..., m, v]
     return (weights.to(wide).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
 
 
@@ -117,14 +118,16 @@ class _SparseWeightedGather(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(bank, slots, weights)
         ctx.backend = backend
-        return weighted_rows(bank, slots, weights, backend)
+        return weighted_rows(bank.flatten(0, -2), slots, weights, backend)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
         bank, slots, weights = ctx.saved_tensors
         rows, places = torch.unique(slots, return_inverse=True)
         sums = row_sums(gradient, places, weights, len(rows), "sorted", ctx.backend).to(bank.dtype)
+        places_of_rows = torch.stack(torch.unravel_index(rows, bank.shape[:-1]))
         into_bank = torch.sparse_coo_tensor(
-            rows.unsqueeze(0), sums, bank.shape, is_coalesced=True, check_invariants=False
+            places_of_rows, sums, bank.shape, is_coalesced=True, check_invariants=False
         )
-        return into_bank, None, weight_gradients(gradient, bank, slots, ctx.backend).to(weights.dtype), None
+        into_weights = weight_gradients(gradient, bank.flatten(0, -2), slots, ctx.backend).to(weights.dtype)
+        return into_bank, None, into_weights, None

@@ -70,6 +70,39 @@ def test_transforming_the_retrieved_sum_equals_retrieving_from_a_transformed_ban
     torch.testing.assert_close(headwise_memory(query, row_keys, column_keys, bank, transform, 3), expected)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("tokens", [2, 500])
+def test_large_scores_overflow_nothing(tokens, gradients):
+    """In float32 the exponential of a score above 88 is infinite."""
+    arguments = inputs(tokens, heads=3, n=8, dtype=torch.float32)
+    arguments = (200 * arguments[0], *arguments[1:])
+    scores, _ = product_key_topk(*arguments[:3], 4)
+    assert scores.max() > 500
+    with torch.set_grad_enabled(gradients):
+        output = headwise_memory(*(argument.requires_grad_(gradients) for argument in arguments), 4)
+    wide = [argument.detach().double() for argument in arguments]
+    torch.testing.assert_close(
+        output.detach().double(), headwise_memory(*wide, 4, backend="reference"), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
+@pytest.mark.parametrize("shared", [True, False], ids=["transformed", "bank-per-head"])
+def test_a_sparse_gradient_is_the_dense_one_at_any_temperature(temperature, shared):
+    query, row_keys, column_keys, bank, transform = inputs(tokens=9)
+    tables = (bank, transform) if shared else (torch.stack([bank, 2 * bank, -bank]), None)
+    results = []
+    for sparse in (False, True):
+        leaves = [None if t is None else t.clone().requires_grad_() for t in (query, row_keys, column_keys, *tables)]
+        output = headwise_memory(*leaves, 3, temperature=temperature, sparse_gradient=sparse)
+        output.square().sum().backward()
+        gradients = [leaf.grad for leaf in leaves if leaf is not None]
+        assert gradients[3].is_sparse == sparse
+        results.append([output.detach(), *(gradient.to_dense() for gradient in gradients)])
+    for dense, sparse in zip(*results, strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=1e-10, atol=1e-12)
+
+
 def test_a_bank_of_zeros_gives_zeros_and_a_gradient_to_itself_alone():
     query, row_keys, column_keys, bank, transform = inputs()
     arguments = (query, row_keys, column_keys, torch.zeros_like(bank), transform)

@@ -173,6 +173,20 @@ def test_it_reads_what_autocast_computed_with(corpus, tmp_path, entry):
     assert plain == checkpointed and len(plain) == 3
 
 
+@pytest.mark.parametrize("entry", ["product-key", "linear"])
+def test_it_is_computed_under_the_autocast_of_the_pass(entry):
+    """Outside it the query projection would be in float32, and other sub-keys the best."""
+    model = memory_model("llama", entry)
+    with record_readings(model) as readings, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(prompt(), use_cache=False)
+    found = readings.balance_loss()
+    read = [(reading.memory, reading.attention_output) for reading in readings._readings]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torch.stack([balance_loss(*one) for one in read]).mean()
+    outside = torch.stack([balance_loss(memory, given.float()) for memory, given in read]).mean()
+    assert torch.equal(found, expected) and not torch.equal(found, outside)
+
+
 def test_a_model_without_memory_is_refused_before_anything_is_written(native, corpus, tmp_path):
     for changes, named in (({"balance_loss": 0.1}, "balance_loss is 0.1"), ({"usage_every": 5}, "usage_every is 5")):
         with pytest.raises(
