@@ -11,7 +11,7 @@ RESULTS ?= benchmarks/results
 GPU_METHODS = base,llama-pro,opt-deus,midus-hml
 OLDEST_TESTS = tests/ops tests/memory tests/models --ignore=tests/models/test_peft.py --ignore=tests/ops/kernels
 
-.PHONY: demo test test-newest test-oldest material check format bench bench-gpu bench-gpu-sizes bench-upscale clean
+.PHONY: demo test test-newest test-oldest material check format bench bench-gpu bench-gpu-sizes bench-upscale mutants clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -60,6 +60,15 @@ bench-gpu-sizes:
 bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py
 
+# Its own environment: cosmic-ray runs the tests with the Python of $(VENV).
+mutants: $(VENV)/installed material $(VENV)-mutants/installed
+	$(VENV)-mutants/bin/python scripts/mutants.py --python $(abspath $(VENV))/bin/python $(MUTANTS)
+
+$(VENV)-mutants/installed: constraints.txt
+	$(PYTHON) -m venv $(VENV)-mutants
+	$(VENV)-mutants/bin/python -m pip install -q 'cosmic-ray>=8.7,<9'
+	touch $@
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a few hundred MB of packages, once."
 	$(PYTHON) -m venv $(VENV)
@@ -75,4 +84,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants outputs build *.egg-info

@@ -1,0 +1,120 @@
+"""Change one operator, number or keyword at a time, and list the changes that no test notices.
+
+    make mutants                                              a sample of every file of the core
+    make mutants MUTANTS="midus_hf/ops/selection.py --sample 50"
+
+The mutations are cosmic-ray's. They are made in a copy of the repository, and judged by the tests nearest to the file. A
+mutant that survives is a place to look at: a test may be missing, or the change may change nothing.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from cosmic_ray.commands import init
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import MutationSpec, TestOutcome
+
+REPOSITORY = Path(__file__).parent.parent
+FOLDERS = ["midus_hf/ops", "midus_hf/memory", "upscalers/engine"]
+
+NEAREST = {
+    "midus_hf/ops": "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py",
+    "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
+    "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
+    "upscalers/engine": "tests/upscalers --ignore=tests/upscalers/dense --ignore=tests/upscalers/test_interruption.py",
+    "upscalers/engine/solver.py": "tests/upscalers/solvers tests/upscalers/dense",
+    "upscalers/engine/recipes.py": "tests/upscalers/dense tests/upscalers/test_identity.py",
+}
+"""The tests that judge a file: those of its longest prefix."""
+
+NOISE = "core/ReplaceBinaryOperator_BitOr"
+"""Operators left out: they change type annotations."""
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", default=FOLDERS, help=f"files or folders (default: {' '.join(FOLDERS)})")
+    parser.add_argument("--sample", type=int, default=5, help="mutants per file (default: 5; 0: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a mutant counts as noticed")
+    parser.add_argument("--python", default=str(REPOSITORY / ".venv/bin/python"), help="that runs the tests")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as copy:
+        copy_repository(Path(copy))
+        os.chdir(copy)
+        os.environ |= {"PYTHONPATH": copy, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        outcomes: Counter[tuple[str, TestOutcome]] = Counter()
+        for file in source_files(arguments.paths):
+            command = f"{arguments.python} -m pytest -x -q -p no:cacheprovider {nearest_tests(file)}"
+            for mutation in sampled(file, arguments.sample, arguments.seed):
+                result = mutate_and_test([mutation], command, arguments.timeout)
+                outcomes[str(file), result.test_outcome] += 1
+                if result.test_outcome == TestOutcome.SURVIVED:
+                    print(result.diff, end="\n\n", flush=True)
+            print(f"{file}: {_summary(outcomes, str(file))}", file=sys.stderr, flush=True)
+    survived = sum(count for (_, outcome), count in outcomes.items() if outcome == TestOutcome.SURVIVED)
+    print(f"{survived} of {outcomes.total()} mutants survived")
+
+
+def copy_repository(target: Path) -> None:
+    """Copy what git tracks, and what it does not ignore, as it stands in the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, target / name)
+
+
+def source_files(paths: list[str]) -> list[Path]:
+    """The Python files at `paths`, those of folders in the order of their names."""
+    files = [file for path in map(Path, paths) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing or not files:
+        raise SystemExit(f"error: {', '.join(missing or paths)}: expected Python files of this repository, or folders of them.")
+    return files
+
+
+def nearest_tests(file: Path) -> str:
+    """Arguments for pytest."""
+    prefixes = [prefix for prefix in NEAREST if file.is_relative_to(prefix)]
+    if not prefixes:
+        raise SystemExit(f"error: {file}: no tests are known for it; add its folder to NEAREST in scripts/mutants.py.")
+    return NEAREST[max(prefixes, key=len)]
+
+
+def sampled(file: Path, size: int, seed: int) -> list[MutationSpec]:
+    """That many of a file's mutations, the same ones for the same seed, in the order of the file."""
+    with use_db(":memory:", mode=WorkDB.Mode.create) as database:
+        init([file], database, operator_cfgs={})
+        mutations = [mutation for item in database.work_items for mutation in item.mutations]
+    mutations = [mutation for mutation in mutations if not mutation.operator_name.startswith(NOISE)]
+    mutations.sort(key=lambda mutation: (mutation.start_pos, mutation.operator_name, mutation.occurrence))
+    if not 0 < size < len(mutations):
+        return mutations
+    chosen = sorted(random.Random(f"{seed} {file}").sample(range(len(mutations)), size))
+    return [mutations[index] for index in chosen]
+
+
+def _summary(outcomes: "Counter[tuple[str, TestOutcome]]", file: str) -> str:
+    counts = {outcome: count for (name, outcome), count in outcomes.items() if name == file}
+    return ", ".join(f"{count} {outcome.name.lower()}" for outcome, count in counts.items()) or "nothing to mutate"
+
+
+if __name__ == "__main__":
+    main()
