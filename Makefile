@@ -42,7 +42,7 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks ops --device cpu --dtype bfloat16 --tokens 1 --shapes smollm2-135m,llama-3.2-1b \
 		--budget 60 --results $(RESULTS) || status=$$?; \
 	$(VENV)/bin/python -m benchmarks ops --device cpu --budget 180 --results $(RESULTS) || status=$$?; \
-	$(VENV)/bin/python -m benchmarks model --device cpu --dtype bfloat16 --phases generate --placements distributed \
+	$(VENV)/bin/python -m benchmarks model --device cpu --dtype bfloat16 --phases generate \
 		--budget 150 --results $(RESULTS) || status=$$?; \
 	$(VENV)/bin/python -m benchmarks model --device cpu --lengths 256 --budget 300 --results $(RESULTS) || status=$$?; \
 	$(VENV)/bin/python -m benchmarks report --results $(RESULTS) || status=$$?; \
