@@ -164,7 +164,7 @@ def methods(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
+    model: Annotated[str, typer.Argument(help="A checkpoint that was upscaled or stripped.", metavar="DIR")],
     json_: Json = False,
 ) -> None:
     """Show what was done to a checkpoint."""
@@ -185,7 +185,7 @@ def strip(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
     json_: Json = False,
 ) -> None:
-    """Take the new parts out again: the base, byte for byte."""
+    """Take the new parts out again, and say whether the base is left, byte for byte."""
     from upscalers.console import Console, print_stripped
     from upscalers.engine.strip import strip as strip_checkpoint
 
