@@ -89,7 +89,7 @@ def run(
         ),
     ] = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
@@ -182,7 +182,7 @@ def inspect(
 def strip(
     model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
     output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     json_: Json = False,
 ) -> None:
     """Take the new parts out again, and say whether the base is left, byte for byte."""

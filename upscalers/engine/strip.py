@@ -43,7 +43,7 @@ def strip(
     Args:
         model: An upscaled checkpoint, trained or not.
         output: The folder to make.
-        overwrite: Replace an existing checkpoint. Default: False.
+        overwrite: As for `upscale`. Default: False.
         progress: Told of every step. Default: silent.
 
     Returns:
