@@ -210,17 +210,17 @@ def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
     _add(
         table, "stripped from", f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
     )
-    _add(table, "its weights", _confirmation(stripped))
+    _add(table, "", f"its weights {_confirmation(stripped, 'were')}")
 
 
-def _confirmation(told: dict[str, Any]) -> str:
-    """Whether weights that `strip` gave back are the base's, in words that follow "its weights"."""
+def _confirmation(told: dict[str, Any], verb: str) -> str:
+    """Whether weights that `strip` gave back are the base's, or were then: they may be trained afterwards."""
     confirmed, differing = told.get("base_confirmed"), told.get("differing_tensors")
     if confirmed is None:
-        return "may be the base's or not: it was upscaled before a digest of the base was recorded"
+        return f"{verb} not known to be the base's: it was upscaled before a digest of the base was recorded"
     if confirmed:
-        return "are the base's, byte for byte"
-    return "are not the base's, byte for byte" + ("" if differing is None else f": {differing} tensors differ")
+        return f"{verb} the base's, byte for byte"
+    return f"{verb} not the base's, byte for byte" + ("" if differing is None else f": {differing} tensors differ")
 
 
 def print_stripped(result: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ def print_stripped(result: dict[str, Any]) -> None:
     removed = ", ".join(map(str, result["removed_layer_indices"]))
     RichConsole().print(
         f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}. "
-        f"Its weights {_confirmation(result)}.",
+        f"Its weights {_confirmation(result, 'are')}.",
         markup=False,
     )
 

@@ -25,7 +25,7 @@ from upscalers.engine.inspection import inspect_checkpoint
 WITHOUT_COUNT = (
     "upscale: warning: the weights are not the base's, byte for byte: trained since it was upscaled, or cast."
 )
-OLDER = "may be the base's or not: it was upscaled before a digest of the base was recorded"
+OLDER = "Its weights are not known to be the base's: it was upscaled before a digest of the base was recorded"
 
 
 def upscaled(base, output, **request):
@@ -250,7 +250,12 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     }  # fmt: skip
     shown = command("inspect", tmp_path / "base-again")
     assert shown.status == 0
-    words = ("stripped from", "back, upscaled with midus-hml; took out 1, 4", "are the base's, byte for byte", "llama")
+    words = (
+        "stripped from",
+        "back, upscaled with midus-hml; took out 1, 4",
+        "its weights were the base's, byte for byte",
+        "llama",
+    )
     assert all(word in " ".join(shown.out.split()) for word in words)
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
@@ -283,7 +288,23 @@ def test_a_file_that_ends_early_is_an_error_and_leaving_stops_the_reading(base, 
     ):
         started.finish()
     with pytest.raises(KeyboardInterrupt), digests.TensorDigests(opened.tensors, names) as started:
+        started.begin()
         for name in names:
             started.add(name)
         raise KeyboardInterrupt
     assert all(future.done() for future in started._futures.values())
+
+
+def test_tensors_wait_for_their_digest_only_while_memory_may_still_hold_them(base, monkeypatch):
+    opened = open_base(base)
+    names = digests.weight_names(opened)
+    monkeypatch.setattr(digests, "_MOST_WAITING_BYTES", 20_000)
+    with digests.TensorDigests(opened.tensors, names) as started:
+        for name in [*names, *names, "unknown"]:
+            started.add(name)
+        waiting = set(names) - started._futures.keys()
+        assert 0 < sum(opened.tensors[name].num_bytes for name in waiting) <= 20_000
+        assert started._futures
+        started.begin()
+        assert set(started._futures) == set(names)
+        assert digests.content_sha256(started.finish()) == content_digest(read_tensors(base))

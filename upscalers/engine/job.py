@@ -118,11 +118,15 @@ class Job:
         num_bytes = sum(tensor.num_bytes for tensor in self.tensors)
         with folder as partial, shown(progress, num_bytes, len(shards)), digested as digests:
             self._write_config(partial)
-            # Two threads must not import transformers at once: its lazy modules do not stand it.
+
+            def before_building() -> None:
+                digests.begin()
+                imports.join()  # two threads must not import transformers at once: its lazy modules do not stand it
+
             writer = CheckpointWriter(
                 self.base.tensors,
                 scan=verify and not allow_nan,
-                before_building=imports.join,
+                before_building=before_building,
                 progress=progress,
                 copied=digests.add,
             )

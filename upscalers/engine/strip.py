@@ -73,6 +73,7 @@ def strip(
         digested = TensorDigests(opened.tensors, _digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         with folder as partial, shown(progress, num_bytes, len(shards)), digested as digests:
+            digests.begin()
             writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
             written = writer.write(partial, shards)
             copy_travelling_files(source.folder, partial)
