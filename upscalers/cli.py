@@ -89,7 +89,7 @@ def run(
         ),
     ] = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
@@ -164,7 +164,7 @@ def methods(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
+    model: Annotated[str, typer.Argument(help="A checkpoint that was upscaled or stripped.", metavar="DIR")],
     json_: Json = False,
 ) -> None:
     """Show what was done to a checkpoint."""
@@ -182,10 +182,10 @@ def inspect(
 def strip(
     model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
     output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     json_: Json = False,
 ) -> None:
-    """Take the new parts out again: the base, byte for byte."""
+    """Take the new parts out again, and say whether the base is left, byte for byte."""
     from upscalers.console import Console, print_stripped
     from upscalers.engine.strip import strip as strip_checkpoint
 

@@ -178,7 +178,17 @@ def _yaml(value: Any) -> str:
 
 def print_inspection(inspection: dict[str, Any]) -> None:
     """What was done to a checkpoint."""
+    if "method" not in inspection:
+        table = _table("", "stripped")
+        _add_stripped(table, inspection["stripped"])
+        _add(table, "model type", inspection["model_type"])
+        _add(table, "layers", str(inspection["num_layers"]))
+        _add(table, "parameters", f"{inspection['parameters']['total']:,}")
+        RichConsole().print(table)
+        return
     table = _table("", inspection["method"])
+    if "stripped" in inspection:
+        _add_stripped(table, inspection["stripped"])
     _add(table, "base", str(inspection["base"]))
     _add(table, "model type", inspection["model_type"])
     _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
@@ -195,11 +205,30 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     print_measurements(inspection["measurements"])
 
 
+def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
+    removed = ", ".join(map(str, stripped.get("removed_layers") or ()))
+    _add(
+        table, "stripped from", f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
+    )
+    _add(table, "", f"its weights {_confirmation(stripped, 'were')}")
+
+
+def _confirmation(told: dict[str, Any], verb: str) -> str:
+    """Whether weights that `strip` gave back are the base's, or were then: they may be trained afterwards."""
+    confirmed, differing = told.get("base_confirmed"), told.get("differing_tensors")
+    if confirmed is None:
+        return f"{verb} not known to be the base's: it was upscaled before a digest of the base was recorded"
+    if confirmed:
+        return f"{verb} the base's, byte for byte"
+    return f"{verb} not the base's, byte for byte" + ("" if differing is None else f": {differing} tensors differ")
+
+
 def print_stripped(result: dict[str, Any]) -> None:
-    """What was taken out."""
+    """What was taken out, and whether the base is left."""
     removed = ", ".join(map(str, result["removed_layer_indices"]))
     RichConsole().print(
-        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}.",
+        f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}. "
+        f"Its weights {_confirmation(result, 'are')}.",
         markup=False,
     )
 

@@ -60,6 +60,9 @@ def variants(family: str) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
+RECORD = ("upscale.json",)
+"""What `strip` puts beside the base that it gives back."""
+
 NUM_NEW_LAYERS = NUM_LAYERS // 2
 
 
@@ -113,6 +116,17 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
     )
+
+
+def content_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """What `upscale` records of these weights as a base."""
+    lines = []
+    for name in sorted(tensors, key=lambda name: name.removeprefix("model.")):
+        tensor = tensors[name]
+        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[tensor.dtype]
+        content = f"{dtype}:{list(tensor.shape)}\n".encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        lines.append(f"{name.removeprefix('model.')}:{hashlib.sha256(content).hexdigest()}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def edit_config(folder: Path, **changes: Any) -> dict[str, Any]:

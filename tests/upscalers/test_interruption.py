@@ -110,7 +110,7 @@ def test_killed_between_any_two_steps_of_the_commit(bases, tmp_path, step):
     (first, old, _), (second, new, _) = bases
     output = tmp_path / "out"
     upscaled(first, output)
-    rename, rmtree = os.rename, shutil.rmtree
+    rename, delete = os.rename, output_folder._delete
 
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -126,9 +126,7 @@ def test_killed_between_any_two_steps_of_the_commit(bases, tmp_path, step):
                 die()
 
         os.rename = watched
-        output_folder.shutil.rmtree = lambda path, **kwargs: (
-            die() if step == 3 and len(done) == 2 else rmtree(path, **kwargs)
-        )
+        output_folder._delete = lambda path: die() if step == 3 and len(done) == 2 else delete(path)
         upscaled(second, output, overwrite=True)
 
     _, status = os.waitpid(fork(work), 0)
@@ -139,6 +137,46 @@ def test_killed_between_any_two_steps_of_the_commit(bases, tmp_path, step):
     assert file_digests(output) == (old if step < 2 else new)
     upscaled(second, output, overwrite=True)
     assert file_digests(output) == new
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("files", [0, 1, 3, "all", "all and the mark"])
+@pytest.mark.parametrize("deleted", ["replaced", "partial"])
+def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_knows_as_its_own(bases, tmp_path, deleted, files):
+    """What it replaced, once the new output stands in its place; or what it made, once the work failed."""
+    (first, old, _), (second, new, _) = bases
+    output = tmp_path / "out"
+    upscaled(first, output)
+    unlink = os.unlink
+
+    def work():
+        left = []
+
+        def watched(path, **kwargs):
+            of_ours = os.fspath(path).startswith(str(tmp_path / f".out.{deleted}"))
+            at_mark = of_ours and os.path.basename(path) == output_folder.MARK
+            if of_ours and (len(left) == files or (files == "all" and at_mark)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            left.extend([path] * of_ours)
+            unlink(path, **kwargs)
+            if files == "all and the mark" and at_mark:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.unlink = watched
+        if deleted == "partial":
+            output_folder.OutputFolder.commit = lambda self: 1 / 0
+        upscaled(second, output, overwrite=True)
+
+    _, status = os.waitpid(fork(work), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert file_digests(output) == (new if deleted == "replaced" else old)
+    assert sorted(os.listdir(tmp_path)) == [f".out.{deleted}", "out"]
+    if deleted == "replaced":
+        shutil.rmtree(output)  # by a person; half of the old output does not come back for it
+        upscaled(first, output)
+    else:
+        upscaled(first, output, overwrite=True)
+    assert file_digests(output) == old
     assert os.listdir(tmp_path) == ["out"]
 
 

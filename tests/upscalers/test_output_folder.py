@@ -1,6 +1,7 @@
 """The output folder appears whole or not at all, replaces only what it was asked to, and belongs to one run at a time."""
 
 import contextlib
+import json
 import os
 import shutil
 
@@ -9,16 +10,21 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
 from upscalers import RequestError, upscale
-from upscalers.engine.output_folder import OutputFolder
+from upscalers.engine.output_folder import MARK, OutputFolder
 
 
 def upscaled(base, output, **request):
     return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
 
 
+def text(mark):
+    """A config that has our entry."""
+    return json.dumps({"mark": mark, "upscale": {"method": mark, "plan": [], "base_config": {}, "new_layers": []}})
+
+
 def checkpoint(folder, mark="old"):
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(mark)
+    (folder / "config.json").write_text(text(mark))
     return folder
 
 
@@ -29,14 +35,14 @@ def names(folder):
 def write(output, mark="new", **kwargs):
     folder = OutputFolder(output, **kwargs)
     with folder as partial:
-        (partial / "config.json").write_text(mark)
+        (partial / "config.json").write_text(text(mark))
         folder.commit()
 
 
 def test_nothing_is_at_the_place_before_the_commit_and_everything_after_it(tmp_path):
     folder = OutputFolder(tmp_path / "deep" / "out")
     with folder as partial:
-        (partial / "config.json").write_text("new")
+        (partial / "config.json").write_text(text("new"))
         assert names(tmp_path / "deep") == [".out.partial"]
         folder.commit()
     assert names(tmp_path / "deep") == ["out"]
@@ -55,7 +61,7 @@ def test_work_that_fails_leaves_the_old_checkpoint(tmp_path):
     with pytest.raises(ZeroDivisionError), OutputFolder(tmp_path / "out", overwrite=True):
         raise ZeroDivisionError
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
 def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
@@ -70,10 +76,10 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "rename", full_disk)
     with pytest.raises(OSError, match="No space left"), folder as partial:
-        (partial / "config.json").write_text("new")
+        (partial / "config.json").write_text(text("new"))
         folder.commit()
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path):
@@ -91,7 +97,7 @@ def test_an_empty_folder_may_be_replaced_on_request(tmp_path):
     with pytest.raises(RequestError, match="exists"):
         OutputFolder(tmp_path / "out")
     write(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "config.json").read_text() == "new"
+    assert (tmp_path / "out" / "config.json").read_text() == text("new")
 
 
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
@@ -109,7 +115,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
 def test_the_output_may_lie_neither_inside_the_base_nor_around_it(tmp_path):
     base = checkpoint(tmp_path / "run" / "checkpoint-5")
     checkpoint(tmp_path / "run" / "other")
-    (tmp_path / "run" / "config.json").write_text("old")
+    (tmp_path / "run" / "config.json").write_text(text("old"))
     (tmp_path / "link").symlink_to(base)
     for inside in (base, base / "out", base / "a" / "b", tmp_path / "link", tmp_path / "link" / "out"):
         for overwrite in (True, False):
@@ -126,7 +132,7 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
     for mark in ("first", "second", "third"):
         write(tmp_path / "link", mark, overwrite=True)
-        assert (tmp_path / "real" / "out" / "config.json").read_text() == mark
+        assert (tmp_path / "real" / "out" / "config.json").read_text() == text(mark)
     assert (tmp_path / "link").is_symlink()
     assert names(tmp_path) == ["link", "real"]
     assert names(tmp_path / "real") == ["out"]
@@ -149,6 +155,7 @@ def test_too_little_disk_is_told_before_work_begins(tmp_path, monkeypatch, base)
 
 def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monkeypatch, base):
     (tmp_path / ".out.partial" / "sub").mkdir(parents=True)
+    (tmp_path / ".out.partial" / MARK).touch()
     (tmp_path / ".out.partial" / "model.safetensors").write_bytes(bytes(80_000_000))
     (tmp_path / ".out.partial" / "sub" / "x").write_text("x")
     (tmp_path / ".out.partial" / "link").symlink_to(base)
@@ -166,7 +173,7 @@ def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
     with pytest.raises(RequestError, match="exists"):
         upscaled(base, tmp_path / "out")
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert (tmp_path / "out" / "config.json").read_text() == text("old")
 
 
 def test_what_a_run_killed_after_its_commit_left_aside_is_cleaned_up(tmp_path):
@@ -174,21 +181,21 @@ def test_what_a_run_killed_after_its_commit_left_aside_is_cleaned_up(tmp_path):
     checkpoint(tmp_path / "out", "old")
     write(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "new"
+    assert (tmp_path / "out" / "config.json").read_text() == text("new")
 
 
 def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp_path, base):
     first = OutputFolder(tmp_path / "out")
     with first as partial:
-        (partial / "config.json").write_text("first")
+        (partial / "config.json").write_text(text("first"))
         with pytest.raises(
             RequestError, match=r"out is being written by another run. Wait for it, or choose another folder"
         ):
             upscaled(base, tmp_path / "out")
         upscaled(base, tmp_path / "other")
-        assert (partial / "config.json").read_text() == "first"
+        assert (partial / "config.json").read_text() == text("first")
         first.commit()
-    assert (tmp_path / "out" / "config.json").read_text() == "first"
+    assert (tmp_path / "out" / "config.json").read_text() == text("first")
     assert names(tmp_path) == ["other", "out"]
 
 
@@ -198,7 +205,7 @@ def test_a_run_that_was_planned_before_another_finished_does_not_replace_its_out
     with pytest.raises(RequestError, match="out exists; pass --overwrite"), late:
         pass
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "first"
+    assert (tmp_path / "out" / "config.json").read_text() == text("first")
 
 
 def test_a_run_does_not_undo_the_commit_of_another(tmp_path, monkeypatch):
@@ -220,11 +227,11 @@ def test_a_run_does_not_undo_the_commit_of_another(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", watched)
     with first as partial:
-        (partial / "config.json").write_text("new")
+        (partial / "config.json").write_text(text("new"))
         first.commit()
     assert refused == [True]
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "config.json").read_text() == "new"
+    assert (tmp_path / "out" / "config.json").read_text() == text("new")
 
 
 def test_every_file_is_forced_to_the_disk_before_the_folder_is_in_its_place(tmp_path, monkeypatch, base):

@@ -14,6 +14,7 @@ from midus_hf.version import __version__
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
     SMALL_MEMORY,
+    content_digest,
     edit_config,
     file_digests,
     load,
@@ -90,6 +91,7 @@ def test_the_config_remembers_what_was_done(family, shared_base, tmp_path):
         "seed": 3,
         "base_dtype": "float32",
         "base_config": json.loads((base / "config.json").read_text()),
+        "base_sha256": content_digest(read_tensors(base)),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, save_base
+from tests.upscalers.checkpoints import RECORD, SMALL_MEMORY, file_digests, save_base
 from upscalers import VerificationError, strip, upscale
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"
@@ -36,7 +36,7 @@ def test_the_tokenizer_reads_as_before_and_comes_back(tmp_path, of_family, token
     assert type(after) is type(before)
     assert after(TEXT).input_ids == before(TEXT).input_ids
     strip(tmp_path / "out", tmp_path / "stripped")
-    assert file_digests(tmp_path / "stripped") == file_digests(base)
+    assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
 
 
 def test_a_tokenizer_that_reads_otherwise_even_so_is_an_error(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel
+from upscalers.engine.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.engine.errors import RequestError, one_line
 from upscalers.engine.families import MEMORY_PREFIX, Config
 from upscalers.engine.memory_shapes import is_buffer
@@ -16,7 +17,7 @@ from upscalers.engine.model_card import model_card
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
 from upscalers.engine.progress import Progress, shown
-from upscalers.engine.provenance import CONFIG_KEY, base_record, config_entry, paper_entry, write_record
+from upscalers.engine.provenance import CONFIG_KEY, DIGEST_KEY, base_record, config_entry, paper_entry, write_record
 from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.report import Bytes, Identity, ParameterCounts
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
@@ -55,6 +56,7 @@ class Job:
         self.layers = self.method.recipes(self.base, self.plan, self.seed)
         self.tensors = self._tensors()
         self.record: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}
         self.measurements: list[Measurement] = []
         self.kl_divergence: float | None = None
 
@@ -111,14 +113,22 @@ class Job:
         imports = threading.Thread(target=_import_slow_modules, daemon=True)
         imports.start()
         shards = split_shards(self.tensors, max_shard_bytes)
-        with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in self.tensors), len(shards)):
-            (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-            # Two threads must not import transformers at once: its lazy modules do not stand it.
+        # Where base layers were dropped, `strip` has nothing to give back that could be confirmed.
+        digested = TensorDigests(self.base.tensors, {} if self.plan.dropped_layers else weight_names(self.base))
+        num_bytes = sum(tensor.num_bytes for tensor in self.tensors)
+        with folder as partial, shown(progress, num_bytes, len(shards)), digested as digests:
+            self._write_config(partial)
+
+            def before_building() -> None:
+                digests.begin()
+                imports.join()  # two threads must not import transformers at once: its lazy modules do not stand it
+
             writer = CheckpointWriter(
                 self.base.tensors,
                 scan=verify and not allow_nan,
-                before_building=imports.join,
+                before_building=before_building,
                 progress=progress,
+                copied=digests.add,
             )
             written = writer.write(partial, shards)
             self.measurements = written.measurements
@@ -127,10 +137,14 @@ class Job:
             progress.stage("checking")
             self._write_siblings(partial)
             identity = self._verify(partial, shards, verify)
+            self.digests = digests.finish()
             self._write_provenance(partial, identity)
             progress.stage("syncing")
             folder.commit()
         return identity, Bytes(written.bytes_read, written.bytes_written)
+
+    def _write_config(self, partial: Path) -> None:
+        (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
     def _write_siblings(self, partial: Path) -> None:
         copy_travelling_files(self.source.folder, partial)
@@ -144,7 +158,7 @@ class Job:
 
             write_code(partial, config)
             self.config["auto_map"] = config.to_dict()["auto_map"]
-            (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+            self._write_config(partial)
 
     def _verify(self, partial: Path, shards: dict[str, list[OutputTensor]], verify: bool) -> Identity:
         from upscalers.engine.verify import check_blocks, compare_logits
@@ -167,6 +181,9 @@ class Job:
 
         counts = self.counts()
         entry = self.config[CONFIG_KEY]
+        if self.digests:
+            entry[DIGEST_KEY] = content_sha256(self.digests)
+            self._write_config(partial)
         request = {
             "base": self.source.label,
             "method": self.method.name,
@@ -186,7 +203,7 @@ class Job:
                 **entry,
                 **self.record,
                 "dtype": self.dtype,
-                "base": base_record(self.base, self.source.label, self.source.revision),
+                "base": base_record(self.base, self.source.label, self.source.revision, self.digests),
                 "parameters": vars(counts),
                 "identity": vars(identity),
                 "promises_identity": self.method.promises_identity,

@@ -1,5 +1,6 @@
 """The output folder: built beside its place under another name, and moved there only when it is complete."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -7,8 +8,10 @@ from pathlib import Path
 from types import TracebackType
 
 from upscalers.engine.errors import RequestError
+from upscalers.engine.ownership import check_replaceable, is_replaceable, listed
 
-_CHECKPOINT_MARK = "config.json"
+MARK = ".written-by-upscale"
+"""A file in folders that are half written or half deleted: the next run to the same output may remove them."""
 
 
 class OutputFolder:
@@ -16,12 +19,13 @@ class OutputFolder:
 
     The work goes on in `.NAME.partial`. What a killed run left there is removed by the next run to the same output; a
     run that is still alive holds a lock on it. An output that is to be replaced is moved aside to `.NAME.replaced` for
-    the moment between two renames, and moved back by the next run should the process be killed in that moment.
+    the moment between two renames, and moved back by the next run should the process be killed in that moment. Folders
+    of these names that no run left are a person's: they are refused and stay as they are.
 
     Args:
         path: The output. A link stands for what it points to.
         base: The base folder, which must neither contain the output nor lie inside it; None if there is none.
-        overwrite: Whether an existing checkpoint may be replaced.
+        overwrite: Whether an existing checkpoint may be replaced, if `check_replaceable` lets it pass.
 
     Raises:
         RequestError: If the output exists, lies inside the base or around it, cannot be written, or is being written by another run.
@@ -38,7 +42,11 @@ class OutputFolder:
         self._check()
 
     def _recover(self) -> None:
-        if self._replaced.exists() and not self.path.exists():
+        if not self._replaced.exists() or self.path.exists():
+            return
+        if (self._replaced / MARK).exists() or not any(self._replaced.iterdir()):
+            _delete(self._replaced)  # a run was at it when it was killed, with the new output in its place
+        else:
             self._replaced.rename(self.path)
 
     def _check(self) -> None:
@@ -55,14 +63,19 @@ class OutputFolder:
                 raise RequestError(
                     f"output {self.path} exists; pass --overwrite to replace it, or choose another folder."
                 )
-            if not self.path.is_dir() or (any(self.path.iterdir()) and not (self.path / _CHECKPOINT_MARK).is_file()):
-                raise RequestError(
-                    f"output {self.path} is no checkpoint (it has no {_CHECKPOINT_MARK}), so --overwrite will not delete it. "
-                    "Choose another folder."
-                )
+            check_replaceable(self.path)
+        self._check_siblings()
         ancestor = next(parent for parent in self.path.parents if parent.exists())
         if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
             raise RequestError(f"output {self.path} cannot be made: {ancestor} is not a writable folder.")
+
+    def _check_siblings(self) -> None:
+        for sibling in (self.partial, self._replaced):
+            if os.path.lexists(sibling) and not _is_left_over(sibling):
+                raise RequestError(
+                    f"{sibling} is in the way of output {self.path}: upscale works in folders of that name and deletes them, but "
+                    f"no run of it left this one ({_described(sibling)}). Move it elsewhere, or choose another output."
+                )
 
     def check_space(self, num_bytes: int) -> None:
         """Check that the disk has room for `num_bytes`.
@@ -85,9 +98,8 @@ class OutputFolder:
         try:
             self._recover()
             self._check()  # again, now that no other run can change what it sees
-            shutil.rmtree(self._replaced, ignore_errors=True)
-            for left_over in self.partial.iterdir():
-                shutil.rmtree(left_over) if left_over.is_dir() and not left_over.is_symlink() else left_over.unlink()
+            _delete(self._replaced)
+            _clear(self.partial)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -108,29 +120,74 @@ class OutputFolder:
             raise RequestError(
                 f"output {self.path} is being written by another run. Wait for it, or choose another folder."
             )
+        try:
+            self._check_siblings()
+            (self.partial / MARK).touch()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.partial.rmdir()  # goes only where it is empty
+            os.close(lock)
+            raise
         self._lock = lock
 
     def commit(self) -> None:
-        """Put the folder in its place; its files must already be on the disk."""
+        """Put the folder in its place; its files must already be on the disk.
+
+        Raises:
+            RequestError: If what is at its place has become something that may not be replaced.
+        """
         for file in self.partial.rglob("*"):
             sync(file)
+        self._check()  # again, since the work may have taken hours
+        (self.partial / MARK).unlink()
         sync(self.partial)
         if self.path.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
+            _delete(self._replaced)
             self.path.rename(self._replaced)
         self.partial.rename(self.path)
         self._committed = True
         sync(self.path.parent)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        _delete(self._replaced)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._committed:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            _delete(self.partial)
             self._recover()
         if self._lock is not None:
             os.close(self._lock)
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether a run of ours left a folder behind: an empty one, one with the mark, or a whole checkpoint of ours."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        return (folder / MARK).is_file() or is_replaceable(folder)
+    except FileNotFoundError:
+        return True  # the run that it belongs to is moving or deleting it
+
+
+def _described(path: Path) -> str:
+    if path.is_symlink() or not path.is_dir():
+        return "a link" if path.is_symlink() else "a file"
+    return listed(sorted(os.listdir(path)))
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name != MARK:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder of ours, its mark last, so that one that is half deleted is still known as ours."""
+    with contextlib.suppress(OSError):
+        (folder / MARK).touch()
+        _clear(folder)
+        (folder / MARK).unlink()
+        folder.rmdir()
 
 
 def sync(path: Path) -> None:

@@ -15,6 +15,8 @@ from upscalers.engine.safetensors_format import TORCH_NAMES
 
 RECORD_FILE = "upscale.json"
 CONFIG_KEY = "upscale"
+STRIPPED_KEY = "stripped"
+DIGEST_KEY = "base_sha256"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Config:
@@ -39,8 +41,8 @@ def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
     return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
 
 
-def base_record(base: BaseModel, name: str, revision: str | None) -> dict[str, Any]:
-    """What identifies the base, and how its files were laid out."""
+def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
+    """What identifies the base, the digest of each of its weights, and how its files were laid out."""
     files: dict[str, list[tuple[int, str]]] = {}
     digest = hashlib.sha256()
     for tensor_name, tensor in base.tensors.items():
@@ -52,6 +54,7 @@ def base_record(base: BaseModel, name: str, revision: str | None) -> dict[str, A
         "revision": revision,
         "dtype": base.dtype,
         "layout_sha256": digest.hexdigest(),
+        "tensor_sha256": digests,
         "files": {file: [tensor_name for _, tensor_name in sorted(names)] for file, names in sorted(files.items())},
     }
 
@@ -73,19 +76,28 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def is_record(record: Any) -> bool:
+    """Whether the content of an `upscale.json` is what `upscale` or `strip` writes there."""
+    return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
+
+
+def has_config_entry(config: Config) -> bool:
+    """Whether a config has the entry that `upscale` writes."""
+    entry = config.get(CONFIG_KEY)
+    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
+
+
 def read_config_entry(config: Config, folder: Path) -> Config:
     """The config's entry.
 
     Raises:
         RequestError: If the model was not made by `upscale`.
     """
-    entry = config.get(CONFIG_KEY)
-    needed = {"method", "plan", "base_config", "new_layers"}
-    if not isinstance(entry, dict) or not needed <= entry.keys():
+    if not has_config_entry(config):
         raise RequestError(
             f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
         )
-    return entry
+    return config[CONFIG_KEY]
 
 
 def read_plan(entry: Config, model: BaseModel) -> Plan:

@@ -60,7 +60,7 @@ def upscale(
         verify: Compare both models' logits and refuse NaN in the base; otherwise each new block is checked alone.
             Default: True.
         allow_nan: Let NaN in the base pass. Default: False.
-        overwrite: Replace an existing checkpoint. Default: False.
+        overwrite: Replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is beside it. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
         progress: Told of every step. Default: silent.
 

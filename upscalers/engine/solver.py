@@ -160,10 +160,11 @@ def num_workers(solvers: Sequence[Solver]) -> int:
     if limits:
         return max(1, min(*limits, len(solvers)))
     largest = max(solver.work_bytes for solver in solvers)
-    return max(1, min(_num_processors(), len(solvers), _available_bytes() // 2 // max(1, largest)))
+    return max(1, min(num_processors(), len(solvers), _available_bytes() // 2 // max(1, largest)))
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
+    """Processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

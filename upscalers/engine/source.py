@@ -84,13 +84,14 @@ def resolve_source(name: str, config_only: bool = False) -> Iterator[Source]:
 
 def copy_travelling_files(folder: Path, target: Path) -> None:
     """Copy what belongs to a model beside its weights and config: tokenizer, chat templates, generation config, licence."""
-    for file in _travelling_files(folder):
+    for file in travelling_files(folder):
         place = target / file.relative_to(folder)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, place)
 
 
-def _travelling_files(folder: Path) -> list[Path]:
+def travelling_files(folder: Path) -> list[Path]:
+    """What a folder holds of that, sorted."""
     found = {file for pattern in _TRAVELLING for file in folder.glob(pattern)}
     return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 

@@ -1,18 +1,28 @@
 """Taking the new layers out again."""
 
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel, open_base, read_config
+from upscalers.engine.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import MEMORY_PREFIX, Config
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
 from upscalers.engine.progress import NoProgress, Progress, shown
-from upscalers.engine.provenance import read_config_entry, read_plan, read_record
+from upscalers.engine.provenance import (
+    DIGEST_KEY,
+    STRIPPED_KEY,
+    read_config_entry,
+    read_plan,
+    read_record,
+    write_record,
+)
 from upscalers.engine.recipes import Copy
 from upscalers.engine.safetensors_format import TORCH_NAMES
 from upscalers.engine.source import copy_travelling_files, resolve_source
@@ -27,16 +37,19 @@ def strip(
 ) -> dict[str, Any]:
     """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
 
-    What training changed in base layers stays changed; what `--dtype` cast stays cast.
+    What training changed in base layers stays changed; what `--dtype` cast stays cast. Either is found by the digest of
+    the base that the config holds, and said. A small `upscale.json` beside it says what it was stripped from.
 
     Args:
         model: An upscaled checkpoint, trained or not.
         output: The folder to make.
-        overwrite: Replace an existing checkpoint. Default: False.
+        overwrite: As for `upscale`. Default: False.
         progress: Told of every step. Default: silent.
 
     Returns:
-        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "bytes_written", "seconds"}`.
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "base_confirmed", "differing_tensors",
+        "bytes_written", "seconds"}`. `base_confirmed` says whether the weights are the base's, byte for byte; None where the
+        model was upscaled before that was recorded. `differing_tensors` is how many are not; None where that is not known.
 
     Raises:
         RequestError: If the model was not made by `upscale`, or the output cannot be made.
@@ -57,13 +70,23 @@ def strip(
         shards = _base_shards(tensors, record)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         folder.check_space(sum(tensor.num_bytes for tensor in tensors))
-        with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in tensors), len(shards)):
-            written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
+        digested = TensorDigests(opened.tensors, _digested_names(opened, tensors) if DIGEST_KEY in entry else {})
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        with folder as partial, shown(progress, num_bytes, len(shards)), digested as digests:
+            digests.begin()
+            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
+            written = writer.write(partial, shards)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
             config = _base_config(entry, opened, progress)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             open_base(partial)
+            comparison = _compare(digests.finish(), entry, record)
+            if comparison.confirmed is False:
+                progress.warn(comparison.warning)
+            what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
+            version = importlib.metadata.version("midus-hf")
+            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
                 _write_code(partial)
             progress.stage("syncing")
@@ -74,8 +97,53 @@ def strip(
         "model_type": entry["base_config"].get("model_type"),
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
+        **comparison.told,
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
+    }
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Whether the weights are the base's, byte for byte, and how many tensors are not; None where it is not known."""
+
+    confirmed: bool | None
+    differing: int | None
+    total: int
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"base_confirmed": self.confirmed, "differing_tensors": self.differing}
+
+    @property
+    def warning(self) -> str:
+        which = "the weights are" if self.differing is None else f"{self.differing} of {self.total} tensors are"
+        return (
+            f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, go "
+            "back to it."
+        )
+
+
+def _compare(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> _Comparison:
+    if not digests:
+        return _Comparison(None, None, 0)
+    if content_sha256(digests) == entry[DIGEST_KEY]:
+        return _Comparison(True, 0, len(digests))
+    base = record.get("base")
+    recorded = base.get("tensor_sha256") if isinstance(base, dict) else None
+    if not isinstance(recorded, dict) or content_sha256(recorded) != entry[DIGEST_KEY]:
+        return _Comparison(False, None, len(digests))
+    differing = sum(recorded.get(name) != digest for name, digest in digests.items())
+    return _Comparison(False, differing, len(digests))
+
+
+def _digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, str]:
+    """Where each weight of the base stands in the upscaled model, and its name for the base's digest."""
+    weights = weight_names(model)
+    return {
+        tensor.recipe.source: tensor.name.removeprefix(model.prefix)
+        for tensor in tensors
+        if isinstance(tensor.recipe, Copy) and tensor.recipe.source in weights
     }
 
 

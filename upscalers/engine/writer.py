@@ -87,6 +87,7 @@ class CheckpointWriter:
         scan: Whether to look at every value that is copied and refuse NaN.
         before_building: Called once, when all that can be copied without torch is copied. Default: nothing.
         progress: Told of every step. Default: silent.
+        copied: Called with the name of each base tensor that was just copied. Default: nothing.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class CheckpointWriter:
         scan: bool,
         before_building: Callable[[], None] = lambda: None,
         progress: Progress | None = None,
+        copied: Callable[[str], None] = lambda name: None,
     ):
         self._sources = sources
         self._scan = scan
         self._before_building = before_building
         self._progress: Progress = progress or NoProgress()
+        self._copied = copied
         self._bytes_read = 0
         self._open_files: dict[Path, int] = {}
         self._reading = threading.Lock()
@@ -182,6 +185,7 @@ class CheckpointWriter:
         assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
         copy_bytes(self._file_of(source), source.start, target, start, source.num_bytes)
         self._bytes_read += source.num_bytes
+        self._copied(tensor.recipe.source)
         self._progress.advance(tensor.num_bytes)
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
@@ -206,6 +210,8 @@ class CheckpointWriter:
                 data = _to_bytes(values, tensor)
                 write_all(target, data, start)
                 start += len(data)
+            if isinstance(tensor.recipe, Copy):
+                self._copied(tensor.recipe.source)
         else:
             built = tensor.recipe.build(self._read)
             assert tuple(built.shape) == tuple(tensor.recipe.shape), (tensor.name, built.shape)

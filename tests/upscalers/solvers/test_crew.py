@@ -219,7 +219,7 @@ def test_interrupted_while_work_is_handed_out_the_running_solvers_stop(place, mo
 )
 def test_how_many_work_at_once(solvers, processors, available, work_bytes, workers, expected, monkeypatch):
     monkeypatch.setattr(engine, "_available_bytes", lambda: available)
-    monkeypatch.setattr(engine, "_num_processors", lambda: processors)
+    monkeypatch.setattr(engine, "num_processors", lambda: processors)
     crew = [Steps(str(index), workers=workers) for index in range(solvers)]
     crew[0].work_bytes = work_bytes  # the largest counts
     assert num_workers(crew) == expected
@@ -234,7 +234,7 @@ def test_available_memory_is_what_the_kernel_says():
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_torchs_threads_are_shared_out_and_set_back_afterwards(workers, place, monkeypatch):
     before, seen = torch.get_num_threads(), []
-    monkeypatch.setattr(engine, "_num_processors", lambda: 4)
+    monkeypatch.setattr(engine, "num_processors", lambda: 4)
     torch.set_num_threads(4)
     try:
         look = lambda step: seen.append(torch.get_num_threads())  # noqa: E731

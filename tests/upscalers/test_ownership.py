@@ -1,0 +1,267 @@
+"""`--overwrite` deletes what this package wrote, and nothing that a person put there."""
+
+import json
+import re
+import shutil
+
+import pytest
+from transformers import AutoConfig
+
+from midus_hf.models.export import write_code
+from midus_hf.training.output_folder import CONFIG_NAME, LOG_NAME
+from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
+from tests.upscalers.dense.requests import REQUESTS
+from tests.upscalers.test_provenance import tokenizer
+from upscalers import RequestError, strip, upscale
+from upscalers.engine.job import Job
+from upscalers.engine.output_folder import MARK, OutputFolder
+from upscalers.engine.ownership import check_replaceable, foreign_files, is_replaceable
+
+
+def upscaled(base, output, **request):
+    upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, "verify": False, **request})
+    return output
+
+
+def entries(folder):
+    """Every file and folder, hidden ones too, and what the files hold."""
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def project(folder, config="{}"):
+    """A person's work, with a `config.json` of its own."""
+    for name in (".git", "src/deep"):
+        (folder / name).mkdir(parents=True)
+    for name in (".git/HEAD", "src/main.py", "src/deep/x.py", "notes.txt", "README.md"):
+        (folder / name).write_text(name)
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+@pytest.fixture(params=["upscale", "strip"])
+def replacing(request, command, base, tmp_path):
+    """Try to replace a folder, by either command; its outcome."""
+    upscaled(base, tmp_path / "model")
+
+    def replace(output):
+        if request.param == "strip":
+            return command("strip", tmp_path / "model", "--output", output, "--overwrite")
+        arguments = ("--base", base, "--method", "midus-hml", "--set", "n=8", "--set", "k=2", "--no-verify")
+        return command(*arguments, "--output", output, "--overwrite")
+
+    return replace
+
+
+def refused(outcome, output):
+    """The message with which a folder was refused that is as it was."""
+    assert (outcome.status, outcome.out) == (2, "")
+    assert not [path for path in output.parent.iterdir() if path.name.startswith(".")]
+    return outcome.err
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "llama"}', "no JSON", "[]", '{"upscale": true}'])
+def test_a_project_with_a_config_is_left_untouched(replacing, tmp_path, config):
+    output = project(tmp_path / "project", config)
+    before = entries(output)
+    message = refused(replacing(output), output)
+    assert (
+        f"output {output} was not written by upscale or strip, so --overwrite will not delete it: its config.json has no 'upscale' "
+        "entry, it has no upscale.json of theirs, and it holds .git/, notes.txt, src/. Choose another folder, or remove it yourself."
+    ) in message
+    assert entries(output) == before
+
+
+def test_a_project_around_a_checkpoint_of_ours_is_left_untouched(replacing, base, tmp_path):
+    output = upscaled(base, tmp_path / "out")
+    config = (output / "config.json").read_text()
+    project(output, config)
+    before = entries(output)
+    message = refused(replacing(output), output)
+    assert (
+        f"output {output} holds what no checkpoint has, and --overwrite would delete it: .git/, notes.txt, src/; expected "
+        "nothing but weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+    ) in message
+    assert entries(output) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt", "thesis.tex", ".env", ".git/HEAD", "src/main.py", "train.py", "modeling_mine.py", "data.safetensors",
+        "model.safetensors.bak", "config.json.bak", "checkpoint-5/trainer_state.json", "optimizer.pt", "runs/events",
+        "adapter_model.safetensors", "vocabulary/words.txt", "additional_chat_templates/notes.txt", ".cache/mine",
+        ".cache/huggingface", "original/consolidated.00.pth", "empty/",
+    ],
+)  # fmt: skip
+def test_anything_that_no_checkpoint_has_is_named(base, tmp_path, name):
+    output = upscaled(base, tmp_path / "out")
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).mkdir() if name.endswith("/") else (output / name).write_text("mine")
+    before = entries(output)
+    named = name if name.startswith((".cache", "additional")) else re.sub("/.*", "/", name)
+    with pytest.raises(RequestError, match=f"--overwrite would delete it: {re.escape(named)}; expected nothing but"):
+        upscaled(base, output, overwrite=True)
+    assert entries(output) == before
+
+
+def test_links_to_nowhere_and_folders_that_are_called_like_files_are_named(base, tmp_path):
+    output = upscaled(base, tmp_path / "out")
+    (output / "tokenizer.json").symlink_to(tmp_path / "nowhere")
+    (output / "vocab.json").mkdir()
+    (output / "model-00001-of-00002.safetensors").mkdir()
+    assert foreign_files(output) == ["model-00001-of-00002.safetensors/", "tokenizer.json", "vocab.json/"]
+
+
+def test_of_many_files_the_first_are_named_and_the_others_counted(base, tmp_path):
+    output = upscaled(base, tmp_path / "out")
+    for number in range(7):
+        (output / f"{number}.txt").touch()
+    with pytest.raises(RequestError, match=r"delete it: 0\.txt, 1\.txt, 2\.txt, 3\.txt and 3 more; expected"):
+        upscaled(base, output, overwrite=True)
+
+
+@pytest.mark.parametrize("record", [None, "{}", "no JSON", '{"plan": []}', '{"midus_hf": "0.1.0"}', "[]"])
+def test_a_checkpoint_of_somebody_else_is_left_untouched(replacing, tmp_path, record):
+    output = save_base(tmp_path / "theirs")
+    if record is not None:
+        (output / "upscale.json").write_text(record)
+    before = entries(output)
+    message = refused(replacing(output), output)
+    assert "theirs was not written by upscale or strip, so --overwrite will not delete it" in message
+    assert "it has no upscale.json of theirs. Choose another folder" in message
+    assert entries(output) == before
+
+
+def test_what_upscale_and_strip_wrote_is_replaced(replacing, base, tmp_path):
+    for output in (upscaled(base, tmp_path / "one"), strip(tmp_path / "one", tmp_path / "two")["output"]):
+        outcome = replacing(output)
+        assert outcome.status == 0, outcome.err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_model_that_was_saved_again_or_downloaded_is_replaced(replacing, base, tmp_path):
+    output = tmp_path / "saved"
+    load(upscaled(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
+    tokenizer().save_pretrained(output)
+    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", CONFIG_NAME, LOG_NAME):
+        (output / name).touch()
+    (output / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    (output / ".cache" / "huggingface" / "download" / "config.json.metadata").touch()
+    outcome = replacing(output)
+    assert outcome.status == 0, outcome.err
+    assert not (output / ".cache").exists() and not (output / LOG_NAME).exists()
+
+
+@pytest.mark.parametrize("method", [*SMALL, *REQUESTS])
+def test_every_output_may_be_replaced_with_all_that_travels_with_it(method, tmp_path):
+    base = save_base(tmp_path / "base", max_shard_size="30KB")
+    words = tokenizer()
+    words.chat_template = {"default": "{{ messages }}", "tool_use": "tools: {{ messages }}"}
+    words.save_pretrained(base)
+    for name in ("LICENSE", "NOTICE.txt", "USE_POLICY.md"):
+        (base / name).write_text("terms")
+    request = REQUESTS.get(method, {"options": SMALL.get(method)})
+    upscale(
+        base=base, method=method, output=tmp_path / "out", **{**request, "verify": False, "max_shard_size": "30KB"}
+    )
+    strip(tmp_path / "out", tmp_path / "stripped")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").is_file()
+    for output in (tmp_path / "out", tmp_path / "stripped"):
+        check_replaceable(output)
+        assert foreign_files(output) == []
+
+
+def test_shards_of_any_name_are_of_a_checkpoint_where_its_index_names_them(base, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(base, odd)
+    (odd / "model.safetensors").rename(odd / "weights.safetensors")
+    weight_map = dict.fromkeys(load(base).state_dict(), "weights.safetensors")
+    (odd / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    strip(upscaled(odd, tmp_path / "out"), tmp_path / "stripped")
+    assert (tmp_path / "stripped" / "weights.safetensors").is_file() and is_replaceable(tmp_path / "stripped")
+    (tmp_path / "stripped" / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5, "b": "notes.txt"}}')
+    (tmp_path / "stripped" / "notes.txt").touch()
+    assert foreign_files(tmp_path / "stripped") == ["notes.txt", "weights.safetensors"]
+
+
+def test_all_code_that_is_exported_belongs_to_a_checkpoint(family, shared_base, tmp_path):
+    output = upscaled(shared_base(family), tmp_path / "out")
+    written = write_code(tmp_path / "code", AutoConfig.from_pretrained(output))
+    assert len(written) > 10 and foreign_files(tmp_path / "code") == []
+
+
+def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp_path, monkeypatch):
+    output = upscaled(base, tmp_path / "out")
+    before = file_digests(output)
+
+    honest = Job._verify
+
+    def meanwhile(self, *_):
+        (output / "notes.txt").write_text("mine")
+        return honest(self, *_)
+
+    monkeypatch.setattr(Job, "_verify", meanwhile)
+    with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"):
+        upscaled(base, output, overwrite=True, seed=1)
+    (output / "notes.txt").unlink()
+    assert file_digests(output) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_what_appears_at_a_place_that_was_free_is_kept(base, tmp_path, monkeypatch):
+    honest = Job._verify
+
+    def meanwhile(self, *_):
+        project(tmp_path / "out")
+        return honest(self, *_)
+
+    monkeypatch.setattr(Job, "_verify", meanwhile)
+    with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it"):
+        upscaled(base, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "notes.txt"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("sibling", [".out.partial", ".out.replaced"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_path, sibling, overwrite):
+    theirs = project(tmp_path / sibling)
+    before = entries(tmp_path)
+    message = (
+        rf"{sibling} is in the way of output .*out: upscale works in folders of that name and deletes them, but no run of it left "
+        r"this one \(.git, README.md, config.json, notes.txt and 1 more\). Move it elsewhere, or choose another output."
+    )
+    for _ in range(2):
+        with pytest.raises(RequestError, match=message):
+            upscaled(base, tmp_path / "out", overwrite=overwrite)
+        assert entries(tmp_path) == before
+    (theirs / MARK).touch()
+    upscaled(base, tmp_path / "out", overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("sibling", [".out.partial", ".out.replaced"])
+def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_path, sibling):
+    (tmp_path / "theirs").mkdir()
+    for kind, make in (
+        ("a file", lambda path: path.write_text("x")),
+        ("a link", lambda path: path.symlink_to(tmp_path / "theirs")),
+    ):
+        make(tmp_path / sibling)
+        with pytest.raises(
+            RequestError, match=rf"{sibling} is in the way of output .*no run of it left this one .{kind}"
+        ):
+            upscaled(base, tmp_path / "out")
+        assert (tmp_path / sibling).exists() and not (tmp_path / "out").exists()
+        (tmp_path / sibling).unlink()
+
+
+def test_a_folder_that_appears_there_after_the_first_look_is_left_untouched(tmp_path):
+    for sibling in (".out.partial", ".out.replaced"):
+        folder = OutputFolder(tmp_path / "out")
+        project(tmp_path / sibling)
+        before = entries(tmp_path)
+        with pytest.raises(RequestError, match=f"{sibling} is in the way"), folder:
+            pass
+        assert entries(tmp_path) == before
+        shutil.rmtree(tmp_path / sibling)
