@@ -87,14 +87,21 @@ class BaseModel:
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Roles and shapes of a layer's tensors, by their name within the layer."""
-        return _expected_layer(self.family, self.config, self.inserted_memory.get(layer))
+        return expected_layer(self.family, self.config, self.inserted_memory.get(layer))
 
     def new_name(self, layer: int, name: str) -> str:
         """The full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
 
 
-def _expected_layer(family: Family, config: Config, memory_entry: Config | None) -> dict[str, LayerTensor]:
+def expected_layer(family: Family, config: Config, memory_entry: Config | None) -> dict[str, LayerTensor]:
+    """Roles and shapes of a layer's tensors, by their name within the layer.
+
+    Args:
+        family: The family of the model.
+        config: Its raw config.
+        memory_entry: The entry of the memory that the layer was inserted for; None for a layer of the family's own kind.
+    """
     tensors = family.layer_tensors(config)
     if memory_entry is None:
         return tensors
@@ -194,7 +201,7 @@ def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ..
     last = [name for name in outer if name != "model.embed_tokens.weight"]
     expected = {"model.embed_tokens.weight": outer["model.embed_tokens.weight"]}
     for layer in range(config["num_hidden_layers"]):
-        for name, tensor in _expected_layer(family, config, inserted.get(layer)).items():
+        for name, tensor in expected_layer(family, config, inserted.get(layer)).items():
             expected[f"model.layers.{layer}.{name}"] = tensor.shape
     return {**expected, **{name: outer[name] for name in last}}
 

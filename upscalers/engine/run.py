@@ -69,6 +69,7 @@ def upscale(
 
     Raises:
         RequestError: If the request cannot be carried out; nothing was written.
+        MethodError: If the method does not keep to its contract; nothing was written.
         VerificationError: If the result is not what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
     """
