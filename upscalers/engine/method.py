@@ -59,6 +59,22 @@ class Method(ABC):
     def __init__(self, options: Any):
         self.options = options
 
+    @classmethod
+    def check_declaration(cls, name: str) -> None:
+        """Refuse a class whose attributes do not say what it does.
+
+        Args:
+            name: That it is to be registered under.
+
+        Raises:
+            ValueError: With the attribute, what was expected and what helps.
+        """
+        if not isinstance(getattr(cls, "identity", None), bool):
+            raise ValueError(
+                f"method {name} has identity = {getattr(cls, 'identity', None)!r}; expected True or False: whether, with the "
+                "default options, the result computes what the base computes."
+            )
+
     @property
     def promises_identity(self) -> bool:
         """Whether, with these options, the upscaled model computes exactly what the base computes."""
@@ -158,7 +174,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        ValueError: If the name is not lower case words joined by hyphens, or is taken.
+        ValueError: If the name is not lower case words joined by hyphens, or is taken, or if the class does not say what it
+            does.
     """
     if name in METHODS:
         raise ValueError(f"method {name!r} is already registered; choose another name.")
@@ -166,6 +183,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:
+        cls.check_declaration(name)
         cls.name = name
         METHODS[name] = cls
         return cls
