@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.errors import RequestError
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
@@ -281,7 +281,10 @@ def family_of(config: Config) -> Family:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise RequestError(f"config.json has model_type = {model_type!r}; expected one of: {', '.join(FAMILIES)}.")
+        raise RequestError(
+            f"config.json has model_type = {model_type!r}; expected one of: {', '.join(FAMILIES)}. Restore the config.json that "
+            "the base was published with."
+        )
     if config.get("quantization_config"):
         method = (
             config["quantization_config"].get("quant_method", "unknown")
@@ -320,5 +323,9 @@ def family_of(config: Config) -> Family:
         )
     native_type = model_type.removeprefix(MEMORY_PREFIX)
     if native_type not in FAMILIES:
-        raise RequestError(f"model_type {model_type!r} is not supported. {near_matches(native_type, FAMILIES)}")
+        # No near match is offered: under the name of another architecture a base may load and compute something else.
+        raise RequestError(
+            f"model_type {model_type!r} is not supported; expected one of: {', '.join(FAMILIES)}. A family is added "
+            "(CONTRIBUTING.md), not renamed: as another one it may load and still be a different model."
+        )
     return FAMILIES[native_type]

@@ -127,7 +127,7 @@ ATTENUATED_COPY = [
     ("llama", ["--set", "scale={down:}"], "scale.down is None; expected a finite number."),
     ("llama", ["--set", "scale={o_proj: 0.5}"], NO_ROLE.format("o_proj", "Did you mean 'output_projection'")),
     ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
-    ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Did you mean ")),
+    ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
 ]  # fmt: skip
 SLICES = [
