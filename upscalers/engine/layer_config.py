@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+from upscalers.engine.attention_pattern import implying_its_types, keeps_pattern
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config
@@ -33,7 +34,8 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
 
     Returns:
         A new config with `num_hidden_layers` and every per-layer list brought up to date. Types that the base leaves
-        implied are written out, since what its family would imply from the index is wrong after an insertion.
+        implied are written out, since what its family would imply from the index is wrong after an insertion; values that
+        imply them are set so that they imply these, where they can.
 
     Raises:
         RequestError: If a list as long as the model has layers, or a mapping by layer index, stands anywhere in the config
@@ -51,7 +53,7 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
             if isinstance(layer, Base) and layer.index in entry["layers"]
         )
     followed["num_hidden_layers"] = plan.num_layers
-    return followed
+    return implying_its_types(base.family, followed) if keeps_pattern(base) else followed
 
 
 class _Followed:
