@@ -1,6 +1,7 @@
 """The base checkpoint: its config, its family, and where each of its tensors lies."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config, Family, LayerTensor, family_of
 from upscalers.engine.memory_shapes import is_buffer, kept_roles, memory_by_layer, memory_shapes
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
+from upscalers.engine.tokenizer import has_tokenizer
 
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
@@ -219,15 +221,25 @@ def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor
         file.name for pattern in _PICKLED for file in folder.glob(pattern) if file.name != "training_args.bin"
     )
     if pickled:
-        raise RequestError(pickled_message(str(folder), pickled[0]))
+        raise RequestError(pickled_message(str(folder), pickled[0], has_tokenizer(os.listdir(folder))))
     raise RequestError(f"{folder} has no model.safetensors and no model.safetensors.index.json; expected one of them.")
 
 
-def pickled_message(base: str, file: str) -> str:
-    """What to say of a base whose weights are pickled: that they are never loaded, and how to convert them."""
+def pickled_message(base: str, file: str, with_tokenizer: bool = True) -> str:
+    """What to say of a base whose weights are pickled: that they are never loaded, and how to convert them.
+
+    Args:
+        base: A folder or a hub id.
+        file: One of its pickled files.
+        with_tokenizer: Whether it has a tokenizer, which is saved as well. Default: True.
+    """
+    classes = {"M": "AutoModelForCausalLM", "T": "AutoTokenizer"} if with_tokenizer else {"M": "AutoModelForCausalLM"}
+    imported = ", ".join(f"{name} as {letter}" for letter, name in classes.items())
+    saved = "; ".join(f"{letter}.from_pretrained({base!r}).save_pretrained('OUT')" for letter in classes)
+    code = re.sub(r'([\\"$`])', r"\\\1", f"from transformers import {imported}; {saved}")
     return (
         f"the base has pickled weights ({file}), which are never loaded; expected safetensors. Convert it with "
-        f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{base}').save_pretrained('OUT')\"."
+        f'python -c "{code}" and pass --base OUT.'
     )
 
 
