@@ -110,7 +110,8 @@ class Method(ABC):
         policy = self._policy(placement)
         period = base.family.period_of(base.config)
         indices = place(policy, base.num_layers, num_new_layers, period)
-        plan = insertion_plan(base.num_layers, indices, period or 1 if in_whole_periods(policy) else 1)
+        phases = period if period is not None and in_whole_periods(policy) else 1
+        plan = insertion_plan(base.num_layers, indices, phases)
         layers = list(plan.layers)
         for number, index in enumerate(plan.new_indices):
             layer = layers[index]

@@ -118,7 +118,7 @@ class Slices(DenseMethod):
     def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
         period = base.family.period_of(base.config) or 1
         if period == 1:
-            return "Slices in the order of the base keep the pattern where each layer is one of its kind in a row."
+            return "Slices keep the pattern where no sliding layer stands before a full one."
         return f"Slices keep the pattern where every layer moves by a multiple of {period}."
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
