@@ -57,12 +57,13 @@ def run(
     method: Annotated[str | None, typer.Option(help="See 'upscale methods'.", metavar="NAME")] = None,
     output: Annotated[str | None, typer.Option(help="Folder to make; needed unless --dry-run.", metavar="DIR")] = None,
     num_new_layers: Annotated[
-        int | None, typer.Option(help="New layers to insert.  [default: half the base's]", metavar="K")
+        int | None, typer.Option(help="New layers to insert.  [default: half the base's, or near it]", metavar="K")
     ] = None,
     placement: Annotated[
         str | None,
         typer.Option(
-            help="distributed, top-heavy, bottom-heavy, llama-pro, or indices in the result.  [default: the method's]",
+            help="distributed, top-heavy, bottom-heavy, llama-pro, whole-periods (keeps a pattern of sliding and full "
+            "attention), or indices in the result.  [default: the method's]",
             metavar="POLICY|I,J,K",
         ),
     ] = None,

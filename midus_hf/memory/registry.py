@@ -1,7 +1,6 @@
 """What every memory layer has in common, and the table of those that exist."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -120,9 +119,7 @@ def parse_memory_entry(entry: dict[str, Any]) -> tuple[type[MemoryModule], Memor
         )
     name = entry.get("type")
     if not isinstance(name, str) or name not in MEMORY_TYPES:
-        near = difflib.get_close_matches(str(name), MEMORY_TYPES)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"memory type is {name!r}; expected one of {sorted(MEMORY_TYPES)}.{hint}")
+        raise ValueError(f"memory type is {name!r}; expected one of {sorted(MEMORY_TYPES)}.")
     memory_class = MEMORY_TYPES[name]
     fields = {field.name: field for field in dataclasses.fields(memory_class.options_class)}
     given = {key: value for key, value in entry.items() if key != "type"}

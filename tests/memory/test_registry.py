@@ -34,8 +34,8 @@ def test_an_entry_that_names_no_sizes_gets_those_of_the_paper():
     "entry, message",
     [
         ({"layers": [1]}, r"memory type is None; expected one of \['headwise'"),
-        ({"type": "head-wise", "layers": [1]}, r"memory type is 'head-wise'; .* Did you mean 'headwise'\?"),
-        ({"type": "Headwise", "layers": [1]}, r"Did you mean 'headwise'\?"),
+        ({"type": "head-wise", "layers": [1]}, r"memory type is 'head-wise'; expected one of \['headwise', .*\]\.$"),
+        ({"type": "Headwise", "layers": [1]}, r"memory type is 'Headwise'; expected one of \['headwise', .*\]\.$"),
         ({"type": "attention", "layers": [1]}, r"memory type is 'attention'; expected one of \[.*\]\.$"),
         ({"type": ["headwise"], "layers": [1]}, r"memory type is \['headwise'\]; expected one of"),
         ({"type": "headwise"}, r"type 'headwise' has no 'layers'; expected the indices of the layers that hold it"),

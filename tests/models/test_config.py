@@ -88,7 +88,7 @@ def test_a_config_does_not_share_its_entries_with_the_caller(family):
         ([{"type": "headwise", "layers": [-1]}], r"'headwise' names layer -1; expected 0 <= layer < 6"),
         ([{"type": "headwise", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
         ([ENTRY, {"type": "headwise", "layers": [4]}], r"layer 4 holds two inserted memories; expected at most one"),
-        ([{"type": "headwize", "layers": [1]}], r"memory type is 'headwize'; .*Did you mean 'headwise'\?"),
+        ([{"type": "headwize", "layers": [1]}], r"memory type is 'headwize'; expected one of \['headwise', .*\]\.$"),
         ([{**ENTRY, "slots": 9}], r"unknown keys \['slots'\]; it knows \['gate', .*'layers', 'n', "),
         ([{"type": "headwise"}], r"has no 'layers'"),
         ([{**ENTRY, "k": 9}], r"k is 9; expected 1 <= k <= n = 8"),

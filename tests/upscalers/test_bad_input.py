@@ -115,7 +115,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     "config no object": (replace("config.json", "[1]"), "config.json holds a list; expected a JSON object"),
     "config of endless digits": (replace("config.json", "1" * 5000), "config.json is not JSON"),
     "config nested without end": (replace("config.json", '{"a":' * 100_000), "config.json is not JSON"),
-    "unknown family": (config(model_type="lama"), "model_type 'lama' is not supported. Did you mean 'llama'"),
+    "unknown family": (config(model_type="lama"), "model_type 'lama' is not supported; expected one of: .* A family is added"),
     "no family": (config(model_type=...), "config.json has model_type = None; expected one of: llama"),
     "no layers": (config(num_hidden_layers=0), "num_hidden_layers = 0; expected an integer from 1 to 10000"),
     "layers as text": (config(num_hidden_layers="4"), "num_hidden_layers = '4'; expected an integer"),

@@ -65,6 +65,30 @@ def test_lists_of_one_entry_a_layer_follow_and_lists_of_indices_are_translated()
     assert result["mlp_only_layers"] == [0, 4, 5]
 
 
+def test_declared_lists_inside_mappings_and_lists_of_mappings_follow_as_well():
+    config = tiny_config(
+        "qwen3",
+        attention={"no_rope_layers": [1, 0, 1, 0], "deep": {"moe_layers": [0, 3]}},
+        parts=[{"mlp_layer_types": ["a", "b", "c", "d"]}, {"full_attn_idxs": [2]}, [{"no_rope_layers": [0, 0, 0, 1]}]],
+    )
+    result = followed(config, [1, 4])
+    assert result["attention"] == {"no_rope_layers": [1, 0, 0, 1, 0, 0], "deep": {"moe_layers": [0, 4, 5]}}
+    assert result["parts"] == [
+        {"mlp_layer_types": ["a", "b", "b", "c", "d", "d"]},
+        {"full_attn_idxs": [3]},
+        [{"no_rope_layers": [0, 0, 0, 0, 1, 1]}],
+    ]
+
+
+def test_what_has_nothing_to_do_with_layers_is_kept_inside_mappings_too():
+    rope = {"rope_type": "longrope", "long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4}
+    record = {"plan": [{"base": 0}] * 4, "base_config": {"windows": [1, 2, 3, 4]}}
+    config = tiny_config("llama", rope_parameters=rope, id2label={"0": "a", "1": "b", "2": "c"}, upscale=record)
+    result = followed(config, [1])
+    for key in ("rope_parameters", "id2label", "upscale"):
+        assert result[key] == config[key]
+
+
 def test_memory_entries_of_an_earlier_upscaling_keep_their_layers():
     config = tiny_config("llama", memory=[{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}])
     assert followed(config, [0, 2])["memory"] == [{"type": "headwise", "layers": [3, 5], "n": 4, "k": 2}]
@@ -79,6 +103,14 @@ def test_a_list_that_has_nothing_to_do_with_layers_is_kept_whatever_its_length()
     ("changes", "message"),
     [
         ({"window_of_layer": [8, 8, 4, 4]}, r"config.json has window_of_layer, a list as long as the model has layers \(4\)"),
+        ({"attention": {"windows": [8, 8, 4, 4]}}, r"config.json has attention.windows, a list as long as the model has layers"),
+        ({"parts": [{}, {"deep": {"windows": [8, 8, 4, 4]}}]}, r"config.json has parts\[1\].deep.windows, a list as long as"),
+        ({"parts": [[[8, 8, 4, 4]]]}, r"config.json has parts\[0\]\[0\], a list as long as the model has layers"),
+        ({"rope_parameters": {"theta": [1.0] * 4}}, "config.json has rope_parameters.theta, a list as long as"),
+        ({"pruned_heads": {"1": [0]}}, r"config.json has pruned_heads, a mapping by numbers below that .* Declare"),
+        ({"a": {"windows": {"0": 8, "3": 4}}}, "config.json has a.windows, a mapping by numbers below that of the layers"),
+        ({"a": {"no_rope_layers": [1, 0]}}, "config.json lists 2 a.no_rope_layers; expected 4, one a layer"),
+        ({"a": [{"mlp_only_layers": [4]}]}, r"config.json lists 4 in a\[0\].mlp_only_layers; expected layers from 0 to 3"),
         ({"layer_types": [FULL, FULL]}, "config.json lists 2 layer_types; expected 4, one a layer"),
         ({"no_rope_layers": [1, 0]}, "config.json lists 2 no_rope_layers; expected 4, one a layer"),
         ({"mlp_only_layers": [4]}, "config.json lists 4 in mlp_only_layers; expected layers from 0 to 3"),

@@ -106,6 +106,9 @@ def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_pa
     assert type(load(tmp_path / "out")).__name__ == config["architectures"][0]
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
     changed = {"model_type", "memory", "architectures", "num_hidden_layers", "layer_types", "auto_map", "upscale"}
+    if base_config.get("use_sliding_window"):
+        changed.add("max_window_layers")
+        assert config["max_window_layers"] == config["layer_types"].index("sliding_attention")
     assert {key: value for key, value in config.items() if key not in changed} == {
         key: value for key, value in base_config.items() if key not in changed
     }

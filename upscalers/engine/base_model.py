@@ -1,6 +1,7 @@
 """The base checkpoint: its config, its family, and where each of its tensors lies."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from upscalers.engine.errors import RequestError
 from upscalers.engine.families import Config, Family, LayerTensor, family_of
 from upscalers.engine.memory_shapes import is_buffer, kept_roles, memory_by_layer, memory_shapes
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
+from upscalers.engine.tokenizer import has_tokenizer
 
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
@@ -87,14 +89,21 @@ class BaseModel:
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Roles and shapes of a layer's tensors, by their name within the layer."""
-        return _expected_layer(self.family, self.config, self.inserted_memory.get(layer))
+        return expected_layer(self.family, self.config, self.inserted_memory.get(layer))
 
     def new_name(self, layer: int, name: str) -> str:
         """The full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
 
 
-def _expected_layer(family: Family, config: Config, memory_entry: Config | None) -> dict[str, LayerTensor]:
+def expected_layer(family: Family, config: Config, memory_entry: Config | None) -> dict[str, LayerTensor]:
+    """Roles and shapes of a layer's tensors, by their name within the layer.
+
+    Args:
+        family: The family of the model.
+        config: Its raw config.
+        memory_entry: The entry of the memory that the layer was inserted for; None for a layer of the family's own kind.
+    """
     tensors = family.layer_tensors(config)
     if memory_entry is None:
         return tensors
@@ -194,7 +203,7 @@ def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ..
     last = [name for name in outer if name != "model.embed_tokens.weight"]
     expected = {"model.embed_tokens.weight": outer["model.embed_tokens.weight"]}
     for layer in range(config["num_hidden_layers"]):
-        for name, tensor in _expected_layer(family, config, inserted.get(layer)).items():
+        for name, tensor in expected_layer(family, config, inserted.get(layer)).items():
             expected[f"model.layers.{layer}.{name}"] = tensor.shape
     return {**expected, **{name: outer[name] for name in last}}
 
@@ -212,15 +221,25 @@ def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor
         file.name for pattern in _PICKLED for file in folder.glob(pattern) if file.name != "training_args.bin"
     )
     if pickled:
-        raise RequestError(pickled_message(str(folder), pickled[0]))
+        raise RequestError(pickled_message(str(folder), pickled[0], has_tokenizer(os.listdir(folder))))
     raise RequestError(f"{folder} has no model.safetensors and no model.safetensors.index.json; expected one of them.")
 
 
-def pickled_message(base: str, file: str) -> str:
-    """What to say of a base whose weights are pickled: that they are never loaded, and how to convert them."""
+def pickled_message(base: str, file: str, with_tokenizer: bool = True) -> str:
+    """What to say of a base whose weights are pickled: that they are never loaded, and how to convert them.
+
+    Args:
+        base: A folder or a hub id.
+        file: One of its pickled files.
+        with_tokenizer: Whether it has a tokenizer, which is saved as well. Default: True.
+    """
+    classes = {"M": "AutoModelForCausalLM", "T": "AutoTokenizer"} if with_tokenizer else {"M": "AutoModelForCausalLM"}
+    imported = ", ".join(f"{name} as {letter}" for letter, name in classes.items())
+    saved = "; ".join(f"{letter}.from_pretrained({base!r}).save_pretrained('OUT')" for letter in classes)
+    code = re.sub(r'([\\"$`])', r"\\\1", f"from transformers import {imported}; {saved}")
     return (
         f"the base has pickled weights ({file}), which are never loaded; expected safetensors. Convert it with "
-        f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{base}').save_pretrained('OUT')\"."
+        f'python -c "{code}" and pass --base OUT.'
     )
 
 

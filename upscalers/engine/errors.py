@@ -11,6 +11,10 @@ class RequestError(ValueError):
     """The request cannot be carried out as it was made. The message gives the value, what was expected, the remedy."""
 
 
+class MethodError(RuntimeError):
+    """A method does not keep to its contract: its author's error, whatever was requested. Nothing was written."""
+
+
 class VerificationError(RuntimeError):
     """The result is not what the method promises."""
 

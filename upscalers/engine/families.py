@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.errors import RequestError
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
@@ -48,6 +48,9 @@ class Family:
         unit_offset_norms: Whether norms multiply by 1 + weight instead of the weight.
         qkv_bias: Whether the query, key and value projections have biases whatever the config says.
         layer_types: The types that layers have when the config does not list them; None if the family has no types.
+        period: After how many layers those types repeat. Default: 1, they need not.
+        implying: The config values from which given types, and no others, would follow, as far as values decide that.
+            Default: none do.
     """
 
     model_type: str
@@ -60,6 +63,8 @@ class Family:
     unit_offset_norms: bool = False
     qkv_bias: bool = False
     layer_types: Callable[[Config], list[str]] | None = None
+    period: Callable[[Config], int] = lambda config: 1
+    implying: Callable[[list[str]], Config] = lambda layer_types: {}
 
     @property
     def hosts_memory(self) -> bool:
@@ -103,6 +108,23 @@ class Family:
                 "Repair the base checkpoint."
             )
         return listed
+
+    def period_of(self, config: Config) -> int | None:
+        """p: after how many layers the attention types repeat, from the first layer on.
+
+        1 where a layer of any type may stand anywhere, or all are alike; None where the listed types do not repeat.
+        """
+        types = self.resolved_layer_types(config)
+        if types is None or self.layer_types is None:
+            return 1
+        if types == self.layer_types(config):
+            return self.period(config)
+        repeated = (
+            period
+            for period in range(1, len(types) // 2 + 1)
+            if all(types[layer] == types[layer - period] for layer in range(period, len(types)))
+        )
+        return next(repeated, None)
 
     def layer_tensors(self, config: Config) -> dict[str, LayerTensor]:
         """The tensors of one decoder layer, by their name within the layer."""
@@ -199,6 +221,11 @@ def _qwen_layer_types(config: Config) -> list[str]:
     ]
 
 
+def _qwen_implying(layer_types: list[str]) -> Config:
+    sliding = [layer for layer, layer_type in enumerate(layer_types) if layer_type == "sliding_attention"]
+    return {"max_window_layers": min(sliding, default=len(layer_types))}
+
+
 def _gemma2_layer_types(config: Config) -> list[str]:
     return [
         "full_attention" if layer % 2 else "sliding_attention"
@@ -206,8 +233,12 @@ def _gemma2_layer_types(config: Config) -> list[str]:
     ]
 
 
+def _gemma3_period(config: Config) -> int:
+    return _positive({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
+
+
 def _gemma3_layer_types(config: Config) -> list[str]:
-    period = _positive({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
+    period = _gemma3_period(config)
     return [
         "sliding_attention" if (layer + 1) % period else "full_attention"
         for layer in range(_positive(config, "num_hidden_layers"))
@@ -230,6 +261,7 @@ FAMILIES: dict[str, Family] = {
             biases=frozenset(),
             qkv_bias=True,
             layer_types=_qwen_layer_types,
+            implying=_qwen_implying,
         ),
         Family(
             "qwen3",
@@ -237,6 +269,7 @@ FAMILIES: dict[str, Family] = {
             {"num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
             query_key_norm="head",
             layer_types=_qwen_layer_types,
+            implying=_qwen_implying,
         ),
         Family(
             "gemma2",
@@ -245,6 +278,7 @@ FAMILIES: dict[str, Family] = {
             output_norms=True,
             unit_offset_norms=True,
             layer_types=_gemma2_layer_types,
+            period=lambda config: 2,
         ),
         Family(
             "gemma3_text",
@@ -254,6 +288,7 @@ FAMILIES: dict[str, Family] = {
             output_norms=True,
             unit_offset_norms=True,
             layer_types=_gemma3_layer_types,
+            period=_gemma3_period,
         ),
         Family(
             "mistral",
@@ -281,7 +316,10 @@ def family_of(config: Config) -> Family:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise RequestError(f"config.json has model_type = {model_type!r}; expected one of: {', '.join(FAMILIES)}.")
+        raise RequestError(
+            f"config.json has model_type = {model_type!r}; expected one of: {', '.join(FAMILIES)}. Restore the config.json that "
+            "the base was published with."
+        )
     if config.get("quantization_config"):
         method = (
             config["quantization_config"].get("quant_method", "unknown")
@@ -320,5 +358,9 @@ def family_of(config: Config) -> Family:
         )
     native_type = model_type.removeprefix(MEMORY_PREFIX)
     if native_type not in FAMILIES:
-        raise RequestError(f"model_type {model_type!r} is not supported. {near_matches(native_type, FAMILIES)}")
+        # No near match is offered: under the name of another architecture a base may load and compute something else.
+        raise RequestError(
+            f"model_type {model_type!r} is not supported; expected one of: {', '.join(FAMILIES)}. A family is added "
+            "(CONTRIBUTING.md), not renamed: as another one it may load and still be a different model."
+        )
     return FAMILIES[native_type]

@@ -18,6 +18,7 @@ from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
 from upscalers.engine.progress import Progress, shown
 from upscalers.engine.provenance import CONFIG_KEY, DIGEST_KEY, base_record, config_entry, paper_entry, write_record
+from upscalers.engine.recipe_check import check_recipes
 from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.report import Bytes, Identity, ParameterCounts
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
@@ -54,16 +55,18 @@ class Job:
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = self.dtype
         self.layers = self.method.recipes(self.base, self.plan, self.seed)
-        self.tensors = self._tensors()
+        outer = {name: Copy(self.base.tensors[name].shape, name) for name in self.base.outer_names()}
+        check_recipes(self.method.name, self.base, self.plan, self.config, self.layers, outer)
+        self.tensors = self._tensors(outer)
         self.record: dict[str, Any] = {}
         self.digests: dict[str, str] = {}
         self.measurements: list[Measurement] = []
         self.kl_divergence: float | None = None
 
-    def _tensors(self) -> list[OutputTensor]:
+    def _tensors(self, outer_recipes: dict[str, Copy]) -> list[OutputTensor]:
         outer = [
-            OutputTensor(name, Copy(self.base.tensors[name].shape, name), self._cast(self.base.tensors[name].dtype))
-            for name in self.base.outer_names()
+            OutputTensor(name, recipe, self._cast(self.base.tensors[name].dtype))
+            for name, recipe in outer_recipes.items()
         ]
         layers = [
             OutputTensor(self.base.new_name(index, name), recipe, self._dtype_of(index, name, recipe))

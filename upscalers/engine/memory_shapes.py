@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.errors import RequestError
 from upscalers.engine.families import ATTENTION_OUTPUT_ROLES, ATTENTION_ROLES, Config, Family, Shape
 
 MemoryShapes = Callable[[Family, Config, Config], dict[str, Shape]]
@@ -25,7 +25,10 @@ def memory_shapes(family: Family, config: Config, entry: Config) -> dict[str, Sh
     """
     name = str(entry.get("type"))
     if name not in MEMORY_SHAPES:
-        raise RequestError(f"memory type {name!r} is unknown. {near_matches(name, MEMORY_SHAPES)}")
+        raise RequestError(
+            f"memory type {name!r} is unknown; expected one of: {', '.join(MEMORY_SHAPES)}. A type is added (CONTRIBUTING.md), "
+            "not renamed: under another name its tensors mean something else."
+        )
     shapes = {**MEMORY_SHAPES[name](family, config, entry), **_norm_and_gate(family, config, entry)}
     return {f"memory.{key}": shape for key, shape in shapes.items()}
 

@@ -9,7 +9,7 @@ from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError, near_matches
 from upscalers.engine.families import Config
 from upscalers.engine.layer_config import follow_plan
-from upscalers.engine.placements import place
+from upscalers.engine.placements import default_remark, in_whole_periods, place
 from upscalers.engine.plan import Base, New, Plan, insertion_plan
 from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.solver import Measurement
@@ -59,6 +59,22 @@ class Method(ABC):
     def __init__(self, options: Any):
         self.options = options
 
+    @classmethod
+    def check_declaration(cls, name: str) -> None:
+        """Refuse a class whose attributes do not say what it does.
+
+        Args:
+            name: That it is to be registered under.
+
+        Raises:
+            ValueError: With the attribute, what was expected and what helps.
+        """
+        if not isinstance(getattr(cls, "identity", None), bool):
+            raise ValueError(
+                f"method {name} has identity = {getattr(cls, 'identity', None)!r}; expected True or False: whether, with the "
+                "default options, the result computes what the base computes."
+            )
+
     @property
     def promises_identity(self) -> bool:
         """Whether, with these options, the upscaled model computes exactly what the base computes."""
@@ -88,19 +104,35 @@ class Method(ABC):
 
         Args:
             base: The base.
-            num_new_layers: K. Default: half the layers of the base.
+            num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
             placement: Policy or indices. Default: the method's own.
         """
-        default = self.default_placement
-        assert default is not None, "a method without a placement plans for itself"
-        indices = place(default if placement is None else placement, base.num_layers, num_new_layers)
-        plan = insertion_plan(base.num_layers, indices)
+        policy = self._policy(placement)
+        period = base.family.period_of(base.config)
+        indices = place(policy, base.num_layers, num_new_layers, period)
+        phases = period if period is not None and in_whole_periods(policy) else 1
+        plan = insertion_plan(base.num_layers, indices, phases)
         layers = list(plan.layers)
         for number, index in enumerate(plan.new_indices):
             layer = layers[index]
             assert isinstance(layer, New)
             layers[index] = replace(layer, sources=self.sources(base, layer, index, number))
         return Plan(tuple(layers), plan.num_base_layers)
+
+    def _policy(self, placement: str | None) -> str:
+        assert self.default_placement is not None, "a method without a placement plans for itself"
+        return self.default_placement if placement is None else placement
+
+    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
+        """Why there are so many new layers where the request did not say how many; None where they are half the base's.
+
+        Args:
+            base: The base.
+            plan: Made without a number of new layers.
+            placement: As requested.
+        """
+        period = base.family.period_of(base.config)
+        return default_remark(self._policy(placement), base.num_layers, len(plan.new_indices), period)
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
         """The base layers that a new layer is made from, the one whose attention and attention type it takes first.
@@ -117,7 +149,13 @@ class Method(ABC):
 
     def placement_request(self, plan: Plan) -> dict[str, Any]:
         """What a request must say of placement to get this plan again."""
+        if plan.in_whole_periods:
+            return {"placement": "whole-periods", "num_new_layers": len(plan.new_indices)}
         return {"placement": plan.new_indices}
+
+    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
+        """What keeps every layer at an index that implies its attention type, a sentence."""
+        return "Pass --placement whole-periods to keep the pattern."
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         """What a person should know before the work begins; shown as warnings."""
@@ -158,7 +196,8 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     """Register a method under the name that `--method` takes.
 
     Raises:
-        ValueError: If the name is not lower case words joined by hyphens, or is taken.
+        ValueError: If the name is not lower case words joined by hyphens, or is taken, or if the class does not say what it
+            does.
     """
     if name in METHODS:
         raise ValueError(f"method {name!r} is already registered; choose another name.")
@@ -166,6 +205,7 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
         raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
 
     def decorate(cls: type[Method]) -> type[Method]:
+        cls.check_declaration(name)
         cls.name = name
         METHODS[name] = cls
         return cls

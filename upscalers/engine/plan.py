@@ -20,16 +20,18 @@ class New:
     """An inserted layer.
 
     Args:
-        previous: The last base layer before it; None where there is none.
-        next: The first base layer after it; None where there is none.
+        previous: The last base layer of its phase before it; None where there is none.
+        next: The first base layer of its phase after it; None where there is none.
         sources: The base layers that it is made from, the one whose attention it takes first. Default: none yet.
         coefficients: One a source, where it is their linear combination. Default: none.
+        period: p: layers whose indices differ by a multiple of it have the same phase. Default: 1, any two layers have.
     """
 
     previous: int | None
     next: int | None
     sources: tuple[int, ...] = ()
     coefficients: tuple[float, ...] = ()
+    period: int = 1
 
     @property
     def place(self) -> str:
@@ -73,6 +75,11 @@ class Plan:
         return [index for index in range(self.num_layers) if index not in kept]
 
     @property
+    def in_whole_periods(self) -> bool:
+        """Whether new layers stand in whole periods, beside layers of their own phase."""
+        return any(isinstance(layer, New) and layer.period > 1 for layer in self.layers)
+
+    @property
     def dropped_layers(self) -> list[int]:
         """Base layers that the upscaled model does not have as they were."""
         return sorted(set(range(self.num_base_layers)) - self.kept_indices.keys())
@@ -91,7 +98,7 @@ class Plan:
 
     def to_list(self) -> list[dict[str, Any]]:
         """The plan as plain data: `{"base": i}`, or `{"previous": i, "next": j, "sources": [...]}` and perhaps
-        `"coefficients"`, a layer.
+        `"coefficients"` and `"period"`, a layer.
         """
         return [
             {"base": layer.index}
@@ -101,6 +108,7 @@ class Plan:
                 "next": layer.next,
                 "sources": list(layer.sources),
                 **({"coefficients": list(layer.coefficients)} if layer.coefficients else {}),
+                **({"period": layer.period} if layer.period > 1 else {}),
             }
             for layer in self.layers
         ]
@@ -117,6 +125,7 @@ class Plan:
                     layer["next"],
                     tuple(layer.get("sources", ())),
                     tuple(layer.get("coefficients", ())),
+                    layer.get("period", 1),
                 )
                 for layer in layers
             ),
@@ -124,12 +133,14 @@ class Plan:
         )
 
 
-def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
+def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int = 1) -> Plan:
     """Plan the insertion of new layers at given indices of the upscaled model.
 
     Args:
         num_base_layers: L, layers of the base.
         new_indices: Ascending indices into the L + K layers of the upscaled model.
+        period: p: the neighbours of a new layer are the nearest base layers whose index differs from its own by a multiple
+            of it. Default: 1, the nearest of all.
 
     Raises:
         RequestError: If the indices are not ascending, or out of range.
@@ -150,7 +161,15 @@ def insertion_plan(num_base_layers: int, new_indices: Sequence[int]) -> Plan:
     taken = 0
     for index in range(total):
         if index in inserted:
-            layers.append(New(taken - 1 if taken > 0 else None, taken if taken < num_base_layers else None))
+            following = taken + (index - taken) % period
+            previous = following - period
+            layers.append(
+                New(
+                    previous if previous >= 0 else None,
+                    following if following < num_base_layers else None,
+                    period=period,
+                )
+            )
         else:
             layers.append(Base(taken))
             taken += 1

@@ -24,7 +24,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def build(self, read: "ReadTensor") -> "torch.Tensor":
-        """Make the tensor, in float32 or the dtype of its source; it is cast once, when it is written.
+        """Make the tensor, in float32 or more, or the dtype of its source; it is cast once, when it is written.
 
         Args:
             read: Reads a tensor of the base by its full name.
@@ -58,7 +58,7 @@ class Fill(Recipe):
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         import torch
 
-        return torch.full(self.shape, self.value)
+        return torch.tensor(self.value, dtype=torch.float64).expand(self.shape)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,14 @@ class Combine(Recipe):
     constant: float = 0.0
 
     def combine(self, *values: "torch.Tensor") -> "torch.Tensor":
-        """Combine the sources, or the same stretch of each; float32."""
+        """Combine the sources, or the same stretch of each; float32, or float64 where a source is."""
+        import torch
+
+        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         (_, coefficient), *others = self.terms
-        total = values[0].float() * coefficient
+        total = values[0].to(dtype) * coefficient
         for (_, coefficient), value in zip(others, values[1:], strict=True):
-            total.add_(value.float(), alpha=coefficient)
+            total.add_(value.to(dtype), alpha=coefficient)
         return total.add_(self.constant) if self.constant else total
 
     def build(self, read: "ReadTensor") -> "torch.Tensor":

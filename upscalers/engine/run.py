@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from upscalers.engine.attention_pattern import pattern_concern
 from upscalers.engine.base_model import BaseModel, open_base
 from upscalers.engine.errors import RequestError
 from upscalers.engine.hub import check_repo_id, push_folder
@@ -49,9 +50,9 @@ def upscale(
         base: A folder, a `.gguf` file or a hub id. For a dry run a folder with nothing but `config.json` will do.
         method: Name of a method.
         output: The folder to make; needed unless `dry_run`.
-        num_new_layers: K. Default: half the layers of the base.
-        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, or indices, `"1,4,7"` or `[1, 4, 7]`.
-            Default: the method's own.
+        num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
+        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, `whole-periods`, or indices, `"1,4,7"` or
+            `[1, 4, 7]`. Default: the method's own.
         options: The method's options.
         seed: Of everything random. Default: 0.
         dtype: `auto` keeps the base's. Default: `"auto"`.
@@ -69,6 +70,7 @@ def upscale(
 
     Raises:
         RequestError: If the request cannot be carried out; nothing was written.
+        MethodError: If the method does not keep to its contract; nothing was written.
         VerificationError: If the result is not what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
     """
@@ -104,7 +106,11 @@ def upscale(
                 f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
             )
         job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype)
-        for concern in chosen.concerns(opened, job.plan):
+        remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
+        if remark:
+            progress.note(remark)
+        pattern = pattern_concern(opened, job.config, chosen.pattern_remedy(opened, job.plan))
+        for concern in [*chosen.concerns(opened, job.plan), *([pattern] if pattern else [])]:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         identity, volume = Identity(None, None), Bytes(0, num_bytes)

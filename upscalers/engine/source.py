@@ -11,6 +11,7 @@ from pathlib import Path
 from upscalers.engine.base_model import pickled_message
 from upscalers.engine.errors import RequestError
 from upscalers.engine.gguf import convert_gguf
+from upscalers.engine.tokenizer import has_tokenizer
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _TRAVELLING = (
@@ -133,7 +134,7 @@ def _explain_missing_weights(name: str) -> None:
     files = HfApi().list_repo_files(name)
     pickled = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
     if pickled:
-        raise RequestError(pickled_message(name, pickled[0]))
+        raise RequestError(pickled_message(name, pickled[0], has_tokenizer(files)))
     raise RequestError(
         f"base {name!r} holds no safetensors on the hub; expected model.safetensors or an index of shards."
     )

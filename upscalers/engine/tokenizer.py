@@ -1,6 +1,7 @@
 """The tokenizer of an upscaled model reads text as the base's does."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from upscalers.engine.errors import VerificationError
@@ -8,6 +9,11 @@ from upscalers.engine.errors import VerificationError
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _FILES = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
 _TEXT = "The 1st of 2,048 naïve   tests:\n\tit's x=3.14 — “quoted”, 東京, don't!"
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether a checkpoint of files with these names has a tokenizer."""
+    return not {*_FILES}.isdisjoint(names)
 
 
 def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
@@ -25,7 +31,7 @@ def keep_tokenizer_class(base_folder: Path, folder: Path) -> bool:
     Raises:
         VerificationError: If a text becomes other ids even so.
     """
-    if not any((folder / file).is_file() for file in _FILES):
+    if not has_tokenizer(path.name for path in folder.iterdir() if path.is_file()):
         return False
     from transformers import AutoTokenizer
 

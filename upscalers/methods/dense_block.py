@@ -1,5 +1,6 @@
 """What dense methods share: a new layer is a whole decoder block of the family's own kind."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,10 +36,21 @@ class FusionOptions:
 class DenseMethod(Method):
     """Inserts blocks that the family's own classes run: the upscaled model is saved as the native architecture."""
 
+    @classmethod
+    def check_declaration(cls, name: str) -> None:
+        super().check_declaration(name)
+        defaults = {field.name: field.default for field in dataclasses.fields(cls.options_class)}
+        default = defaults.get("identity", "auto" if cls.identity else "none")
+        if cls.identity != (default != "none"):
+            raise ValueError(
+                f"method {name} has identity = {cls.identity}, but its option identity is {default!r} by default; expected "
+                f"{'auto, zero_out_proj or zero_out_norm' if cls.identity else 'none'}. Change one of the two."
+            )
+
     @property
     def identity_init(self) -> IdentityInit:
-        """The option `identity`; `"none"` for a method without it."""
-        return getattr(self.options, "identity", "none")
+        """The option `identity`; for a method without it, `"auto"` where the class promises identity, else `"none"`."""
+        return getattr(self.options, "identity", "auto" if self.identity else "none")
 
     @property
     def promises_identity(self) -> bool:
@@ -136,9 +148,11 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
     """
     if layer.previous is None or layer.next is None:
         side = "before" if layer.previous is None else "after"
+        remedy = "Choose placement top-heavy, or indices inside the model."
+        if layer.period > 1:
+            remedy = "Pass a lower --num-new-layers, which leaves whole periods at both ends."
         raise RequestError(
-            f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. Choose "
-            "placement top-heavy, or indices inside the model."
+            f"new layer {index} has no base layer {side} it; expected one on each side, since both are fused. {remedy}"
         )
     following = whole_layer(base, layer.next, index)
     types = base.family.resolved_layer_types(base.config)

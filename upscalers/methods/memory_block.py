@@ -104,14 +104,21 @@ class MemoryMethod(Method):
         return {"type": self.memory_type, **dataclasses.asdict(self.options)}
 
     def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
-        """The next base layer that has all that the block keeps, or the nearest before it: memory blocks may lack some."""
+        """The next base layer of its phase that has all that the block keeps, or the nearest before it: memory blocks may lack
+        some.
+        """
         wanted = {
             tensor.role
             for tensor in base.family.layer_tensors(base.config).values()
             if tensor.role in kept_roles(self.memory_entry())
         }
-        following = base.num_layers if layer.next is None else layer.next
-        for source in (*range(following, base.num_layers), *reversed(range(following))):
+        period = layer.period
+        if layer.next is not None:
+            following = layer.next
+        else:
+            assert layer.previous is not None
+            following = layer.previous + period
+        for source in (*range(following, base.num_layers, period), *range(following - period, -1, -period)):
             if wanted <= {tensor.role for tensor in base.layer_tensors(source).values()}:
                 return (source,)
         raise RequestError(

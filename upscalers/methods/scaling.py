@@ -5,6 +5,7 @@ from typing import Any
 
 from upscalers.engine.base_model import BaseModel
 from upscalers.engine.errors import RequestError, near_matches
+from upscalers.engine.families import MATRIX_ROLES, NORM_ROLES
 from upscalers.engine.options import finite_number
 from upscalers.engine.recipes import Recipe
 from upscalers.methods.dense_block import combination
@@ -42,11 +43,14 @@ def check_roles(base: BaseModel, scale: Mapping[str, float], what: str) -> None:
         RequestError: With the roles there are.
     """
     roles = {tensor.role for tensor in base.family.layer_tensors(base.config).values()}
+    expected = [*sorted(roles), OTHERS]
     for role in scale:
-        if role not in roles | {OTHERS}:
+        if role not in expected:
+            # A role that only other families have is no misspelling of one of this family's.
+            of_others = role in NORM_ROLES | {*MATRIX_ROLES}
+            hint = f"Expected one of: {', '.join(expected)}." if of_others else near_matches(role, expected)
             raise RequestError(
-                f"{what} names the role {role!r}, which no tensor of a {base.family.model_type} layer has. "
-                f"{near_matches(role, [*sorted(roles), OTHERS])}"
+                f"{what} names the role {role!r}, which no tensor of a {base.family.model_type} layer has. {hint}"
             )
 
 

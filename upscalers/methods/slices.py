@@ -112,6 +112,15 @@ class Slices(DenseMethod):
             raise RequestError("trainable is 'new', but the slices repeat and scale nothing; expected 'all'.")
         return plan
 
+    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
+        return None
+
+    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
+        period = base.family.period_of(base.config) or 1
+        if period == 1:
+            return "Slices keep the pattern where no sliding layer stands before a full one."
+        return f"Slices keep the pattern where every layer moves by a multiple of {period}."
+
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
         found = (concern for given in self.options.parsed() for concern in without_effect(base, given.scale))
         return list(dict.fromkeys(found))

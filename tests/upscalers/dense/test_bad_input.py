@@ -127,7 +127,7 @@ ATTENUATED_COPY = [
     ("llama", ["--set", "scale={down:}"], "scale.down is None; expected a finite number."),
     ("llama", ["--set", "scale={o_proj: 0.5}"], NO_ROLE.format("o_proj", "Did you mean 'output_projection'")),
     ("llama", ["--set", "scale={quary: 0.5}"], NO_ROLE.format("quary", "Did you mean 'query'")),
-    ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Did you mean ")),
+    ("llama", ["--set", "scale={mlp_output_norm: 0.5}"], NO_ROLE.format("mlp_output_norm", "Expected one of: attention_norm, down")),
     ("memory", ["--placement", "2"], MEMORY.format(2, 1)),
 ]  # fmt: skip
 SLICES = [
@@ -239,13 +239,14 @@ def test_nan_in_the_base_is_refused_unless_it_is_allowed(method, tmp_path, comma
 
 
 def test_a_scale_without_effect_is_warned_of(shared_base, tmp_path, command):
-    usual = ("--method", "attenuated-copy", "--dry-run", "--set", "scale={output_projection: 0.5, down: 0.5, up: 0.5}")
-    outcome = command("--base", shared_base("gemma2"), *usual)
+    usual = ("--method", "attenuated-copy", "--placement", "whole-periods", "--dry-run", "--set")
+    halves = "scale={output_projection: 0.5, down: 0.5, up: 0.5}"
+    outcome = command("--base", shared_base("gemma2"), *usual, halves)
     assert outcome.status == 0
     assert outcome.err.splitlines() == [
         f"upscale: warning: scale.{role} changes nothing in gemma2: a norm follows. Scale {norm} instead."
         for role, norm in (("output_projection", "attention_output_norm"), ("down", "mlp_output_norm"))
     ]
-    assert command("--base", shared_base("llama"), *usual).err == ""
-    without = ("--method", "attenuated-copy", "--dry-run", "--set", "scale={output_projection: 0, down: 1}")
-    assert command("--base", shared_base("gemma2"), *without).err == ""
+    assert command("--base", shared_base("llama"), *usual, halves).err == ""
+    without = "scale={output_projection: 0, down: 1}"
+    assert command("--base", shared_base("gemma2"), *usual, without).err == ""

@@ -1,0 +1,195 @@
+"""What a method returns is held against the family's table before a byte is written, in a dry run too."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.upscalers.checkpoints import SMALL
+from tests.upscalers.dense.requests import REQUESTS
+from upscalers import MethodError, upscale
+from upscalers.engine.base_model import open_base
+from upscalers.engine.job import Job
+from upscalers.engine.method import get_method
+from upscalers.engine.options import parse_options
+from upscalers.engine.recipes import Combine, Copy, Fill, Recipe
+from upscalers.engine.source import Source
+
+Layers = list[dict[str, Recipe]]
+
+REQUEST: dict[str, dict[str, Any]] = REQUESTS | {method: {"options": options} for method, options in SMALL.items()}
+"""A plain request to every method."""
+KEY = "self_attn.k_proj.weight"
+
+
+def changed(name: str, change: Callable[[Recipe], Recipe]) -> Callable[[Layers], None]:
+    def change_recipe(layers: Layers) -> None:
+        layers[2][name] = change(layers[2][name])
+
+    return change_recipe
+
+
+def added(name: str, recipe: Recipe) -> Callable[[Layers], None]:
+    return lambda layers: layers[2].update({name: recipe})
+
+
+def copied(source: str, shape: tuple[int, ...]) -> Callable[[Recipe], Recipe]:
+    return lambda recipe: Copy(shape, source)
+
+
+FAULTS: dict[str, tuple[Callable[[Layers], Any], str]] = {
+    "a tensor left out": (
+        lambda layers: layers[2].pop(KEY),
+        f"layer 2: there is no recipe for {KEY}; expected one for each of",
+    ),
+    "all tensors of a layer left out": (
+        lambda layers: layers[2].clear(),
+        r"layer 2: there is no recipe for self_attn.q_proj.weight, .* and \d+ others; expected one for each of",
+    ),
+    "a layer left out": (
+        lambda layers: layers.pop(),
+        "gives recipes for this many layers: [0-9]+; expected [0-9]+, as many as its plan has",
+    ),
+    "a layer too many": (lambda layers: layers.append({}), "gives recipes for this many layers: "),
+    "a name that nobody knows": (
+        added("mlp.up_projection.weight", Fill((48, 32), 1.0)),
+        "layer 2: there is a recipe for mlp.up_projection.weight; expected none but for self_attn.q_proj.weight, ",
+    ),
+    "a copy under a name that nobody knows": (
+        added("again", Copy((32,), "model.norm.weight")),
+        "layer 2: there is a recipe for again; expected none but for ",
+    ),
+    "a wrong shape": (
+        changed(KEY, lambda recipe: dataclasses.replace(recipe, shape=(32, 16))),
+        rf"layer 2: {KEY} is \[32, 16\]; expected \[16, 32\]",
+    ),
+    "a source of a wrong shape": (
+        changed(KEY, copied("model.layers.0.self_attn.q_proj.weight", (16, 32))),
+        rf"layer 2: {KEY} is made from model.layers.0.self_attn.q_proj.weight, which is \[32, 32\]; expected \[16, 32\]",
+    ),
+    "a source that is not there": (
+        changed(KEY, copied("model.layers.9.self_attn.k_proj.weight", (16, 32))),
+        f"layer 2: {KEY} is made from model.layers.9.self_attn.k_proj.weight; expected a tensor of the base",
+    ),
+    "a source of another role": (
+        changed(KEY, copied("model.layers.0.self_attn.v_proj.weight", (16, 32))),
+        f"layer 2: {KEY} is made from model.layers.0.self_attn.v_proj.weight, whose role is value; expected key",
+    ),
+    "a sum over two roles": (
+        changed(
+            KEY,
+            lambda recipe: Combine(
+                recipe.shape,
+                (("model.layers.0.self_attn.k_proj.weight", 0.5), ("model.layers.1.self_attn.v_proj.weight", 0.5)),
+            ),
+        ),
+        f"layer 2: {KEY} is made from model.layers.1.self_attn.v_proj.weight, whose role is value; expected key",
+    ),
+    "a source from outside the layers": (
+        changed("input_layernorm.weight", copied("model.norm.weight", (32,))),
+        "layer 2: input_layernorm.weight is made from model.norm.weight, whose role is model.norm.weight; expected "
+        "attention_norm",
+    ),
+}  # fmt: skip
+
+
+def spoil(monkeypatch, method: str, fault: Callable[[Layers], Any]) -> None:
+    """Let a method return recipes with a fault."""
+    sound = get_method(method).recipes
+
+    def recipes(self, base, plan, seed) -> Layers:
+        layers = [dict(layer) for layer in sound(self, base, plan, seed)]
+        fault(layers)
+        return layers
+
+    monkeypatch.setattr(get_method(method), "recipes", recipes)
+
+
+@pytest.mark.parametrize("method", REQUEST)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_method_that_breaks_the_contract_is_stopped_before_it_writes(method, name, base, tmp_path, monkeypatch):
+    fault, message = FAULTS[name]
+    spoil(monkeypatch, method, fault)
+    for request in ({"dry_run": True}, {"output": tmp_path / "out", "verify": False}):
+        with pytest.raises(MethodError, match=f"^method {method}.*{message}"):
+            upscale(base=base, method=method, **REQUEST[method], **request)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "fault"),
+    [("the output projection", ("self_attn.o_proj.weight", "q_proj")), ("a value", (KEY, "v_proj"))],
+    ids=str,
+)
+def test_tensors_of_equal_shape_are_told_apart_by_role(role, fault, shared_base, tmp_path, monkeypatch):
+    name, other = fault
+    planned = open_base(shared_base("llama"))
+    source = f"model.layers.1.self_attn.{other}.weight"
+    assert planned.tensors[source].shape == planned.tensors[f"model.layers.1.{name}"].shape
+    spoil(monkeypatch, "llama-pro", changed(name, lambda recipe: Copy(recipe.shape, source)))
+    with pytest.raises(MethodError, match=f"{name} is made from {source}, whose role is"):
+        upscale(base=shared_base("llama"), method="llama-pro", output=tmp_path / "out")
+
+
+def test_a_tensor_of_a_memory_is_no_other_tensor_of_it(base, tmp_path, monkeypatch):
+    upscale(base=base, method="midus-hml", output=tmp_path / "once", options=SMALL["midus-hml"], placement="1")
+    rows = "memory.row_keys"
+
+    def swap(layers: Layers) -> None:
+        layers[1][rows] = Copy(layers[1][rows].shape, "model.layers.1.memory.column_keys")
+
+    spoil(monkeypatch, "llama-pro", swap)
+    with pytest.raises(MethodError, match=f"layer 1: {rows} is made from .*column_keys; expected the same tensor of"):
+        upscale(base=tmp_path / "once", method="llama-pro", placement="5", dry_run=True)
+
+
+def test_memory_tensors_are_those_of_the_new_entry(base, monkeypatch):
+    spoil(monkeypatch, "midus-hml", lambda layers: layers[1].pop("memory.value_bank"))
+    with pytest.raises(MethodError, match=r"method midus-hml, layer 1: there is no recipe for memory\.value_bank"):
+        upscale(base=base, method="midus-hml", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 5}, "gives a config with num_hidden_layers = 5; expected 6, as many as its plan has"),
+        ({"vocab_size": 7}, r"outside the layers: model.embed_tokens.weight is \[128, 32\]; expected \[7, 32\]"),
+        ({"intermediate_size": 47}, r"layer 0: mlp.gate_proj.weight is \[48, 32\]; expected \[47, 32\]"),
+    ],
+    ids=str,
+)
+def test_the_new_config_decides_what_is_expected(changes, message, base, monkeypatch):
+    config = get_method("llama-pro").config
+    monkeypatch.setattr(get_method("llama-pro"), "config", lambda *given: {**config(*given), **changes})
+    with pytest.raises(MethodError, match=message):
+        upscale(base=base, method="llama-pro", dry_run=True)
+
+
+def test_a_head_that_the_result_unties_must_be_there(shared_base, monkeypatch):
+    config = get_method("solar").config
+    monkeypatch.setattr(get_method("solar"), "config", lambda *given: {**config(*given), "tie_word_embeddings": False})
+    with pytest.raises(MethodError, match=r"method solar, outside the layers: there is no recipe for lm_head\.weight"):
+        upscale(base=shared_base("gemma2"), method="solar", dry_run=True)
+
+
+@pytest.mark.parametrize("request_", ["--dry-run", "--no-verify"])
+def test_the_command_fails_without_a_traceback(command, base, tmp_path, monkeypatch, request_):
+    spoil(monkeypatch, "llama-pro", lambda layers: layers[2].pop("mlp.up_proj.weight"))
+    told = command("--base", base, "--method", "llama-pro", "--output", tmp_path / "out", request_)
+    assert (told.status, told.out) == (1, "")
+    assert told.err == (
+        "upscale: failed: MethodError: method llama-pro, layer 2: there is no recipe for mlp.up_proj.weight; "
+        "expected one for each of 9 tensors.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_what_methods_return_fits_every_family(native_family, method, shared_base):
+    """Building the job is the check."""
+    base = open_base(shared_base(native_family))
+    chosen = get_method(method)
+    made = chosen(parse_options(chosen.options_class, REQUESTS[method].get("options", {}), method))
+    job = Job(made, base, Source("base", base.folder), made.plan(base, None, None), 0, "auto")
+    assert {name for layer in job.layers for name in layer} == set(base.layer_tensors(0))

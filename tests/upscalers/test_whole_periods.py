@@ -1,0 +1,357 @@
+"""New layers in whole periods of the attention pattern: every layer has the type that its index implies."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import WINDOW
+from transformers import AutoConfig
+
+from tests.upscalers.checkpoints import SMALL, edit_config, file_digests, logits, save_base
+from tests.upscalers.dense.requests import REQUESTS, planned, settings, tiny_config, upscaled
+from upscalers import RequestError, upscale
+from upscalers.engine.base_model import BaseModel
+from upscalers.engine.families import family_of
+from upscalers.engine.method import METHODS, get_method
+from upscalers.engine.options import parse_options
+from upscalers.engine.placements import place
+from upscalers.engine.plan import Base, New, insertion_plan
+
+F, S = "full_attention", "sliding_attention"
+
+get_method("solar")
+INSERTING = [name for name, method in METHODS.items() if method.default_placement is not None]
+PUBLISHED = {
+    ("gemma2", 26): (2, 12), ("gemma2", 42): (2, 20), ("gemma2", 46): (2, 22),
+    ("gemma3", 18): (6, 6), ("gemma3", 26): (6, 12), ("gemma3", 34): (6, 18), ("gemma3", 48): (6, 24), ("gemma3", 62): (6, 30),
+}  # fmt: skip
+"""p and the default K of the sizes that were published, by family and L."""
+TINY = {
+    "gemma2": ("gemma2", {"num_hidden_layers": 5}),
+    "gemma3": ("gemma3", {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
+}
+"""Bases small enough to run, whose last period is cut short: family and changes of its config."""
+QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_hidden_layers": 6}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """A raw config as transformers saves it, its types listed."""
+    return json.loads(json.dumps(tiny_config(family, **changes)))
+
+
+def result(config: dict[str, Any], method: str, number: int | None = None, placement: str = "whole-periods") -> Any:
+    """The raw config of the upscaled model."""
+    options = SMALL.get(method, {})
+    chosen = get_method(method)
+    base = BaseModel(Path(), config, family_of(config), {})
+    made = chosen(parse_options(chosen.options_class, options, method))
+    return made.config(base, made.plan(base, number, placement))
+
+
+def derived_types(config: dict[str, Any], model_type: str) -> list[str]:
+    """The types that the family's config class derives from the index, when it is not told them."""
+    fields = {
+        key: value for key, value in config.items() if key not in ("layer_types", "model_type", "memory", "upscale")
+    }
+    return AutoConfig.for_model(model_type, **fields).layer_types
+
+
+@pytest.mark.parametrize(
+    ("sizes", "indices"),
+    [
+        ((8, 2, 2), [6, 7]),
+        ((8, 4, 2), [2, 3, 8, 9]),
+        ((9, 4, 2), [2, 3, 8, 9]),
+        ((8, 8, 2), [0, 1, 4, 5, 8, 9, 12, 13]),
+        ((10, 6, 2), [2, 3, 8, 9, 12, 13]),
+        ((26, 12, 6), [6, 7, 8, 9, 10, 11, 24, 25, 26, 27, 28, 29]),
+        ((34, 18, 6), [*range(6, 12), *range(24, 30), *range(36, 42)]),
+        ((7, 3, 1), [2, 5, 8]),
+    ],
+    ids=str,
+)
+def test_periods_stand_before_the_last_of_each_group(sizes, indices):
+    num_layers, number, period = sizes
+    assert place("whole-periods", num_layers, number, period) == indices
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_layers", [6, 7, 13, 26, 40, 41])
+def test_every_layer_keeps_its_phase_and_groups_are_even(num_layers, period):
+    for number in range(period, num_layers // period * period + 1, period):
+        plan = insertion_plan(num_layers, place("whole-periods", num_layers, number, period), period)
+        assert len(plan.new_indices) == number
+        for index, layer in enumerate(plan.layers):
+            neighbours = [layer.index] if isinstance(layer, Base) else [layer.previous, layer.next]
+            assert all((index - neighbour) % period == 0 for neighbour in neighbours if neighbour is not None)
+            if isinstance(layer, New) and layer.previous is not None and layer.next is not None:
+                assert layer.next - layer.previous == period
+        boundaries = [
+            layer.next // period
+            for index, layer in enumerate(plan.layers)
+            if isinstance(layer, New) and layer.next is not None and index % period == 0
+        ]
+        sizes = [after - before for before, after in itertools.pairwise([-1, *boundaries])]
+        assert len(sizes) == number // period and max(sizes) - min(sizes) <= 1
+        assert boundaries[-1] == num_layers // period - 1
+
+
+@pytest.mark.parametrize("num_layers", range(2, 33))
+def test_without_a_pattern_it_is_distributed(num_layers):
+    for number in (number for number in range(1, num_layers + 1) if num_layers % number == 0):
+        assert place("whole-periods", num_layers, number) == place("distributed", num_layers, number)
+    assert place("whole-periods", 16, None) == place("distributed", 16, None)
+
+
+@pytest.mark.parametrize(("family", "num_layers"), PUBLISHED, ids=str)
+def test_published_sizes_gain_near_half_their_layers_and_can_be_fused(family, num_layers):
+    period, number = PUBLISHED[family, num_layers]
+    changes = {} if family == "gemma2" else {"sliding_window_pattern": 6}
+    config = config_of(family, num_hidden_layers=num_layers, **changes)
+    plan = planned(config, "avg-deus", None, "whole-periods")
+    assert len(plan.new_indices) == number
+    for index in plan.new_indices:
+        following, previous = plan.layers[index].sources
+        assert following - previous == period
+
+
+@pytest.mark.parametrize("num_layers", range(12, 40))
+@pytest.mark.parametrize("period", [2, 3, 6])
+def test_by_default_there_is_a_period_on_each_side(num_layers, period):
+    config = config_of("gemma3", num_hidden_layers=num_layers, sliding_window_pattern=period)
+    layers = planned(config, "avg-deus", None, "whole-periods").layers
+    assert all(None not in (layer.previous, layer.next) for layer in layers if isinstance(layer, New))
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "implied"])
+@pytest.mark.parametrize("method", INSERTING)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"num_hidden_layers": 8}),
+        ("gemma2", {"num_hidden_layers": 13}),
+        ("gemma3", {"num_hidden_layers": 12, "sliding_window_pattern": 6}),
+        ("gemma3", {"num_hidden_layers": 26, "sliding_window_pattern": 6}),
+        ("gemma3", {"num_hidden_layers": 9, "sliding_window_pattern": 2}),
+        ("qwen2", QWEN),
+        ("qwen3", QWEN),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 28}),
+        ("qwen3", {}),
+    ],
+    ids=str,
+)
+def test_the_config_class_derives_the_types_that_are_listed(family, changes, method, listed):
+    config = config_of(family, **changes)
+    if not listed:
+        del config["layer_types"]
+    number = None
+    while True:
+        try:
+            made = result(config, method, number)
+        except RequestError as error:
+            assert number is not None and "needs a multiple" in str(error)
+            break
+        assert made["layer_types"] == derived_types(made, config["model_type"])
+        assert len(made["layer_types"]) == made["num_hidden_layers"] > config["num_hidden_layers"]
+        number = 1 if number is None else number + made["num_hidden_layers"]
+    assert derived_types(config, config["model_type"]) == config_of(family, **changes)["layer_types"]
+
+
+@pytest.mark.parametrize("placement", ["distributed", "llama-pro", "top-heavy", "bottom-heavy", "2,3,4"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_begins_at_a_layer_follows_wherever_layers_are_inserted(family, placement):
+    made = result(config_of(family, **QWEN), "llama-pro", None, placement)
+    assert made["layer_types"] == derived_types(made, family)
+    assert made["max_window_layers"] == made["layer_types"].index(S)
+
+
+def test_a_window_that_is_not_used_stays_as_it_is():
+    config = config_of("qwen3", use_sliding_window=False, max_window_layers=28)
+    assert result(config, "llama-pro")["max_window_layers"] == 28
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("method", ["llama-pro", "midus-hml"])
+def test_identity_holds_and_a_runtime_that_goes_by_the_index_agrees(family, method, tmp_path):
+    name, changes = TINY[family]
+    base = save_base(tmp_path / "base", name, **changes)
+    request = {"placement": "whole-periods", "options": SMALL.get(method, {})}
+    upscale(base=base, method=method, output=tmp_path / "out", **request)
+    expected = logits(base)
+    assert torch.equal(expected, logits(tmp_path / "out"))
+    edit_config(tmp_path / "out", layer_types=...)
+    assert torch.equal(expected, logits(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_elsewhere_such_a_runtime_computes_something_else(family, tmp_path):
+    name, changes = TINY[family]
+    base = save_base(tmp_path / "base", name, **changes)
+    upscale(base=base, method="llama-pro", output=tmp_path / "out", placement="1")
+    edit_config(tmp_path / "out", layer_types=...)
+    assert not torch.allclose(logits(base), logits(tmp_path / "out"), atol=1e-3)
+
+
+SOURCES = {
+    "llama-pro": [(0,), (1,), (2,), (6,), (7,), (8,)],
+    "attenuated-copy": [(0,), (1,), (2,), (6,), (7,), (8,)],
+    "midus-hml": [(3,), (4,), (5,), (9,), (10,), (11,)],
+    "avg-deus": [(3, 0), (4, 1), (5, 2), (9, 6), (10, 7), (11, 8)],
+    "lesa": [(3, 0), (4, 1), (5, 2), (9, 6), (10, 7), (11, 8)],
+    "opt-deus": [(3, 0), (4, 1), (5, 2), (9, 6), (10, 7), (11, 8)],
+    "linear-combination": [(3, 0), (4, 1), (5, 2), (9, 6), (10, 7), (11, 8)],
+}
+"""Base layers that the six new ones of a base of twelve are made from; its pattern has a period of three."""
+
+
+@pytest.mark.parametrize("method", SOURCES)
+def test_new_layers_are_made_from_layers_of_their_phase(method):
+    config = config_of("gemma3", num_hidden_layers=12, sliding_window_pattern=3)
+    plan = planned(config, method, 6, "whole-periods", **SMALL.get(method, {}))
+    assert plan.new_indices == [3, 4, 5, 12, 13, 14]
+    assert [plan.layers[index].sources for index in plan.new_indices] == SOURCES[method]
+
+
+@pytest.mark.parametrize(
+    ("method", "sources"), [("midus-hml", [[2], [3], [2], [3]]), ("llama-pro", [[0], [1], [0], [1]])], ids=str
+)
+def test_at_the_ends_the_phase_of_the_other_side_is_taken(method, sources):
+    """The first period has none before it; a cut-off last one has not every phase after it."""
+    config = config_of("gemma2", num_hidden_layers=4)
+    plan = planned(config, method, 4, "whole-periods", **SMALL.get(method, {}))
+    assert plan.new_indices == [0, 1, 4, 5]
+    assert [list(plan.layers[index].sources) for index in plan.new_indices] == (
+        [[0], [1], *sources[:2]] if method == "midus-hml" else [[0], [1], *sources[2:]]
+    )
+
+
+def test_the_neighbours_of_same_type_are_those_of_the_phase():
+    config = config_of("gemma2", num_hidden_layers=8)
+    plans = [planned(config, "avg-deus", 4, "whole-periods", neighbours=kind) for kind in ("adjacent", "same_type")]
+    assert plans[0].layers == plans[1].layers
+
+
+def test_a_memory_over_a_memory_keeps_the_phase(tmp_path):
+    base = save_base(tmp_path / "base", "gemma2", num_hidden_layers=6)
+    first = {"method": "midus-hml", "options": SMALL["midus-hml"], "output": tmp_path / "once"}
+    assert upscale(base=base, num_new_layers=2, placement="whole-periods", **first).new_layer_indices == [4, 5]
+    second = {"method": "midus-pkm", "options": SMALL["midus-pkm"], "output": tmp_path / "twice"}
+    upscale(base=tmp_path / "once", num_new_layers=4, placement="whole-periods", **second)
+    config = json.loads((tmp_path / "twice" / "config.json").read_text())
+    assert config["layer_types"] == [S, F] * 6
+    # In front of the memory blocks 4 and 5, which have no output projection, the layers after them are copied.
+    plan = config["upscale"]["plan"]
+    assert config["upscale"]["new_layers"] == [2, 3, 8, 9]
+    assert [plan[index]["sources"] for index in config["upscale"]["new_layers"]] == [[2], [3], [6], [7]]
+    assert torch.equal(logits(base), logits(tmp_path / "twice"))
+
+
+@pytest.mark.parametrize("method", ["llama-pro", "avg-deus", "midus-hml"])
+def test_the_recipe_of_the_card_makes_the_same_model_again(method, tmp_path, command):
+    base = save_base(tmp_path / "base", "gemma3", num_hidden_layers=9, sliding_window_pattern=3)
+    request = {"placement": "whole-periods", "options": SMALL.get(method, {}), "verify": False}
+    upscale(base=base, method=method, output=tmp_path / "out", **request)
+    recipe = (tmp_path / "out" / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    assert "placement: whole-periods\nnum_new_layers: 3\n" in recipe
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    made = command("--config", tmp_path / "recipe.yaml", "--base", base, "--output", tmp_path / "again", "--no-verify")
+    assert made.status == 0, made.err
+    assert file_digests(tmp_path / "again") == file_digests(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "number", "message"),
+    [
+        ("gemma2", {"num_hidden_layers": 8}, 3, "num-new-layers is 3; placement whole-periods needs a multiple of 2, after which"
+         r" attention types repeat, up to 8\. Choose 2 or 4\."),
+        ("gemma2", {"num_hidden_layers": 8}, 10, r"num-new-layers is 10; .* up to 8\. Choose 6 or 8\."),
+        ("gemma3", {"num_hidden_layers": 8, "sliding_window_pattern": 6}, 12, r"a multiple of 6, .* up to 6\. Choose 6\."),
+        ("gemma3", {"num_hidden_layers": 4, "sliding_window_pattern": 6}, None, "the base has 4 layers, fewer than the 6 after "
+         "which attention types repeat; placement whole-periods needs a period of them. Choose another placement"),
+        ("gemma2", {"num_hidden_layers": 4, "layer_types": [F, S, S, S]}, None, "the attention types of the base's layers do not "
+         "repeat; placement whole-periods needs a pattern to keep. Choose another placement"),
+        ("gemma2", {"num_hidden_layers": 4}, 0, "num-new-layers is 0; expected at least 1"),
+    ],
+)  # fmt: skip
+def test_what_keeps_no_pattern_is_refused(family, changes, number, message):
+    with pytest.raises(RequestError, match=message):
+        result(config_of(family, **changes), "llama-pro", number)
+
+
+def test_a_period_that_is_to_be_fused_needs_one_on_each_side():
+    config = config_of("gemma2", num_hidden_layers=4)
+    with pytest.raises(
+        RequestError, match=r"new layer 0 has no base layer before it; .* Pass a lower --num-new-layers"
+    ):
+        planned(config, "avg-deus", 4, "whole-periods")
+
+
+def test_a_pattern_of_the_base_alone_is_kept_as_well():
+    config = config_of("gemma2", num_hidden_layers=6, layer_types=[S, S, F, S, S, F])
+    assert result(config, "llama-pro")["layer_types"] == [S, S, F, S, S, F, S, S, F]
+
+
+WARNED = (
+    "{} of {} layers attend otherwise (sliding or full) than {} implies by their index. transformers reads layer_types and is "
+    "right; runtimes that go by the index, such as llama.cpp, compute another function. {}"
+)
+KEEP = "Pass --placement whole-periods to keep the pattern."
+
+
+def warnings(command, base, method, *arguments) -> list[str]:
+    """What a dry run warns of."""
+    told = command("--base", base, "--method", method, "--dry-run", *arguments)
+    assert told.status == 0, told.err
+    return [line.removeprefix("upscale: warning: ") for line in told.err.splitlines() if "attend otherwise" in line]
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("method", [*REQUESTS, *SMALL])
+def test_a_plan_that_breaks_the_pattern_is_warned_of_with_the_layers_counted(family, method, tmp_path, command):
+    name, changes = TINY[family]
+    base = save_base(tmp_path / "base", name, **changes)
+    arguments = [] if method in SMALL else settings(method)
+    if method not in ("solar", "slices"):
+        arguments += ["--placement", "2,4"]
+    found = warnings(command, base, method, *arguments)
+    if method in SMALL:
+        assert found == []
+        return
+    upscaled(base, tmp_path / "out", method, **({} if method in ("solar", "slices") else {"placement": "2,4"}))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    listed, derived = config["layer_types"], derived_types(config, config["model_type"])
+    moved = sum(one != other for one, other in zip(listed, derived, strict=True))
+    assert len(found) == (moved > 0)
+    if moved:
+        assert found[0].startswith(WARNED.format(moved, len(listed), config["model_type"], ""))
+        assert KEEP in found[0] or method in ("solar", "slices", "linear-combination")
+
+
+def test_the_remedy_is_one(tmp_path, command):
+    base = save_base(tmp_path / "base", "gemma3", num_hidden_layers=12, sliding_window_pattern=3)
+    assert warnings(command, base, "llama-pro") == [WARNED.format(8, 18, "gemma3_text", KEEP)]
+    for method in ("llama-pro", "attenuated-copy", "avg-deus", "linear-combination", "opt-deus", "lesa"):
+        assert warnings(command, base, method, "--placement", "whole-periods") == []
+    stacked = warnings(command, base, "solar", "--num-new-layers", "8")
+    assert stacked[0].endswith("Pass --num-new-layers 6, a multiple of 3, to keep the pattern.")
+    assert warnings(command, base, "solar", "--num-new-layers", "6") == []
+
+
+def test_a_window_that_begins_at_a_layer_is_broken_by_solar_alone(tmp_path, command):
+    base = save_base(tmp_path / "base", "qwen2", **QWEN)
+    found = warnings(command, base, "solar")
+    assert found[0].endswith("No number of new layers keeps the pattern; a method that inserts layers can.")
+    assert warnings(command, base, "llama-pro") == []
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": [F, S, S, S]}, {"layer_types": [S, F, F, S]}], ids=str)
+def test_a_base_that_the_index_misreads_already_is_not_warned_of(changes, tmp_path, command):
+    base = save_base(tmp_path / "base", "gemma2", **changes)
+    assert warnings(command, base, "llama-pro") == []
+
+
+def test_a_family_without_types_is_not_warned_of(base, command):
+    assert warnings(command, base, "llama-pro") == []
