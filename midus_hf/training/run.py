@@ -21,7 +21,13 @@ from transformers import (
 
 from midus_hf.training.corpus import open_corpus
 from midus_hf.training.freezing import TrainableReport, set_trainable
-from midus_hf.training.loading import load_accompanying_files, load_config, load_model, load_tokenizer
+from midus_hf.training.loading import (
+    check_sequence_length,
+    load_accompanying_files,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
@@ -137,6 +143,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     checkpoint = check_output(config)
     _check_reporting(config)
     model_config = load_config(config.model, config.trainable)
+    check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
     dataset = _build_dataset(config, tokenizer, model_config.vocab_size)
