@@ -94,13 +94,26 @@ def describe_files(path: str | Path) -> str | None:
     return f"{line}; not read: {', '.join(named)} (expected {', '.join(FOLDER_SUFFIXES)})"
 
 
+def endings(path: Path) -> tuple[str, str]:
+    """The ending of a file's name, and the one behind it that says how it is compressed, as in `(".jsonl", ".gz")`.
+
+    Args:
+        path: The file, which need not exist.
+
+    Returns:
+        Both may be empty.
+    """
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    return Path(path.name.removesuffix(compression)).suffix, compression
+
+
 def is_text_name(path: Path) -> bool:
     """Whether a folder's file of this name is read.
 
     Args:
         path: The file, which need not exist.
     """
-    suffix, compression = _endings(path)
+    suffix, compression = endings(path)
     if compression:
         return suffix == ".json" or (suffix in FOLDER_SUFFIXES and suffix != ".parquet")
     return suffix in FOLDER_SUFFIXES
@@ -112,7 +125,7 @@ def is_compressed(path: Path) -> bool:
     Args:
         path: The file.
     """
-    suffix, compression = _endings(path)
+    suffix, compression = endings(path)
     return bool(compression) or suffix == ".parquet"
 
 
@@ -130,6 +143,22 @@ def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str
             and `.zst` where `datasets` is not installed.
     """
     return (document for file in files for document in _read_file(file, column, encoding) if document.strip())
+
+
+def codec_of(encoding: str) -> str:
+    """Python's name of an encoding, such that a byte order mark is no text.
+
+    Args:
+        encoding: Any of its names.
+
+    Raises:
+        DocumentError: If there is none of that name.
+    """
+    try:
+        name = codecs.lookup(encoding).name
+    except LookupError as error:
+        raise DocumentError(f"encoding is {encoding!r}, which Python does not know; expected e.g. 'utf-8'.") from error
+    return "utf-8-sig" if name == "utf-8" else name
 
 
 def text_of_row(row: Any, column: str, place: str) -> str:
@@ -182,20 +211,14 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _endings(path: Path) -> tuple[str, str]:
-    """The ending of a file's name, and the one after it that says how it is compressed: `("", ...)` if there is none."""
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    return Path(path.name.removesuffix(compression)).suffix, compression
-
-
 def _ending(path: Path) -> str:
     if path.is_dir():
         return "linked folder"
-    return "".join(_endings(path)) or "without an ending"
+    return "".join(endings(path)) or "without an ending"
 
 
 def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
-    suffix, compression = _endings(path)
+    suffix, compression = endings(path)
     if suffix == ".parquet" and not compression:
         return _read_parquet(path, column)
     if suffix == ".jsonl" or (suffix == ".json" and compression):
@@ -206,7 +229,7 @@ def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed if its name says so."""
-    compression = _endings(path)[1]
+    compression = endings(path)[1]
     try:
         with _open_compressed(path, compression) if compression else path.open("rb") as stream:
             yield stream
@@ -244,7 +267,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
 def _read_json_lines(path: Path, column: str, encoding: str) -> Iterator[str]:
     number = 0
     try:
-        with _open(path) as stream, io.TextIOWrapper(stream, encoding=_codec(encoding), newline="\n") as lines:
+        with _open(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"line {number} of {str(path)!r}"
@@ -263,21 +286,12 @@ def _parse(line: str, place: str) -> Any:
 def _read_text(path: Path, encoding: str) -> Iterator[str]:
     try:
         with _open(path) as stream:
-            text = stream.read().decode(_codec(encoding))
+            text = stream.read().decode(codec_of(encoding))
     except UnicodeDecodeError as error:
         raise _not_text(path, encoding, f"{error.reason} at byte {error.start}") from error
     if "\0" in text:  # which passes for UTF-8
         raise _not_text(path, encoding, "it has zero bytes")
     yield text
-
-
-def _codec(encoding: str) -> str:
-    """Python's name of an encoding, such that a byte order mark is no text."""
-    try:
-        name = codecs.lookup(encoding).name
-    except LookupError as error:
-        raise DocumentError(f"encoding is {encoding!r}, which Python does not know; expected e.g. 'utf-8'.") from error
-    return "utf-8-sig" if name == "utf-8" else name
 
 
 def _not_text(path: Path, encoding: str, reason: str) -> DocumentError:

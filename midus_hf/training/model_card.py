@@ -39,7 +39,7 @@ def _without_local_paths(config: TrainConfig) -> TrainConfig:
         path = Path(name).expanduser()
         return path.resolve().name if path.exists() else name
 
-    corpus = dataclasses.replace(config.corpus, path=label(config.corpus.path))
+    corpus = dataclasses.replace(config.corpus, path=label(config.corpus.path), cache_dir=None)
     return dataclasses.replace(
         config, model=label(config.model), output=label(config.output), corpus=corpus, resume=bool(config.resume)
     )

@@ -17,7 +17,8 @@ class CorpusOptions:
     Args:
         path: A text file, a folder of them, or the id of a dataset on the Hub. Plain text (`.txt`, `.md`, or a file
             with any other ending) is one document a file; `.jsonl` and `.parquet` hold one document a row. A folder
-            is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files.
+            is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files. All but
+            Parquet may be compressed, with `.gz` or `.zst` behind their ending.
         config: The configuration of a dataset. Default: its own.
         split: The split of a dataset. Default: `"train"`.
         column: The column, or JSON key, that holds the text. Default: `"text"`.
@@ -25,6 +26,8 @@ class CorpusOptions:
         streaming: Read while training instead of before it; needs `max_steps`. Default: false.
         shuffle_buffer: Documents of a streamed dataset held at a time to draw from in random order; 0 keeps the
             dataset's order. Default: 0.
+        cache_dir: Folder where tokens are kept between runs. Default: `midus_hf_tokens` in the cache of the library
+            `datasets`, which the variables HF_HOME and HF_DATASETS_CACHE move.
 
     Raises:
         ValueError: If an option contradicts another.
@@ -37,6 +40,7 @@ class CorpusOptions:
     encoding: str = "utf-8"
     streaming: bool = False
     shuffle_buffer: int = 0
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -19,7 +19,6 @@ from transformers import (
     set_seed,
 )
 
-from midus_hf.training.corpus import open_corpus
 from midus_hf.training.freezing import TrainableReport, set_trainable
 from midus_hf.training.loading import (
     check_sequence_length,
@@ -31,10 +30,10 @@ from midus_hf.training.loading import (
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
-from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
 from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.training_data import TrainingData, build_dataset, describe_corpus
 from midus_hf.training.training_log import TrainingLog
 
 
@@ -146,7 +145,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
-    dataset = _build_dataset(config, tokenizer, model_config.vocab_size)
+    dataset = build_dataset(config, tokenizer, model_config.vocab_size)
     set_seed(config.seed)
     model = load_model(config.model, config.attn_implementation)
     accompanying_files = load_accompanying_files(config.model)
@@ -229,24 +228,7 @@ def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> No
             )
 
 
-def _build_dataset(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> PackedDataset | PackedStream:
-    documents = open_corpus(config.corpus, config.seed)
-
-    def start_pass() -> CorpusPass:
-        return CorpusPass(documents(), tokenizer, config.sequence_length, vocab_size)
-
-    if not config.corpus.streaming:
-        return PackedDataset(start_pass(), config.document_mask)
-    stream = PackedStream(start_pass, config.document_mask)
-    next(iter(stream))
-    return stream
-
-
-def _show(
-    config: TrainConfig, report: TrainableReport, dataset: PackedDataset | PackedStream, model: PreTrainedModel
-) -> None:
+def _show(config: TrainConfig, report: TrainableReport, dataset: TrainingData, model: PreTrainedModel) -> None:
     console = Console()
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
@@ -268,8 +250,5 @@ def _show(
             f"{group['weight_decay']:g}",
         )
     console.print(groups)
-    if isinstance(dataset, PackedDataset):
-        console.print(
-            f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
-            f"{config.sequence_length:,} ({dataset.num_tokens % config.sequence_length:,} tokens left over)"
-        )
+    for line in describe_corpus(config, dataset):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
