@@ -349,22 +349,24 @@ def test_a_long_work_is_told_of_and_a_short_one_is_not(tmp_path, monkeypatch, ca
     assert not datasets.are_progress_bars_disabled()
 
 
-def test_a_corpus_is_trained_on_without_being_held_in_memory(upscaled, tmp_path):
+def test_a_corpus_is_trained_on_without_being_held_in_memory(upscaled, corpus, tmp_path):
     """Thirty million tokens, 120 MB: a step may touch pages of the map, but nothing of it becomes memory of the run."""
-    process, connection = in_a_process(train_on_a_long_corpus, upscaled("llama"), tmp_path)
+    making, connection = in_a_process(make_a_long_corpus, tmp_path / "cache")
+    assert connection.recv() > 30_000_000
+    making.join()
+    training, connection = in_a_process(train_on_a_long_corpus, upscaled("llama"), corpus, tmp_path)
     tokens, steps, grown = connection.recv()
-    process.join()
+    training.join()
     assert tokens > 30_000_000 and steps == 3
     assert grown < 30e6
 
 
-def train_on_a_long_corpus(connection, model, folder) -> None:
-    long_corpus(folder / "cache")
-    cache = {"cache_dir": str(folder / "cache")}
-    options = {"sequence_length": 128, "max_steps": 3, "corpus_options": cache}
-    train(tiny_config(model, Path("owner/name"), folder / "warm", **options))
+def train_on_a_long_corpus(connection, model, corpus, folder) -> None:
+    options = {"sequence_length": 128, "max_steps": 3, "corpus_options": {"cache_dir": str(folder / "cache")}}
+    train(tiny_config(model, corpus, folder / "short", **options))
     before = anonymous_memory()
-    run = prepare(tiny_config(model, Path("owner/name"), folder / "out", **options))
+    datasets.load_dataset = lambda *args, **kwargs: a_row()
+    run = prepare(tiny_config(model, Path("owner/name"), folder / "long", **options))
     dataset = run.trainer.train_dataset
     for index in range(0, len(dataset), 5):
         dataset[index]
@@ -378,22 +380,23 @@ def anonymous_memory() -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
 
 
-def long_corpus(cache: Path) -> None:
-    """Let a dataset of the Hub be thirty million tokens that are in the cache already."""
-    rows = datasets.Dataset.from_dict({"text": ["w5"]})
-    datasets.load_dataset = lambda *args, **kwargs: rows
-    times = 15_500_000
+def a_row():
+    return datasets.Dataset.from_dict({"text": ["w5"]})
+
+
+def make_a_long_corpus(connection, cache: Path) -> None:
+    """Keep thirty million tokens as those of a dataset of the Hub."""
+    datasets.load_dataset = lambda *args, **kwargs: a_row()
     tile = token_cache._Tokenise.__call__
 
     def many(self, texts):
         table = tile(self, texts)
-        values = np.tile(table.column("tokens").chunk(0).values.to_numpy(), times)
+        values = np.tile(table.column("tokens").chunk(0).values.to_numpy(), 15_500_000)
         offsets = np.arange(0, len(values) + 1, 200, dtype=np.int64)
         return pyarrow.table({"tokens": pyarrow.LargeListArray.from_arrays(offsets, values[: offsets[-1]])})
 
     token_cache._Tokenise.__call__ = many
-    tokens_of("owner/name", cache)
-    token_cache._Tokenise.__call__ = tile
+    connection.send(tokens_of("owner/name", cache).num_tokens)
 
 
 def test_resuming_makes_no_tokens_and_reads_no_sequence_that_was_trained_on(upscaled, corpus, tmp_path, monkeypatch):
