@@ -1,6 +1,7 @@
 """What a training run may be told."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 Trainable = Literal["auto", "new", "all"] | list[int]
@@ -54,13 +55,39 @@ class CorpusOptions:
 
 
 @dataclasses.dataclass(kw_only=True)
+class WeightedCorpus(CorpusOptions):
+    """One corpus of several, with the keys of `CorpusOptions` and one more.
+
+    Args:
+        weight: The corpus gives `weight / (sum of all weights)` of the sequences that the run trains on, however long
+            it is; a short one is gone through again and again. Sequences have one length, so this is its share of
+            tokens too.
+
+    Raises:
+        ValueError: If an option contradicts another, or the weight is not above 0.
+    """
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight <= 0:
+            raise ValueError(f"corpus.weight is {self.weight:g}; expected a number above 0.")
+        if self.streaming:
+            raise ValueError(
+                "corpus.streaming is true in a list of corpora; set it to false: shares are drawn from text read beforehand."
+            )
+
+
+@dataclasses.dataclass(kw_only=True)
 class TrainConfig:
     """One run of continual pretraining.
 
     Args:
         model: Folder or Hub id of the model to train.
         output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
-        corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them.
+        corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
+            corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
         sequence_length: T, tokens a sequence. Default: 2048.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
@@ -82,7 +109,7 @@ class TrainConfig:
             Default: `"cosine"`.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
-        epochs: Passes over the corpus.
+        epochs: Passes over the corpus; of several, as many sequences as all of them have together count as one.
         batch_size: Sequences a device and forward pass. Default: 8.
         gradient_accumulation: Forward passes a step. Default: 1.
         precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
@@ -105,7 +132,7 @@ class TrainConfig:
 
     model: str
     output: str
-    corpus: CorpusOptions
+    corpus: CorpusOptions | list[WeightedCorpus]
     sequence_length: int = 2048
     document_mask: bool = False
     trainable: Trainable = "auto"
@@ -164,7 +191,14 @@ class TrainConfig:
             raise ValueError(f"warmup_ratio is {self.warmup_ratio}; expected a share of the steps, 0 <= ratio < 1.")
         if self.max_steps is not None and self.epochs is not None:
             raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
-        if self.corpus.streaming and self.max_steps is None:
+        if not self.corpora:
+            raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
+        if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")
+
+    @property
+    def corpora(self) -> Sequence[CorpusOptions]:
+        """All corpora of the run."""
+        return self.corpus if isinstance(self.corpus, list) else [self.corpus]

@@ -52,7 +52,7 @@ def check_output(config: TrainConfig) -> Path | None:
     output = Path(config.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output is {config.output!r}, a file; expected a folder.")
-    for name, value in (("model", config.model), ("corpus", config.corpus.path)):
+    for name, value in (("model", config.model), *(("corpus", corpus.path) for corpus in config.corpora)):
         if not Path(value).exists():
             continue
         for outer, inner, verb in ((output, Path(value), "holds"), (Path(value), output, "lies in")):

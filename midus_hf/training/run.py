@@ -27,6 +27,7 @@ from midus_hf.training.loading import (
     load_model,
     load_tokenizer,
 )
+from midus_hf.training.mixture import Mixture
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
@@ -145,14 +146,16 @@ def prepare(config: TrainConfig) -> TrainingRun:
     check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
-    dataset = build_dataset(config, tokenizer, model_config.vocab_size)
+    arguments = training_arguments(config)
+    dataset = build_dataset(config, tokenizer, model_config.vocab_size, arguments.world_size)
+    if isinstance(dataset, Mixture):
+        arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     set_seed(config.seed)
     model = load_model(config.model, config.attn_implementation)
     accompanying_files = load_accompanying_files(config.model)
     use_cache = model.config.use_cache
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)
-    arguments = training_arguments(config)
     if PartialState().is_main_process:
         start_output(config)
         _show(config, report, dataset, model)

@@ -1,44 +1,43 @@
 """What a run draws its sequences from, and what is told of it before the first step."""
 
 import importlib.util
+import math
 
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.documents import describe_files
 from midus_hf.training.corpus import find_corpus
 from midus_hf.training.mapped_tokens import MappedDataset
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.mixture import Mixture
+from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.token_cache import cached_tokens
 
-TrainingData = MappedDataset | PackedDataset | PackedStream
+TrainingData = MappedDataset | PackedDataset | PackedStream | Mixture
 
 
-def build_dataset(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TrainingData:
+def build_dataset(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world_size: int = 1
+) -> TrainingData:
     """The sequences of a run: of cached tokens, of a stream, or, where `datasets` is not installed, held in memory.
 
     Args:
         config: The options of the run.
         tokenizer: As in `tokenise`.
         vocab_size: Number of ids the model embeds.
+        world_size: Number of processes that share a step. Default: 1.
 
     Raises:
-        DocumentError: If the corpus cannot be read, is empty or shorter than one sequence, or its tokens cannot be kept.
-        ValueError: As in `tokenise`.
+        DocumentError: If a corpus cannot be read, is empty or shorter than one sequence, or its tokens cannot be kept.
+        ValueError: As in `tokenise` and `Mixture`.
     """
-    corpus = find_corpus(config.corpus, config.seed)
-
-    def start_pass() -> CorpusPass:
-        return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
-
-    if config.corpus.streaming:
-        stream = PackedStream(start_pass, config.document_mask)
-        next(iter(stream))
-        return stream
-    if not _can_cache():
-        return PackedDataset(start_pass(), config.document_mask)
-    tokens = cached_tokens(corpus, tokenizer, vocab_size, config.corpus.cache_dir)
-    return MappedDataset(tokens, config.sequence_length, config.document_mask)
+    datasets = [_open(corpus, config, tokenizer, vocab_size) for corpus in config.corpora]
+    if not isinstance(config.corpus, list):
+        return datasets[0]
+    a_step = config.batch_size * config.gradient_accumulation * world_size
+    all_sequences = sum(len(dataset) for dataset in datasets if not isinstance(dataset, PackedStream))
+    steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / a_step)
+    return Mixture(datasets, [corpus.weight for corpus in config.corpus], steps, a_step, config.seed)
 
 
 def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
@@ -48,16 +47,45 @@ def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
         config: The options of the run.
         dataset: What `build_dataset` made of them.
     """
-    lines = [] if (line := describe_files(config.corpus.path)) is None else [line]
-    if isinstance(dataset, PackedStream):
+    lines = [line for corpus in config.corpora if (line := describe_files(corpus.path)) is not None]
+    if isinstance(dataset, Mixture):
+        for corpus, part, count in zip(config.corpora, dataset.parts, dataset.counts, strict=True):
+            lines += [f"{corpus.path}: {_made(part, config.sequence_length)}"]
+            lines += [f"  {count:,} drawn ({count / len(dataset):.1%} of the run), {count / len(part):.2f} passes"]
+        parts = dataset.parts
+    elif isinstance(dataset, PackedStream):
         return lines
-    lines.append(
-        f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
-        f"{config.sequence_length:,} ({dataset.num_tokens % config.sequence_length:,} tokens left over)"
-    )
-    if isinstance(dataset, PackedDataset):
+    else:
+        lines.append(_made(dataset, config.sequence_length))
+        parts = [dataset]
+    if any(isinstance(part, PackedDataset) for part in parts):
         lines.append("the package datasets is not installed: tokens are in memory, and made again at the next start")
     return lines
+
+
+def _open(
+    options: CorpusOptions, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> MappedDataset | PackedDataset | PackedStream:
+    corpus = find_corpus(options, config.seed)
+
+    def start_pass() -> CorpusPass:
+        return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
+
+    if options.streaming:
+        stream = PackedStream(start_pass, config.document_mask)
+        next(iter(stream))
+        return stream
+    if not _can_cache():
+        return PackedDataset(start_pass(), config.document_mask)
+    tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
+    return MappedDataset(tokens, config.sequence_length, config.document_mask)
+
+
+def _made(dataset: MappedDataset | PackedDataset, sequence_length: int) -> str:
+    return (
+        f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
+        f"{sequence_length:,} ({dataset.num_tokens % sequence_length:,} tokens left over)"
+    )
 
 
 def _can_cache() -> bool:

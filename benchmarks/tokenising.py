@@ -1,0 +1,104 @@
+"""How long a run waits for the tokens of its corpus: tokenised in memory, at the first start, and at a later one.
+
+    python benchmarks/tokenising.py               # SmolLM2's tokenizer, presidential addresses ten times over
+
+Every start is a process of its own; imports are not counted. Kept memory is what the tokens alone hold of it.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from tracked import MACHINE, RESULTS, append, commit
+
+TOKENISING_RESULTS = RESULTS / "tokenising.csv"
+ROOT = Path(__file__).parent.parent
+STARTS = ("in memory", "first start", "later start")
+
+
+@dataclass
+class Row:
+    """One line of the results."""
+
+    date: str
+    commit: str
+    machine: str
+    start: str
+    text_bytes: int
+    documents: int
+    tokens: int
+    seconds: float
+    kept_mb: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--copies", type=int, default=10, help="how often the text is taken (default: 10)")
+    parser.add_argument("--no-append", action="store_true", help="print the table, leave the CSV alone")
+    parser.add_argument("--measure", nargs=4, metavar=("START", "MODEL", "TEXT", "CACHE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    if arguments.measure:
+        print(json.dumps(measure(*arguments.measure)))
+        return
+    from material.addresses import addresses
+    from material.smollm2 import smollm2_135m
+
+    model, commit_now = smollm2_135m(), commit()
+    with tempfile.TemporaryDirectory() as work:
+        text = Path(work, "text")
+        for copy in range(arguments.copies):
+            shutil.copytree(addresses().train, text / str(copy))
+        size = sum(path.stat().st_size for path in text.rglob("*.txt"))
+        rows = []
+        for start in STARTS:
+            command = [sys.executable, __file__, "--measure", start, str(model), str(text), str(Path(work, "cache"))]
+            measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            rows.append(Row(date.today().isoformat(), commit_now, MACHINE, start, size, **measured))
+    print("| tokens | MB of text | documents | tokens | seconds | memory kept, MB |\n|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.start} | {row.text_bytes / 1e6:.1f} | {row.documents:,} | {row.tokens:,} | {row.seconds} | "
+            f"{row.kept_mb} |"
+        )
+    if not arguments.no_append:
+        append(rows, TOKENISING_RESULTS)
+
+
+def measure(start: str, model: str, text: str, cache: str) -> dict:
+    """Make or open the tokens of a text, and say how long it took and what they hold."""
+    from midus_hf.training import training_data
+    from midus_hf.training.loading import load_tokenizer
+    from midus_hf.training.options import CorpusOptions, TrainConfig
+
+    config = TrainConfig(model=model, output="none", corpus=CorpusOptions(path=text, cache_dir=cache))
+    tokenizer = load_tokenizer(model)
+    tokenizer(["warm"])
+    if start == "in memory":
+        training_data._can_cache = lambda: False
+    before, started = _anonymous_memory(), time.perf_counter()
+    dataset = training_data.build_dataset(config, tokenizer, len(tokenizer))
+    seconds = time.perf_counter() - started
+    return {
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "seconds": round(seconds, 2),
+        "kept_mb": round((_anonymous_memory() - before) / 1e6, 1),
+    }
+
+
+def _anonymous_memory() -> int:
+    """Bytes that no file backs: pages of a map may be dropped at any time."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+
+
+if __name__ == "__main__":
+    main()
