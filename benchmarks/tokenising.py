@@ -91,7 +91,7 @@ def measure(start: str, model: str, text: str, cache: str) -> dict:
     if start == "in memory":
         training_data._can_cache = lambda: False
     before, busy, started = _anonymous_memory(), _processor_time(), time.perf_counter()
-    dataset = training_data.build_dataset(config, tokenizer, len(tokenizer))
+    (dataset,) = training_data.open_corpora(config, tokenizer, len(tokenizer))
     seconds = time.perf_counter() - started
     return {
         "documents": dataset.num_documents,

@@ -66,7 +66,7 @@ def find_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DocumentError(f"text is {str(path)!r}, which does not exist; expected a file or a folder.")
-    files = [file for file in _walk(path) if is_text_name(file)]
+    files = [file for file in _walk(path) if _is_read(file)]
     if not files:
         raise DocumentError(
             f"text is {str(path)!r}, a folder without text; expected files ending in {', '.join(FOLDER_SUFFIXES)}."
@@ -84,7 +84,7 @@ def describe_files(path: str | Path) -> str | None:
     if not path.is_dir():
         return None
     files = _walk(path)
-    others = collections.Counter(_ending(file) for file in files if not is_text_name(file))
+    others = collections.Counter(_ending(file) for file in files if not _is_read(file))
     line = f"read {len(files) - others.total():,} of {len(files):,} files of {path}"
     if not others:
         return line
@@ -209,6 +209,10 @@ def _walk(folder: Path) -> list[Path]:
         linked = [name for name in subfolders if Path(place, name).is_symlink()]
         found += [Path(place, name) for name in (*names, *linked) if not name.startswith(".")]
     return sorted(found)
+
+
+def _is_read(path: Path) -> bool:
+    return is_text_name(path) and not path.is_dir()
 
 
 def _ending(path: Path) -> str:

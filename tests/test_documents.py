@@ -149,7 +149,7 @@ def test_what_is_hidden_is_not_read(tmp_path):
 
 def test_of_a_folder_it_is_told_what_was_not_read(tmp_path):
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "linked").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "linked.txt").symlink_to(tmp_path / "b")
     for name in ("a.txt", "b/c.jsonl.gz", "1.csv", "2.csv", "b/3.csv", "4.pdf", "README", ".hidden", "5.tar.gz"):
         (tmp_path / name).touch()
     assert describe_files(tmp_path) == (

@@ -34,7 +34,7 @@ from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokeniz
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
 from midus_hf.training.trainer import MemoryTrainer
-from midus_hf.training.training_data import TrainingData, build_dataset, describe_corpus
+from midus_hf.training.training_data import TrainingData, build_dataset, describe_corpus, open_corpora
 from midus_hf.training.training_log import TrainingLog
 
 
@@ -146,8 +146,9 @@ def prepare(config: TrainConfig) -> TrainingRun:
     check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
+    corpora = open_corpora(config, tokenizer, model_config.vocab_size)
     arguments = training_arguments(config)
-    dataset = build_dataset(config, tokenizer, model_config.vocab_size, arguments.world_size)
+    dataset = build_dataset(config, corpora, arguments.world_size)
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     set_seed(config.seed)

@@ -13,31 +13,44 @@ from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.token_cache import cached_tokens
 
-TrainingData = MappedDataset | PackedDataset | PackedStream | Mixture
+Part = MappedDataset | PackedDataset | PackedStream
+TrainingData = Part | Mixture
 
 
-def build_dataset(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, world_size: int = 1
-) -> TrainingData:
-    """The sequences of a run: of cached tokens, of a stream, or, where `datasets` is not installed, held in memory.
+def open_corpora(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Part]:
+    """The sequences of each corpus of a run: of cached tokens, of a stream, or, without `datasets`, held in memory.
+
+    To be called before processes know of each other or of a GPU: making tokens forks.
 
     Args:
         config: The options of the run.
         tokenizer: As in `tokenise`.
         vocab_size: Number of ids the model embeds.
-        world_size: Number of processes that share a step. Default: 1.
 
     Raises:
         DocumentError: If a corpus cannot be read, is empty or shorter than one sequence, or its tokens cannot be kept.
-        ValueError: As in `tokenise` and `Mixture`.
+        ValueError: As in `tokenise`.
     """
-    datasets = [_open(corpus, config, tokenizer, vocab_size) for corpus in config.corpora]
+    return [_open(corpus, config, tokenizer, vocab_size) for corpus in config.corpora]
+
+
+def build_dataset(config: TrainConfig, parts: list[Part], world_size: int) -> TrainingData:
+    """The sequences of a run: those of its corpus, or shares of several.
+
+    Args:
+        config: The options of the run.
+        parts: As from `open_corpora`.
+        world_size: Number of processes that share a step.
+
+    Raises:
+        ValueError: As `Mixture`.
+    """
     if not isinstance(config.corpus, list):
-        return datasets[0]
+        return parts[0]
     a_step = config.batch_size * config.gradient_accumulation * world_size
-    all_sequences = sum(len(dataset) for dataset in datasets if not isinstance(dataset, PackedStream))
+    all_sequences = sum(len(part) for part in parts if not isinstance(part, PackedStream))
     steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / a_step)
-    return Mixture(datasets, [corpus.weight for corpus in config.corpus], steps, a_step, config.seed)
+    return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, a_step, config.seed)
 
 
 def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
@@ -63,9 +76,7 @@ def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
     return lines
 
 
-def _open(
-    options: CorpusOptions, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> MappedDataset | PackedDataset | PackedStream:
+def _open(options: CorpusOptions, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Part:
     corpus = find_corpus(options, config.seed)
 
     def start_pass() -> CorpusPass:

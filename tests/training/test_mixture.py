@@ -20,7 +20,7 @@ from midus_hf.training.cli import main
 from midus_hf.training.mixture import Mixture, split_by_weights
 from midus_hf.training.model_card import add_training
 from midus_hf.training.output_folder import check_output
-from midus_hf.training.training_data import build_dataset
+from midus_hf.training.training_data import build_dataset, open_corpora
 from midus_hf.training.training_log import read_log
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -204,7 +204,7 @@ def test_every_corpus_is_kept_from_the_output_and_named_in_the_card_without_its_
 
 def test_in_memory_a_mixture_is_the_same(mixed, monkeypatch):
     def sequences():
-        dataset = build_dataset(mixed("out"), tiny_tokenizer(), 128)
+        dataset = build_dataset(mixed("out"), open_corpora(mixed("out"), tiny_tokenizer(), 128), world_size=1)
         return [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
 
     mapped = sequences()
