@@ -92,10 +92,13 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
         raise ValueError(f"override is {override!r}; expected key=value.")
     *outer, last = key.split(".")
     for name in outer:
-        inner_class = typing.get_type_hints(cls).get(name)
-        if not dataclasses.is_dataclass(inner_class):
-            raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
+        alternatives = _alternatives(typing.get_type_hints(cls).get(name))
+        inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
         inner = values.get(name, {})
+        if inner_class is None:
+            raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
+        if isinstance(inner, list):
+            raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {name}=[...].")
         values[name] = inner if isinstance(inner, dict) else {_first_field(inner_class): inner}
         cls, values = typing.cast(type, inner_class), values[name]
     try:
@@ -120,7 +123,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     """Convert `value` to the first alternative of `hint` that takes it."""
     alternatives = _alternatives(hint)
     for alternative in alternatives:
-        if dataclasses.is_dataclass(alternative) and value is not None:
+        if dataclasses.is_dataclass(alternative) and value is not None and not isinstance(value, list):
             mapping = value if isinstance(value, Mapping) else {_first_field(alternative): value}
             return from_mapping(typing.cast(type, alternative), mapping, prefix=f"{key}.")
         if typing.get_origin(alternative) is list and isinstance(value, list):

@@ -1,16 +1,26 @@
-"""Read documents from text files, JSON lines, Parquet, and folders of them."""
+"""Read documents from text files, JSON lines, Parquet, and folders of them, compressed or not."""
 
 import codecs
+import collections
+import contextlib
+import gzip
 import importlib.util
+import io
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-"""Endings of the files that are read from a folder."""
+"""Endings of the files that are read from a folder; all but the last also with one of `COMPRESSIONS` after them."""
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""What an ending says of how a file is compressed."""
+
+_ENDINGS_NAMED = 5
 
 
 class DocumentError(ValueError):
@@ -23,7 +33,8 @@ def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-
     Args:
         path: A `.jsonl` or `.parquet` file, a document a row; any other file, which is one document; or a folder,
             whose `.txt`, `.md`, `.jsonl` and `.parquet` files, those of its subfolders included, are read in the
-            order of their paths.
+            order of their paths. All but Parquet may be compressed, with `.gz` or `.zst` after their ending;
+            `.json.gz` and `.json.zst` are JSON lines too, as published corpora have them. What is hidden is not read.
         column: The column, or JSON key, that holds the text. Default: `"text"`.
         encoding: Encoding of plain text and JSON lines. Default: `"utf-8"`.
 
@@ -55,17 +66,67 @@ def find_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DocumentError(f"text is {str(path)!r}, which does not exist; expected a file or a folder.")
-    files = sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(path)
-        for name in names
-        if Path(name).suffix in FOLDER_SUFFIXES and not name.startswith(".")
-    )
+    files = [file for file in _walk(path) if _is_read(file)]
     if not files:
         raise DocumentError(
             f"text is {str(path)!r}, a folder without text; expected files ending in {', '.join(FOLDER_SUFFIXES)}."
         )
     return files
+
+
+def describe_files(path: str | Path) -> str | None:
+    """One line on how many files of a folder are read, and of what kinds the others are; None if `path` is no folder.
+
+    Args:
+        path: As in `find_files`.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        return None
+    files = _walk(path)
+    others = collections.Counter(_ending(file) for file in files if not _is_read(file))
+    line = f"read {len(files) - others.total():,} of {len(files):,} files of {path}"
+    if not others:
+        return line
+    named = [f"{count:,} {ending}" for ending, count in others.most_common(_ENDINGS_NAMED)]
+    if unnamed := others.total() - sum(count for _, count in others.most_common(_ENDINGS_NAMED)):
+        named.append(f"{unnamed:,} with other endings")
+    return f"{line}; not read: {', '.join(named)} (expected {', '.join(FOLDER_SUFFIXES)})"
+
+
+def endings(path: Path) -> tuple[str, str]:
+    """The ending of a file's name, and the one behind it that says how it is compressed, as in `(".jsonl", ".gz")`.
+
+    Args:
+        path: The file, which need not exist.
+
+    Returns:
+        Both may be empty.
+    """
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    return Path(path.name.removesuffix(compression)).suffix, compression
+
+
+def is_text_name(path: Path) -> bool:
+    """Whether a folder's file of this name is read.
+
+    Args:
+        path: The file, which need not exist.
+    """
+    suffix, compression = endings(path)
+    if compression:
+        return suffix == ".json" or (suffix in FOLDER_SUFFIXES and suffix != ".parquet")
+    return suffix in FOLDER_SUFFIXES
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the text in a file takes more room than the file.
+
+    Args:
+        path: The file.
+    """
+    suffix, compression = endings(path)
+    return bool(compression) or suffix == ".parquet"
 
 
 def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str = "utf-8") -> Iterator[str]:
@@ -78,9 +139,26 @@ def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str
 
     Raises:
         DocumentError: For what is not text in this encoding, for rows without text in the column, for what is neither
-            JSON nor Parquet although its name says so, and for Parquet where `datasets` is not installed.
+            JSON nor Parquet nor compressed although its name says so, for a file that cannot be opened, and for Parquet
+            and `.zst` where `datasets` is not installed.
     """
     return (document for file in files for document in _read_file(file, column, encoding) if document.strip())
+
+
+def codec_of(encoding: str) -> str:
+    """Python's name of an encoding, such that a byte order mark is no text.
+
+    Args:
+        encoding: Any of its names.
+
+    Raises:
+        DocumentError: If there is none of that name.
+    """
+    try:
+        name = codecs.lookup(encoding).name
+    except LookupError as error:
+        raise DocumentError(f"encoding is {encoding!r}, which Python does not know; expected e.g. 'utf-8'.") from error
+    return "utf-8-sig" if name == "utf-8" else name
 
 
 def text_of_row(row: Any, column: str, place: str) -> str:
@@ -123,12 +201,58 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _walk(folder: Path) -> list[Path]:
+    """All files below a folder, without what is hidden, and the linked folders, which are not entered."""
+    found: list[Path] = []
+    for place, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        linked = [name for name in subfolders if Path(place, name).is_symlink()]
+        found += [Path(place, name) for name in (*names, *linked) if not name.startswith(".")]
+    return sorted(found)
+
+
+def _is_read(path: Path) -> bool:
+    return is_text_name(path) and not path.is_dir()
+
+
+def _ending(path: Path) -> str:
+    if path.is_dir():
+        return "linked folder"
+    return "".join(endings(path)) or "without an ending"
+
+
 def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
-    if path.suffix == ".parquet":
+    suffix, compression = endings(path)
+    if suffix == ".parquet" and not compression:
         return _read_parquet(path, column)
-    if path.suffix == ".jsonl":
+    if suffix == ".jsonl" or (suffix == ".json" and compression):
         return _read_json_lines(path, column, encoding)
     return _read_text(path, encoding)
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed if its name says so."""
+    compression = endings(path)[1]
+    try:
+        with _open_compressed(path, compression) if compression else path.open("rb") as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        if not compression or not path.is_file() or not os.access(path, os.R_OK):
+            raise DocumentError(f"file {str(path)!r} cannot be read: {first_line(error)}.") from error
+        raise DocumentError(
+            f"file {str(path)!r} is no whole {COMPRESSIONS[compression]} archive: {first_line(error)}. "
+            "Fetch it or compress it again."
+        ) from error
+
+
+def _open_compressed(path: Path, compression: str) -> Any:
+    if compression == ".gz":
+        return gzip.open(path)
+    import_datasets(f"file {str(path)!r}")
+    import pyarrow  # which datasets brings; Python's own zstd came with 3.14
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[compression]))
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[str]:
@@ -147,7 +271,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
 def _read_json_lines(path: Path, column: str, encoding: str) -> Iterator[str]:
     number = 0
     try:
-        with path.open(encoding=_codec(encoding), newline="\n") as lines:
+        with _open(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"line {number} of {str(path)!r}"
@@ -165,21 +289,13 @@ def _parse(line: str, place: str) -> Any:
 
 def _read_text(path: Path, encoding: str) -> Iterator[str]:
     try:
-        text = path.read_bytes().decode(_codec(encoding))
+        with _open(path) as stream:
+            text = stream.read().decode(codec_of(encoding))
     except UnicodeDecodeError as error:
         raise _not_text(path, encoding, f"{error.reason} at byte {error.start}") from error
     if "\0" in text:  # which passes for UTF-8
         raise _not_text(path, encoding, "it has zero bytes")
     yield text
-
-
-def _codec(encoding: str) -> str:
-    """Python's name of an encoding, such that a byte order mark is no text."""
-    try:
-        name = codecs.lookup(encoding).name
-    except LookupError as error:
-        raise DocumentError(f"encoding is {encoding!r}, which Python does not know; expected e.g. 'utf-8'.") from error
-    return "utf-8-sig" if name == "utf-8" else name
 
 
 def _not_text(path: Path, encoding: str, reason: str) -> DocumentError:

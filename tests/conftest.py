@@ -1,7 +1,11 @@
 """Fixtures that several test folders share."""
 
 import os
+import tempfile
 
+# Before anything imports datasets, which reads it once: tests leave nothing in the cache of who runs them.
+_cache = tempfile.TemporaryDirectory(prefix="datasets-cache-")
+os.environ.setdefault("HF_DATASETS_CACHE", _cache.name)
 # Before anything imports huggingface_hub, which reads the switch once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,11 +1,22 @@
 """Documents are read from files and folders; what is no text is refused."""
 
+import gzip
 import json
 import re
 
 import pytest
 
-from midus_hf.documents import DocumentError, find_files, iterate_documents, read_documents
+from midus_hf.documents import DocumentError, describe_files, find_files, iterate_documents, read_documents
+
+
+def compress(path, data: bytes) -> None:
+    """Write a file, compressed as its name says."""
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(data))
+        return
+    pyarrow = pytest.importorskip("pyarrow")
+    with pyarrow.output_stream(str(path), compression="zstd") as stream:
+        stream.write(data)
 
 
 def test_a_text_file_is_one_document_whatever_its_ending(tmp_path):
@@ -65,6 +76,95 @@ def test_without_the_package_datasets_parquet_says_how_to_install_it(tmp_path, m
         DocumentError, match=r"a\.parquet' needs the package datasets; install it with pip install data"
     ):
         read_documents(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_files_are_read_as_they_are(tmp_path, ending):
+    rows = "".join(json.dumps({"text": f"row {index} ü"}, ensure_ascii=False) + "\n" for index in range(5_000))
+    compress(tmp_path / f"a.txt{ending}", "one\r\ntwo ü".encode())
+    compress(tmp_path / f"b.jsonl{ending}", rows.encode())
+    compress(tmp_path / f"c.json{ending}", b'{"text": "as C4 has it"}\n')
+    compress(tmp_path / f"d.tar{ending}", b"is not read")
+    compress(tmp_path / f"e.parquet{ending}", b"is not read")
+    read = read_documents(tmp_path)
+    assert read == ["one\r\ntwo ü", *(f"row {index} ü" for index in range(5_000)), "as C4 has it"]
+    assert read_documents(tmp_path / f"a.txt{ending}") == read[:1]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_archives_laid_end_to_end_are_read_to_their_end(tmp_path, ending):
+    """As parallel compressors write them."""
+    for name in ("a", "b"):
+        compress(tmp_path / f"{name}.txt{ending}", b"words ")
+    both = tmp_path / f"both.txt{ending}"
+    both.write_bytes((tmp_path / f"a.txt{ending}").read_bytes() + (tmp_path / f"b.txt{ending}").read_bytes())
+    assert read_documents(both) == ["words words "]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize(("ending", "kind"), [(".gz", "gzip"), (".zst", "zstd")])
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_a_damaged_archive_is_named(tmp_path, name, ending, kind, damage):
+    path = tmp_path / f"{name}{ending}"
+    compress(path, b"".join(b'{"text": "%d"}\n' % (index * 7919) for index in range(50_000)))
+    path.write_bytes(path.read_bytes()[:-2_000] if damage == "cut" else b"something else entirely")
+    with pytest.raises(
+        DocumentError,
+        match=rf"{re.escape(path.name)}' is no whole {kind} archive: .+\. Fetch it or compress it again\.",
+    ):
+        read_documents(tmp_path)
+
+
+def test_a_gzip_archive_with_a_wrong_checksum_is_named(tmp_path):
+    data = bytearray(gzip.compress(b"words " * 100))
+    data[-8] ^= 0xFF
+    (tmp_path / "a.txt.gz").write_bytes(data)
+    with pytest.raises(DocumentError, match=r"a\.txt\.gz' is no whole gzip archive: CRC check failed"):
+        read_documents(tmp_path)
+
+
+def test_without_the_package_datasets_zstd_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "a.jsonl.zst").touch()
+    with pytest.raises(DocumentError, match=r"zst' needs the package datasets; install it with pip install datasets"):
+        read_documents(tmp_path)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    for name in ("a.txt", "a.txt.gz"):
+        (tmp_path / name).symlink_to(tmp_path / "absent")
+        with pytest.raises(DocumentError, match=rf"file '.*{name}' cannot be read: .*No such file"):
+            read_documents(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_what_is_hidden_is_not_read(tmp_path):
+    (tmp_path / ".versions").mkdir()
+    (tmp_path / ".versions" / "old.txt").write_text("old")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    (tmp_path / "a.txt").write_text("words")
+    assert read_documents(tmp_path) == ["words"]
+    assert describe_files(tmp_path) == f"read 1 of 1 files of {tmp_path}"
+
+
+def test_of_a_folder_it_is_told_what_was_not_read(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "linked.txt").symlink_to(tmp_path / "b")
+    for name in ("a.txt", "b/c.jsonl.gz", "1.csv", "2.csv", "b/3.csv", "4.pdf", "README", ".hidden", "5.tar.gz"):
+        (tmp_path / name).touch()
+    assert describe_files(tmp_path) == (
+        f"read 2 of 9 files of {tmp_path}; not read: 3 .csv, 1 .pdf, 1 .tar.gz, 1 without an ending, 1 linked folder "
+        "(expected .txt, .md, .jsonl, .parquet)"
+    )
+    assert len(find_files(tmp_path)) == 2
+    for name in ("6.doc", "7.doc", "8.xml"):
+        (tmp_path / name).touch()
+    assert "not read: 3 .csv, 2 .doc, 1 .pdf, 1 .tar.gz, 1 .xml, 2 with other endings (" in describe_files(tmp_path)
+
+
+def test_of_a_file_or_of_nothing_there_is_nothing_to_tell(tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    assert describe_files(tmp_path / "a.txt") is describe_files(tmp_path / "absent") is None
 
 
 def test_a_folder_is_read_recursively_in_order_and_skips_what_holds_no_text(tmp_path):

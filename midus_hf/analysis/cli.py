@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from midus_hf.analysis.report import PICTURE_SUFFIXES, draw_usage, usage_table
 from midus_hf.analysis.usage import record_usage
-from midus_hf.documents import first_line, read_documents
+from midus_hf.documents import describe_files, first_line, read_documents
 from midus_hf.evaluation.perplexity import perplexity
 
 
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> None:
     if options.output is not None:
         _check_output(options.output)
+    if (line := describe_files(options.text)) is not None:
+        print(line, file=sys.stderr)
     documents = read_documents(options.text, options.column, options.encoding)
     # Libraries that print must not come between the caller and the result.
     with contextlib.redirect_stdout(sys.stderr):

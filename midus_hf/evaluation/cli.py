@@ -110,6 +110,11 @@ def midus_eval(
             "seed": seed,
         },
     )
+    if settings.text is not None:
+        from midus_hf.documents import describe_files
+
+        if (line := describe_files(settings.text)) is not None:
+            print(line, file=sys.stderr)
     # Libraries that print must not come between the caller and the result.
     with contextlib.redirect_stdout(sys.stderr):
         from midus_hf.evaluation.evaluate import evaluate

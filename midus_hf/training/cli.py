@@ -9,7 +9,7 @@ from accelerate import PartialState
 
 from midus_hf.config_file import read_config
 from midus_hf.documents import DocumentError
-from midus_hf.training.options import CorpusOptions, TrainConfig
+from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
 from midus_hf.training.run import prepare
 
 
@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_cpt.py",
         description="Continue the pretraining of a model, by default of the layers that its upscaling method trains.",
-        epilog=f"{_keys(TrainConfig)}\n\nkeys of corpus:\n{_keys(CorpusOptions)}",
+        epilog=f"{_keys(TrainConfig)}\n\nkeys of corpus:\n{_keys(CorpusOptions)}\n\n"
+        f"and, where corpus is a list, of each of its corpora:\n{_keys(WeightedCorpus)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file of options; the recipes are in configs/train")

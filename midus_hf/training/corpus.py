@@ -1,22 +1,138 @@
 """Documents of a corpus: from a file, a folder of files, or a dataset of the Hub."""
 
+import dataclasses
+import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from midus_hf.documents import (
-    FOLDER_SUFFIXES,
     DocumentError,
+    codec_of,
+    endings,
     find_files,
     first_line,
     import_datasets,
+    is_compressed,
+    is_text_name,
     iterate_documents,
     text_of_row,
 )
 from midus_hf.training.options import CorpusOptions
 
 _DATASET_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+_UNPACKED = 5
+"""How many times longer than a compressed file its text is taken to be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalText:
+    """A file, or the files of a folder."""
+
+    options: CorpusOptions
+    files: list[Path]
+
+    def documents(self) -> Iterator[str]:
+        """The documents, from the first one on; those without any visible character are left out.
+
+        Raises:
+            DocumentError: As `iterate_documents`.
+        """
+        return iterate_documents(self.files, self.options.column, self.options.encoding)
+
+    def size(self) -> int:
+        """About how many bytes of text there are."""
+        return sum(file.stat().st_size * (_UNPACKED if is_compressed(file) else 1) for file in self.files)
+
+    def identity(self) -> list[str]:
+        """What decides which documents are read: the bytes of the files, and how they are understood."""
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            digests = list(pool.map(_digest, self.files))
+        kinds = ["".join(endings(file)) for file in self.files]
+        encoding = codec_of(self.options.encoding)
+        return ["files", self.options.column, encoding, *map(" ".join, zip(kinds, digests, strict=True))]
+
+    def as_dataset(self, folder: Path) -> Any:
+        """The documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`.
+
+        Raises:
+            DocumentError: As `iterate_documents`.
+        """
+        import datasets
+
+        try:
+            return datasets.Dataset.from_generator(
+                _rows,
+                features=datasets.Features({self.options.column: datasets.Value("large_string")}),
+                cache_dir=str(folder),
+                gen_kwargs={"options": self.options, "files": tuple(self.files)},
+            )
+        except datasets.exceptions.DatasetGenerationError as error:
+            if isinstance(error.__cause__, (DocumentError, OSError)):
+                raise error.__cause__ from None
+            raise
+
+
+@dataclasses.dataclass(frozen=True)
+class HubRows:
+    """A dataset of the Hub: `rows` is what `datasets.load_dataset` gives."""
+
+    options: CorpusOptions
+    rows: Any
+
+    def documents(self) -> Iterator[str]:
+        """As `LocalText.documents`.
+
+        Raises:
+            DocumentError: For rows without text in the column.
+        """
+        documents = (text_of_row(row, self.options.column, f"corpus {self.options.path!r}") for row in self.rows)
+        return (document for document in documents if document.strip())
+
+    def size(self) -> int:
+        """As `LocalText.size`."""
+        return self.as_dataset(None).data.nbytes
+
+    def identity(self) -> list[str]:
+        """What decides which documents are read: the dataset, as its library tells one from another, and the column."""
+        return ["dataset", self.options.column, self.rows._fingerprint]
+
+    def as_dataset(self, folder: Path | None) -> Any:
+        """The column of the dataset, which is where it was: nothing is written.
+
+        Raises:
+            DocumentError: If there is no such column.
+        """
+        text_of_row(dict.fromkeys(self.rows.column_names, ""), self.options.column, f"corpus {self.options.path!r}")
+        return self.rows.select_columns([self.options.column])
+
+
+def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
+    """Find the corpus; nothing of local text is read yet.
+
+    Args:
+        options: Where the text comes from.
+        seed: Seed of the order in which a streamed dataset is read, if it is shuffled. Default: 0.
+
+    Raises:
+        DocumentError: If there is no such corpus or it has no files to read.
+    """
+    path = Path(options.path).expanduser()
+    if path.exists():
+        if options.config is not None or options.shuffle_buffer:
+            raise DocumentError(
+                f"corpus is {options.path!r}, which is local; config and shuffle_buffer are for datasets of the Hub."
+            )
+        return LocalText(options, find_files(path))
+    if not _DATASET_ID.fullmatch(options.path) or is_text_name(path):
+        raise DocumentError(
+            f"corpus is {options.path!r}, which does not exist; expected a file, a folder or a dataset id."
+        )
+    return HubRows(options, _load_dataset(options, seed))
 
 
 def open_corpus(options: CorpusOptions, seed: int = 0) -> Callable[[], Iterator[str]]:
@@ -26,34 +142,36 @@ def open_corpus(options: CorpusOptions, seed: int = 0) -> Callable[[], Iterator[
 
     Args:
         options: Where the text comes from.
-        seed: Seed of the order in which a streamed dataset is read, if it is shuffled. Default: 0.
+        seed: As in `find_corpus`. Default: 0.
 
     Raises:
-        DocumentError: If there is no such corpus or it has no files to read. Reading raises it too: for what is not
-            text, for rows without the column, and for JSON lines that are not JSON.
+        DocumentError: As `find_corpus`. Reading raises it too: for what is not text, for rows without the column, and
+            for JSON lines that are not JSON.
     """
-    path = Path(options.path).expanduser()
-    if path.exists():
-        if options.config is not None or options.shuffle_buffer:
-            raise DocumentError(
-                f"corpus is {options.path!r}, which is local; config and shuffle_buffer are for datasets of the Hub."
-            )
-        files = find_files(path)
-        return lambda: iterate_documents(files, options.column, options.encoding)
-    if not _DATASET_ID.fullmatch(options.path) or path.suffix in FOLDER_SUFFIXES:
-        raise DocumentError(
-            f"corpus is {options.path!r}, which does not exist; expected a file, a folder or a dataset id."
-        )
-    rows = _load_dataset(options, seed)
-    return lambda: _read_rows(rows, options)
+    return find_corpus(options, seed).documents
 
 
-def _read_rows(rows: Iterable[Any], options: CorpusOptions) -> Iterator[str]:
-    documents = (text_of_row(row, options.column, f"corpus {options.path!r}") for row in rows)
-    return (document for document in documents if document.strip())
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _load_dataset(options: CorpusOptions, seed: int) -> Iterable[Any]:
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, hashlib.blake2b).hexdigest()
+    except OSError as error:
+        raise DocumentError(f"file {str(file)!r} cannot be read: {first_line(error)}.") from error
+
+
+def _rows(options: CorpusOptions, files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
+    for document in LocalText(options, list(files)).documents():
+        yield {options.column: document}
+
+
+def _load_dataset(options: CorpusOptions, seed: int) -> Any:
     datasets = import_datasets(f"corpus {options.path!r}")
     try:
         dataset = datasets.load_dataset(options.path, options.config, split=options.split, streaming=options.streaming)

@@ -41,6 +41,36 @@ def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
     return model_config
 
 
+def check_sequence_length(sequence_length: int, model_config: PreTrainedConfig) -> None:
+    """See that the model has positions for as many tokens.
+
+    As many are its config's `max_position_embeddings`, or, where its rope scaling stretches a shorter context and says
+    which, that context times the factor: configs that were stretched may or may not have the first raised as well.
+
+    Args:
+        sequence_length: Tokens a sequence.
+        model_config: As from `load_config`.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    text_config = model_config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:
+        return
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # one set for all layers, or one for each kind of them
+        if isinstance(parameters, dict) and parameters.get("original_max_position_embeddings"):
+            stretched = parameters["original_max_position_embeddings"] * (parameters.get("factor") or 1)
+            limit = max(limit, int(stretched))
+    if sequence_length > limit:
+        raise ValueError(
+            f"sequence_length is {sequence_length}, but the model has positions for {limit} tokens. Lower "
+            "sequence_length, or first raise max_position_embeddings in the model's config.json, with the rope scaling "
+            "that it then needs."
+        )
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer saved with the model.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import as_yaml
@@ -39,7 +40,8 @@ def _without_local_paths(config: TrainConfig) -> TrainConfig:
         path = Path(name).expanduser()
         return path.resolve().name if path.exists() else name
 
-    corpus = dataclasses.replace(config.corpus, path=label(config.corpus.path))
+    corpora = [dataclasses.replace(corpus, path=label(corpus.path), cache_dir=None) for corpus in config.corpora]
+    corpus: Any = corpora if isinstance(config.corpus, list) else corpora[0]
     return dataclasses.replace(
         config, model=label(config.model), output=label(config.output), corpus=corpus, resume=bool(config.resume)
     )

@@ -1,6 +1,7 @@
 """What a training run may be told."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 Trainable = Literal["auto", "new", "all"] | list[int]
@@ -17,7 +18,8 @@ class CorpusOptions:
     Args:
         path: A text file, a folder of them, or the id of a dataset on the Hub. Plain text (`.txt`, `.md`, or a file
             with any other ending) is one document a file; `.jsonl` and `.parquet` hold one document a row. A folder
-            is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files.
+            is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files. All but
+            Parquet may be compressed, with `.gz` or `.zst` behind their ending.
         config: The configuration of a dataset. Default: its own.
         split: The split of a dataset. Default: `"train"`.
         column: The column, or JSON key, that holds the text. Default: `"text"`.
@@ -25,6 +27,8 @@ class CorpusOptions:
         streaming: Read while training instead of before it; needs `max_steps`. Default: false.
         shuffle_buffer: Documents of a streamed dataset held at a time to draw from in random order; 0 keeps the
             dataset's order. Default: 0.
+        cache_dir: Folder where tokens are kept between runs. Default: `midus_hf_tokens` in the cache of the library
+            `datasets`, which the variables HF_HOME and HF_DATASETS_CACHE move.
 
     Raises:
         ValueError: If an option contradicts another.
@@ -37,6 +41,7 @@ class CorpusOptions:
     encoding: str = "utf-8"
     streaming: bool = False
     shuffle_buffer: int = 0
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -50,13 +55,39 @@ class CorpusOptions:
 
 
 @dataclasses.dataclass(kw_only=True)
+class WeightedCorpus(CorpusOptions):
+    """One corpus of several, with the keys of `CorpusOptions` and one more.
+
+    Args:
+        weight: The corpus gives `weight / (sum of all weights)` of the sequences that the run trains on, however long
+            it is; a short one is gone through again and again. Sequences have one length, so this is its share of
+            tokens too.
+
+    Raises:
+        ValueError: If an option contradicts another, or the weight is not above 0.
+    """
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight <= 0:
+            raise ValueError(f"corpus.weight is {self.weight:g}; expected a number above 0.")
+        if self.streaming:
+            raise ValueError(
+                "corpus.streaming is true in a list of corpora; set it to false: shares are drawn from text read beforehand."
+            )
+
+
+@dataclasses.dataclass(kw_only=True)
 class TrainConfig:
     """One run of continual pretraining.
 
     Args:
         model: Folder or Hub id of the model to train.
         output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
-        corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them.
+        corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
+            corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
         sequence_length: T, tokens a sequence. Default: 2048.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
@@ -78,7 +109,7 @@ class TrainConfig:
             Default: `"cosine"`.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
-        epochs: Passes over the corpus.
+        epochs: Passes over the corpus; of several, as many sequences as all of them have together count as one.
         batch_size: Sequences a device and forward pass. Default: 8.
         gradient_accumulation: Forward passes a step. Default: 1.
         precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
@@ -101,7 +132,7 @@ class TrainConfig:
 
     model: str
     output: str
-    corpus: CorpusOptions
+    corpus: CorpusOptions | list[WeightedCorpus]
     sequence_length: int = 2048
     document_mask: bool = False
     trainable: Trainable = "auto"
@@ -160,7 +191,14 @@ class TrainConfig:
             raise ValueError(f"warmup_ratio is {self.warmup_ratio}; expected a share of the steps, 0 <= ratio < 1.")
         if self.max_steps is not None and self.epochs is not None:
             raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
-        if self.corpus.streaming and self.max_steps is None:
+        if not self.corpora:
+            raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
+        if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")
+
+    @property
+    def corpora(self) -> Sequence[CorpusOptions]:
+        """All corpora of the run."""
+        return self.corpus if isinstance(self.corpus, list) else [self.corpus]

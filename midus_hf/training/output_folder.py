@@ -52,7 +52,7 @@ def check_output(config: TrainConfig) -> Path | None:
     output = Path(config.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output is {config.output!r}, a file; expected a folder.")
-    for name, value in (("model", config.model), ("corpus", config.corpus.path)):
+    for name, value in (("model", config.model), *(("corpus", corpus.path) for corpus in config.corpora)):
         if not Path(value).exists():
             continue
         for outer, inner, verb in ((output, Path(value), "holds"), (Path(value), output, "lies in")):
@@ -178,10 +178,19 @@ def _check_same_run(config: TrainConfig, checkpoint: Path) -> None:
     record = checkpoint.parent / CONFIG_NAME
     if not record.exists():
         return
-    before = yaml.safe_load(record.read_text(encoding="utf-8"))
-    for name, value in dataclasses.asdict(config).items():
+    before, now = yaml.safe_load(record.read_text(encoding="utf-8")), dataclasses.asdict(config)
+    for values in (before, now):
+        values["corpus"] = _without_cache(values.get("corpus"))
+    for name, value in now.items():
         if name not in _FREE_ON_RESUME and name in before and before[name] != value:
             raise ValueError(
                 f"{name} is {value!r}, but the run to resume has {before[name]!r}; give the same, or start a new run "
                 f"with model: {checkpoint}."
             )
+
+
+def _without_cache(corpus: Any) -> Any:
+    """What says which text is read: where its tokens are kept may change."""
+    if isinstance(corpus, list):
+        return [_without_cache(part) for part in corpus]
+    return {key: value for key, value in corpus.items() if key != "cache_dir"} if isinstance(corpus, dict) else corpus

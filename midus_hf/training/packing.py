@@ -6,7 +6,6 @@ pretraining. With a document mask, positions restart where a document begins; gi
 nor a cache, the models attend within each document alone.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ IGNORED_LABEL = -100
 """The label that transformers' losses leave out."""
 
 _DOCUMENTS_A_BATCH = 64
+_CHARACTERS_A_BATCH = 2**20
+"""Both bound what a tokenizer holds at a time, about a hundred bytes a token."""
 
 
 class PackedSequence(NamedTuple):
@@ -45,16 +46,29 @@ def tokenise(
     eos = tokenizer.eos_token_id
     if eos is None:
         raise ValueError("the tokenizer has no EOS token, which ends every document; set eos_token in its folder.")
-    documents = iter(documents)
-    while batch := list(itertools.islice(documents, _DOCUMENTS_A_BATCH)):
+    for batch in _batches(documents):
         for ids in tokenizer(batch, return_attention_mask=False, verbose=False)["input_ids"]:
             ids = ids if ids and ids[-1] == eos else [*ids, eos]
-            if vocab_size is not None and max(ids) >= vocab_size:
-                raise ValueError(
-                    f"the tokenizer yields id {max(ids)}, but the model embeds {vocab_size} ids; "
-                    "use the tokenizer that the model was made with."
-                )
+            if vocab_size is not None:
+                check_ids(max(ids), vocab_size)
             yield ids
+
+
+def check_ids(largest: int, vocab_size: int) -> None:
+    """See that a model embeds what a tokenizer yields.
+
+    Args:
+        largest: The largest id that it yields.
+        vocab_size: Number of ids the model embeds.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer yields id {largest}, but the model embeds {vocab_size} ids; "
+            "use the tokenizer that the model was made with."
+        )
 
 
 def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[PackedSequence]:
@@ -99,6 +113,26 @@ def training_example(sequence: PackedSequence, document_mask: bool) -> dict[str,
     return {"input_ids": tokens, "labels": labels, "position_ids": index - begin}
 
 
+def check_length(num_documents: int, num_tokens: int, sequence_length: int) -> None:
+    """See that a corpus makes a sequence.
+
+    Args:
+        num_documents: Documents of the corpus.
+        num_tokens: Tokens of them all.
+        sequence_length: T.
+
+    Raises:
+        DocumentError: If it is empty or shorter than one sequence.
+    """
+    if num_documents == 0:
+        raise DocumentError("the corpus is empty: it has no document with a visible character. Add text to it.")
+    if num_tokens < sequence_length:
+        raise DocumentError(
+            f"the corpus has {num_tokens} tokens; expected at least one sequence of sequence_length = "
+            f"{sequence_length}. Add text, or lower sequence_length."
+        )
+
+
 class CorpusPass:
     """One pass over a corpus: iterating yields its sequences, and counts what it read.
 
@@ -126,13 +160,7 @@ class CorpusPass:
 
     def __iter__(self) -> Iterator[PackedSequence]:
         yield from pack(self._counted(), self.sequence_length)
-        if self.num_documents == 0:
-            raise DocumentError("the corpus is empty: it has no document with a visible character. Add text to it.")
-        if self.num_tokens < self.sequence_length:
-            raise DocumentError(
-                f"the corpus has {self.num_tokens} tokens; expected at least one sequence of sequence_length = "
-                f"{self.sequence_length}. Add text, or lower sequence_length."
-            )
+        check_length(self.num_documents, self.num_tokens, self.sequence_length)
 
     def _counted(self) -> Iterator[list[int]]:
         for tokens in self.token_lists:
@@ -186,3 +214,16 @@ class PackedStream(IterableDataset):
         while True:
             for sequence in self.start_pass():
                 yield training_example(sequence, self.document_mask)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if len(batch) == _DOCUMENTS_A_BATCH or characters >= _CHARACTERS_A_BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -19,16 +19,22 @@ from transformers import (
     set_seed,
 )
 
-from midus_hf.training.corpus import open_corpus
 from midus_hf.training.freezing import TrainableReport, set_trainable
-from midus_hf.training.loading import load_accompanying_files, load_config, load_model, load_tokenizer
+from midus_hf.training.loading import (
+    check_sequence_length,
+    load_accompanying_files,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from midus_hf.training.mixture import Mixture
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
-from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
 from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.training_data import TrainingData, build_dataset, describe_corpus, open_corpora
 from midus_hf.training.training_log import TrainingLog
 
 
@@ -137,16 +143,20 @@ def prepare(config: TrainConfig) -> TrainingRun:
     checkpoint = check_output(config)
     _check_reporting(config)
     model_config = load_config(config.model, config.trainable)
+    check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
-    dataset = _build_dataset(config, tokenizer, model_config.vocab_size)
+    corpora = open_corpora(config, tokenizer, model_config.vocab_size)
+    arguments = training_arguments(config)
+    dataset = build_dataset(config, corpora, arguments.world_size)
+    if isinstance(dataset, Mixture):
+        arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     set_seed(config.seed)
     model = load_model(config.model, config.attn_implementation)
     accompanying_files = load_accompanying_files(config.model)
     use_cache = model.config.use_cache
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)
-    arguments = training_arguments(config)
     if PartialState().is_main_process:
         start_output(config)
         _show(config, report, dataset, model)
@@ -222,24 +232,7 @@ def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> No
             )
 
 
-def _build_dataset(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> PackedDataset | PackedStream:
-    documents = open_corpus(config.corpus, config.seed)
-
-    def start_pass() -> CorpusPass:
-        return CorpusPass(documents(), tokenizer, config.sequence_length, vocab_size)
-
-    if not config.corpus.streaming:
-        return PackedDataset(start_pass(), config.document_mask)
-    stream = PackedStream(start_pass, config.document_mask)
-    next(iter(stream))
-    return stream
-
-
-def _show(
-    config: TrainConfig, report: TrainableReport, dataset: PackedDataset | PackedStream, model: PreTrainedModel
-) -> None:
+def _show(config: TrainConfig, report: TrainableReport, dataset: TrainingData, model: PreTrainedModel) -> None:
     console = Console()
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
@@ -261,8 +254,5 @@ def _show(
             f"{group['weight_decay']:g}",
         )
     console.print(groups)
-    if isinstance(dataset, PackedDataset):
-        console.print(
-            f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
-            f"{config.sequence_length:,} ({dataset.num_tokens % config.sequence_length:,} tokens left over)"
-        )
+    for line in describe_corpus(config, dataset):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -67,6 +67,13 @@ def test_the_counts_are_those_of_the_tokens_that_were_read(model, tmp_path, caps
         assert report["layers"][str(layer)] == pytest.approx(vars(expected))
 
 
+def test_of_a_folder_of_texts_it_is_told_what_was_not_read(model, text, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(text.read_text())
+    (tmp_path / "b.csv").touch()
+    assert main([str(model), "--text", str(tmp_path), "--json"]) == 0
+    assert f"read 1 of 2 files of {tmp_path}; not read: 1 .csv (expected .txt, " in capsys.readouterr().err
+
+
 def test_curves_are_sorted_multiples_of_the_mean():
     counts = torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])
     assert usage_curves({5: counts})[5].tolist() == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]

@@ -80,6 +80,17 @@ def test_a_table_compares_models_side_by_side(room, capsys):
     assert cells[1] == cells[2]
 
 
+def test_of_a_folder_of_texts_it_is_told_what_was_not_read(room, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXT)
+    for name in ("b.csv", "c.csv", "d.pdf"):
+        (tmp_path / name).touch()
+    cli.main([str(room / "base"), "--text", str(tmp_path), "--sequence-length", "32", "--json"])
+    printed = capsys.readouterr()
+    line = f"read 1 of 4 files of {tmp_path}; not read: 2 .csv, 1 .pdf (expected .txt, .md, .jsonl, .parquet)"
+    assert line in printed.err.splitlines()
+    json.loads(printed.out)
+
+
 def test_models_of_one_name_are_told_apart_by_their_paths(room, tmp_path, capsys):
     (tmp_path / "base").symlink_to(room / "base")
     cli.main([str(room / "base"), str(tmp_path / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32"])

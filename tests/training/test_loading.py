@@ -5,9 +5,12 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tiny import FAMILIES
 from training.tiny_run import tiny_config
+from transformers import LlamaConfig, MambaConfig
 
 from midus_hf.training import train
+from midus_hf.training.loading import check_sequence_length
 
 
 @pytest.mark.parametrize(
@@ -79,3 +82,58 @@ def test_a_logger_that_is_not_installed_is_named(upscaled, corpus, tmp_path, mon
         ValueError, match=r"report_to is 'trackio', which is not installed; pip install trackio, or set"
     ):
         train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", report_to="trackio"))
+
+
+def test_a_sequence_longer_than_the_model_has_positions_for_is_refused_before_anything_is_loaded(
+    upscaled, tmp_path, family
+):
+    model = tmp_path / "model"
+    shutil.copytree(upscaled(family), model)
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).unlink()
+    with pytest.raises(
+        ValueError, match=r"sequence_length is 129, but the model has positions for 128 tokens\. Lower "
+    ):
+        train(tiny_config(model, tmp_path / "absent", tmp_path / "out", sequence_length=129))
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({}, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            64,
+        ),
+    ],
+)
+def test_positions_are_those_that_the_config_says_rope_scaling_included(changes, limit):
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, **changes}
+    config = LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
+    check_sequence_length(limit, config)
+    with pytest.raises(ValueError, match=rf"positions for {limit} tokens"):
+        check_sequence_length(limit + 1, config)
+
+
+def test_where_kinds_of_layers_have_rope_of_their_own_the_longest_counts():
+    rope = {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    config = FAMILIES["gemma3"].config(max_position_embeddings=64, rope_parameters=rope)
+    check_sequence_length(256, config)
+    with pytest.raises(ValueError, match=r"positions for 256 tokens"):
+        check_sequence_length(257, config)
+
+
+def test_a_model_without_positions_has_no_longest_sequence():
+    check_sequence_length(1_000_000, MambaConfig())

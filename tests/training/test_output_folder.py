@@ -113,12 +113,13 @@ def test_a_resumed_run_keeps_the_options_that_it_began_with(upscaled, corpus, tm
     with pytest.raises(ValueError, match=message):
         check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **changes))
     free = {"log_every": 3, "save_every": 2, "keep_checkpoints": 1, "activation_checkpointing": True}
+    free["corpus_options"] = {"cache_dir": str(tmp_path / "elsewhere")}
     assert check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **free))
 
 
 def test_a_wrong_request_writes_nothing(upscaled, corpus, tmp_path):
-    wrong = tiny_config(upscaled("llama"), corpus, tmp_path / "out", sequence_length=100_000)
-    with pytest.raises(ValueError, match=r"the corpus has 1220 tokens; expected at least one sequence"):
+    wrong = tiny_config(upscaled("llama"), corpus / "000.txt", tmp_path / "out", sequence_length=128)
+    with pytest.raises(ValueError, match=r"the corpus has 61 tokens; expected at least one sequence"):
         train(wrong)
     assert not (tmp_path / "out").exists()
 

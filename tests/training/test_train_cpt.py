@@ -71,12 +71,12 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, tmp_path):
     assert used[0] == pytest.approx(used[1], rel=1e-2) and len(used[0]) == 2
 
 
-def test_a_wrong_request_exits_with_2_and_one_line(words, tmp_path):
-    result = run_script([*words, "sequence_length=5000"])
+def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path):
+    result = run_script([*words, f"corpus={corpus / '000.txt'}", "sequence_length=128"])
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == (
-        "error: the corpus has 1220 tokens; expected at least one sequence of sequence_length = 5000. "
+        "error: the corpus has 61 tokens; expected at least one sequence of sequence_length = 128. "
         "Add text, or lower sequence_length.\n"
     )
     assert not (tmp_path / "out").exists()
@@ -88,7 +88,7 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, tmp_path):
         ("learning_rte=1", "error: config has an unknown key 'learning_rte'. Did you mean 'learning_rate'"),
         (
             "sequence_length=5000",
-            "error: the corpus has 1220 tokens; expected at least one sequence of sequence_length = 5000.",
+            "error: sequence_length is 5000, but the model has positions for 128 tokens. Lower sequence_length, or ",
         ),
         ("model=absent/model", "error: model is 'absent/model'; expected the folder or Hub id of a language model: "),
         (

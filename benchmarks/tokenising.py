@@ -1,0 +1,116 @@
+"""How long a run waits for the tokens of its corpus: tokenised in memory, at the first start, and at a later one.
+
+    python benchmarks/tokenising.py               # SmolLM2's tokenizer, presidential addresses ten times over
+
+Every start is a process of its own; imports are not counted. Processor time is that of all processes, and says more than
+seconds where other work shares the machine. Memory is what no file backs: pages of a map may be dropped at any time.
+"""
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from tracked import MACHINE, RESULTS, append, commit
+
+TOKENISING_RESULTS = RESULTS / "tokenising.csv"
+ROOT = Path(__file__).parent.parent
+STARTS = ("in memory", "first start", "later start")
+
+
+@dataclass
+class Row:
+    """One line of the results."""
+
+    date: str
+    commit: str
+    machine: str
+    start: str
+    text_bytes: int
+    documents: int
+    tokens: int
+    seconds: float
+    processor_s: float
+    memory_mb: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--copies", type=int, default=10, help="how often the text is taken (default: 10)")
+    parser.add_argument("--no-append", action="store_true", help="print the table, leave the CSV alone")
+    parser.add_argument("--measure", nargs=4, metavar=("START", "MODEL", "TEXT", "CACHE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    if arguments.measure:
+        print(json.dumps(measure(*arguments.measure)))
+        return
+    from material.addresses import addresses
+    from material.smollm2 import smollm2_135m
+
+    model, commit_now = smollm2_135m(), commit()
+    with tempfile.TemporaryDirectory() as work:
+        text = Path(work, "text")
+        for copy in range(arguments.copies):
+            shutil.copytree(addresses().train, text / str(copy))
+        size = sum(path.stat().st_size for path in text.rglob("*.txt"))
+        rows = []
+        for start in STARTS:
+            command = [sys.executable, __file__, "--measure", start, str(model), str(text), str(Path(work, "cache"))]
+            measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            rows.append(Row(date.today().isoformat(), commit_now, MACHINE, start, size, **measured))
+    print(
+        "| tokens | MB of text | documents | tokens | seconds | processor time, s | memory, MB |\n|---|---|---|---|---|---|---|"
+    )
+    for row in rows:
+        print(
+            f"| {row.start} | {row.text_bytes / 1e6:.1f} | {row.documents:,} | {row.tokens:,} | {row.seconds} | "
+            f"{row.processor_s} | {row.memory_mb} |"
+        )
+    if not arguments.no_append:
+        append(rows, TOKENISING_RESULTS)
+
+
+def measure(start: str, model: str, text: str, cache: str) -> dict:
+    """Make or open the tokens of a text, and say how long it took and what they hold."""
+    import datasets  # noqa: F401 - not counted
+
+    from midus_hf.training import training_data
+    from midus_hf.training.loading import load_tokenizer
+    from midus_hf.training.options import CorpusOptions, TrainConfig
+
+    config = TrainConfig(model=model, output="none", corpus=CorpusOptions(path=text, cache_dir=cache))
+    tokenizer = load_tokenizer(model)
+    tokenizer(["warm"])
+    if start == "in memory":
+        training_data._can_cache = lambda: False
+    before, busy, started = _anonymous_memory(), _processor_time(), time.perf_counter()
+    (dataset,) = training_data.open_corpora(config, tokenizer, len(tokenizer))
+    seconds = time.perf_counter() - started
+    return {
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "seconds": round(seconds, 2),
+        "processor_s": round(_processor_time() - busy, 2),
+        "memory_mb": round((_anonymous_memory() - before) / 1e6, 1),
+    }
+
+
+def _processor_time() -> float:
+    own, of_children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + of_children.ru_utime + of_children.ru_stime
+
+
+def _anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+
+
+if __name__ == "__main__":
+    main()

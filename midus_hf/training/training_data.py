@@ -1,0 +1,103 @@
+"""What a run draws its sequences from, and what is told of it before the first step."""
+
+import importlib.util
+import math
+
+from transformers import PreTrainedTokenizerBase
+
+from midus_hf.documents import describe_files
+from midus_hf.training.corpus import find_corpus
+from midus_hf.training.mapped_tokens import MappedDataset
+from midus_hf.training.mixture import Mixture
+from midus_hf.training.options import CorpusOptions, TrainConfig
+from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
+from midus_hf.training.token_cache import cached_tokens
+
+Part = MappedDataset | PackedDataset | PackedStream
+TrainingData = Part | Mixture
+
+
+def open_corpora(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Part]:
+    """The sequences of each corpus of a run: of cached tokens, of a stream, or, without `datasets`, held in memory.
+
+    To be called before processes know of each other or of a GPU: making tokens forks.
+
+    Args:
+        config: The options of the run.
+        tokenizer: As in `tokenise`.
+        vocab_size: Number of ids the model embeds.
+
+    Raises:
+        DocumentError: If a corpus cannot be read, is empty or shorter than one sequence, or its tokens cannot be kept.
+        ValueError: As in `tokenise`.
+    """
+    return [_open(corpus, config, tokenizer, vocab_size) for corpus in config.corpora]
+
+
+def build_dataset(config: TrainConfig, parts: list[Part], world_size: int) -> TrainingData:
+    """The sequences of a run: those of its corpus, or shares of several.
+
+    Args:
+        config: The options of the run.
+        parts: As from `open_corpora`.
+        world_size: Number of processes that share a step.
+
+    Raises:
+        ValueError: As `Mixture`.
+    """
+    if not isinstance(config.corpus, list):
+        return parts[0]
+    a_step = config.batch_size * config.gradient_accumulation * world_size
+    all_sequences = sum(len(part) for part in parts if not isinstance(part, PackedStream))
+    steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / a_step)
+    return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, a_step, config.seed)
+
+
+def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
+    """What was read and what was not, and what it makes: a sentence each.
+
+    Args:
+        config: The options of the run.
+        dataset: What `build_dataset` made of them.
+    """
+    lines = [line for corpus in config.corpora if (line := describe_files(corpus.path)) is not None]
+    if isinstance(dataset, Mixture):
+        for corpus, part, count in zip(config.corpora, dataset.parts, dataset.counts, strict=True):
+            lines += [f"{corpus.path}: {_made(part, config.sequence_length)}"]
+            lines += [f"  {count:,} drawn ({count / len(dataset):.1%} of the run), {count / len(part):.2f} passes"]
+        parts = dataset.parts
+    elif isinstance(dataset, PackedStream):
+        return lines
+    else:
+        lines.append(_made(dataset, config.sequence_length))
+        parts = [dataset]
+    if any(isinstance(part, PackedDataset) for part in parts):
+        lines.append("the package datasets is not installed: tokens are in memory, and made again at the next start")
+    return lines
+
+
+def _open(options: CorpusOptions, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Part:
+    corpus = find_corpus(options, config.seed)
+
+    def start_pass() -> CorpusPass:
+        return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
+
+    if options.streaming:
+        stream = PackedStream(start_pass, config.document_mask)
+        next(iter(stream))
+        return stream
+    if not _can_cache():
+        return PackedDataset(start_pass(), config.document_mask)
+    tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
+    return MappedDataset(tokens, config.sequence_length, config.document_mask)
+
+
+def _made(dataset: MappedDataset | PackedDataset, sequence_length: int) -> str:
+    return (
+        f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
+        f"{sequence_length:,} ({dataset.num_tokens % sequence_length:,} tokens left over)"
+    )
+
+
+def _can_cache() -> bool:
+    return importlib.util.find_spec("datasets") is not None
