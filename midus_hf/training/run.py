@@ -160,6 +160,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
+        value_transforms=config.value_transforms,
         balance_loss=config.balance_loss,
         usage_every=config.usage_every,
     )
@@ -251,6 +252,7 @@ def _show(
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
+        value_transforms=config.value_transforms,
     ):
         groups.add_row(
             group["name"].replace("_", " "),

@@ -55,6 +55,17 @@ def test_values_follow_their_schedule_and_the_log_says_so(upscaled, corpus, tmp_
     assert {event["learning_rate_keys"] for event in events} == {3e-3}
 
 
+@pytest.mark.parametrize("value_transforms", ["weights", "values"])
+def test_a_run_trains_the_transforms_as_it_is_told(upscaled, corpus, tmp_path, value_transforms, capsys):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", value_transforms=value_transforms))
+    transforms = {id(run.model.model.layers[layer].memory.value_transform) for layer in (1, 4)}
+    optimizer = run.trainer.create_optimizer()
+    (group,) = (g["name"] for g in optimizer.param_groups if transforms <= {id(p) for p in g["params"]})
+    assert group == {"weights": "decay", "values": "keys_and_values"}[value_transforms]
+    shown = next(line for line in capsys.readouterr().out.splitlines() if "keys and values" in line)
+    assert shown.split("│")[2].strip() == {"weights": "6", "values": "8"}[value_transforms]
+
+
 @pytest.mark.parametrize(
     "aids",
     [
