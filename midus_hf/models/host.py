@@ -2,13 +2,13 @@
 
 import copy
 import os
-import warnings
 from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from midus_hf.memory.registry import MemoryModule, parse_memory_entry
+from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
 
 
@@ -91,6 +91,7 @@ class MemoryModel(HostsMemory):
     """Mixin for a family's decoder stack: its layers at the inserted places become memory blocks."""
 
     memory_block_class: ClassVar[type[nn.Module]]
+    warned_of_dead_memories: bool = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -102,11 +103,9 @@ class MemoryModel(HostsMemory):
     def train(self, mode: bool = True):
         """As `nn.Module.train`; warns, once a model, of memories that cannot learn however long they train."""
         super().train(mode)
-        if mode and not getattr(self, "_warned_of_dead_memories", False):
-            dead = [layer for layer in self.config.inserted_layers() if _is_dead(self.layers[layer])]
-            if dead and any(parameter.requires_grad for parameter in self.parameters()):
-                self._warned_of_dead_memories = True
-                warnings.warn(_dead_memories(dead), stacklevel=2)
+        if mode and not self.warned_of_dead_memories:
+            inserted = {layer: self.layers[layer] for layer in self.config.inserted_layers()}
+            self.warned_of_dead_memories = warn_of_dead_memories(self, inserted)
         return self
 
 
@@ -121,33 +120,3 @@ class MemoryForCausalLM(HostsMemory):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-
-def _is_dead(layer: nn.Module) -> bool:
-    """Whether every memory in a layer, PEFT's copies of it included, is frozen while its values are zero."""
-    memories = [module for module in layer.modules() if isinstance(module, MemoryModule)]
-    adapted = {getattr(module, "parameter_name", None) for module in layer.modules()}  # by LoRA's `target_parameters`
-    return all(_values_are_frozen_at_zero(memory, adapted) for memory in memories)
-
-
-def _values_are_frozen_at_zero(memory: MemoryModule, adapted: set[str | None]) -> bool:
-    """False also where that cannot be seen at once: on the meta device, and of parameters that are sharded.
-
-    Values that were seen to be anything but zero are not looked at again, for a Trainer says `train` at every step.
-    """
-    values = [getattr(memory, name) for name in memory.value_parameters]
-    if any(value.requires_grad for value in values) or not adapted.isdisjoint(memory.value_parameters):
-        return False
-    if any(type(value) is not nn.Parameter or value.is_meta or value.numel() == 0 for value in values):
-        return False
-    memory.values_were_set = memory.values_were_set or any(value.any().item() for value in values)
-    return not memory.values_were_set
-
-
-def _dead_memories(layers: list[int]) -> str:
-    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
-    return (
-        f"the memory values of {which} are zero and frozen, so nothing there has an effect or a gradient, adapters "
-        "included. Let them train: with midus_hf.training.set_trainable(model), or, with PEFT, "
-        "get_peft_model(model, midus_hf.training.lora_config(model))."
-    )

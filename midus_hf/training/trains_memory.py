@@ -15,8 +15,8 @@ class TrainsMemory:
 
     It stands before the class that it is mixed into, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The
     optimizer, the maximum rate, the weight decay, the warm-up and the schedule of everything else are those of the
-    `TrainingArguments`. The groups are made where the Trainer makes its own, so that they hold what FSDP or PEFT has
-    put in the place of parameters.
+    `TrainingArguments`. Groups and scheduler are made where the Trainer makes its own, so what is wrapped or sharded
+    before that is seen as it is then.
 
     Args:
         key_value_learning_rate: Rate of keys and values. Default: `args.learning_rate`.
