@@ -107,11 +107,19 @@ def state(model) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("heading", ["With `Trainer`", "With a plain `Trainer`"])
-def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, heading):
+@pytest.mark.parametrize(
+    ("heading", "where"),
+    [
+        ("With `Trainer`", "docs/train.md"),
+        ("With a plain `Trainer`", "docs/train.md"),
+        ("Trained by a script of your own", "README.md"),
+    ],
+    ids=["docs", "docs-plain", "readme"],
+)
+def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, heading, where):
     given = scene(upscaled(family))
     before, rates = state(given["model"]), watch_rates(monkeypatch)
-    exec(snippet(heading), given)
+    exec(snippet(heading, where), given)
     check_moved(before, given["model"].state_dict())
     check_rates(rates, 1e-4 if "plain" in heading else 1e-2)
     assert type(given["trainer"]).__mro__[0 if "plain" in heading else 2] is Trainer
