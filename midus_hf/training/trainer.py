@@ -27,7 +27,7 @@ class MemoryTrainer(TrainsMemory, Trainer):
 
     Raises:
         ValueError: If `balance_loss` is set where parameters are sharded: the loss reads keys outside the forward
-            pass.
+            pass. If `usage_every` is set and `args.torch_compile`: what is counted runs uncompiled.
     """
 
     def __init__(
@@ -42,6 +42,10 @@ class MemoryTrainer(TrainsMemory, Trainer):
         if balance_loss and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 f"balance_loss is {balance_loss}, which needs whole parameters; set it to 0, or train without sharding."
+            )
+        if usage_every is not None and self.args.torch_compile:
+            raise ValueError(
+                f"usage_every is {usage_every}, for which a model has to run uncompiled; leave it out, or torch_compile."
             )
         self._balance_losses: list[torch.Tensor] = []
         self._usage_events = None if usage_every is None else UsageEvents(usage_every)

@@ -8,10 +8,10 @@ from analysis.memory_models import memory_model
 from safetensors.torch import load_file
 from training.test_run import interrupted
 from training.tiny_run import tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from midus_hf.analysis.usage import record_usage
-from midus_hf.training import train
+from midus_hf.training import MemoryTrainer, train
 from midus_hf.training.run import prepare
 from midus_hf.training.training_log import read_log
 
@@ -145,3 +145,10 @@ def test_no_hook_is_left_when_a_run_is_interrupted(upscaled, corpus, tmp_path):
     for layer in (1, 4):
         memory = run.model.model.layers[layer].memory
         assert not memory._forward_hooks and not memory._forward_pre_hooks
+
+
+def test_usage_is_not_logged_of_a_run_that_is_to_be_compiled(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True, report_to="none")
+    message = r"usage_every is 5, for which a model has to run uncompiled; leave it out, or torch_compile."
+    with pytest.raises(ValueError, match=message):
+        MemoryTrainer(model=memory_model("llama"), args=arguments, usage_every=5)
