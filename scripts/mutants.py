@@ -86,7 +86,9 @@ def source_files(paths: list[str]) -> list[Path]:
     files = [file for path in map(Path, paths) for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
-        raise SystemExit(f"error: {', '.join(missing or paths)}: expected Python files of this repository, or folders of them.")
+        raise SystemExit(
+            f"error: {', '.join(missing or paths)}: expected Python files of this repository, or folders of them."
+        )
     return files
 
 

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
 
 from midus_hf.memory.retrieval import RetrievalMemory, recomputing
 
@@ -81,29 +83,31 @@ def _summarise_layer(counts: torch.Tensor) -> LayerUsage:
 
 
 @contextlib.contextmanager
-def record_usage(model: PreTrainedModel, training_only: bool = False) -> Iterator[Usage]:
+def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usage]:
     """Count, while the context is open, the slots that each memory of a model retrieves.
 
     Every token counts that a memory reads, padding included, and once: what activation checkpointing computes again
-    does not. Selection is done twice, so forward passes take longer.
+    does not. Selection is done twice, so forward passes take longer. What `torch.compile` has compiled, of this model
+    or another, runs uncompiled while the context is open: compiled code does not call a hook that came after it.
 
     Args:
-        model: A causal language model whose decoder has `layers`. Its memory modules have a hook more while the
-            context is open, and nothing else.
+        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has
+            wrapped around one. Its memory modules have a hook more while the context is open, and nothing else.
         training_only: Whether what a memory reads in eval mode is left out. Default: false.
 
     Raises:
         ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
     """
+    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     memories = [
         (layer, module)
-        for layer, block in enumerate(model.get_decoder().layers)
+        for layer, block in enumerate(bare.get_decoder().layers)
         for module in block.modules()
         if isinstance(module, RetrievalMemory)
     ]
     if not memories:
         raise ValueError(
-            f"this {model.config.model_type} model has no memory that retrieves slots; expected an upscaled model with "
+            f"this {bare.config.model_type} model has no memory that retrieves slots; expected an upscaled model with "
             "memory layers."
         )
     for layer, memory in memories:
@@ -119,7 +123,8 @@ def record_usage(model: PreTrainedModel, training_only: bool = False) -> Iterato
     )
     handles = [memory.register_forward_hook(_counter(usage, layer, training_only)) for layer, memory in memories]
     try:
-        yield usage
+        with torch.compiler.set_stance("force_eager"):
+            yield usage
     finally:
         for handle in handles:
             handle.remove()

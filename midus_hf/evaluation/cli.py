@@ -2,10 +2,17 @@
 
 import contextlib
 import json
+import signal
 import sys
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
+
+from midus_hf.evaluation.quiet import quiet_libraries
+
+_INTERRUPTED, _TERMINATED = 130, 143
+_status_of_interruption = _INTERRUPTED
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -71,6 +78,12 @@ def midus_eval(
     seed: Annotated[
         int | None, typer.Option(help="Of the choice of worked examples.  [default: 0]", metavar="N")
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", envvar="MIDUS_EVAL_VERBOSE", help="Show the warnings, logs and bars of libraries as well."
+        ),
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     write_tasks: Annotated[
         str | None,
@@ -115,11 +128,26 @@ def midus_eval(
 
         if (line := describe_files(settings.text)) is not None:
             print(line, file=sys.stderr)
-    # Libraries that print must not come between the caller and the result.
-    with contextlib.redirect_stdout(sys.stderr):
-        from midus_hf.evaluation.evaluate import evaluate
+    words = None
+    with _loud_libraries() if verbose else quiet_libraries():
+        from midus_hf.evaluation.evaluate import EvaluationInterrupted, evaluate
 
-        report = evaluate(models, settings)
+        try:
+            report = evaluate(models, settings, quiet=not verbose)
+        except EvaluationInterrupted as interrupted:
+            report, words = {**interrupted.report, "interrupted": True}, str(interrupted)
+    if report["models"]:
+        _show(report, json_output)
+    if words is not None:
+        _fail(words, _status_of_interruption)
+
+
+def _loud_libraries() -> contextlib.AbstractContextManager[Any]:
+    """Libraries that print must not come between the caller and the result."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def _show(report: dict[str, Any], json_output: bool) -> None:
     if json_output:
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
@@ -140,17 +168,40 @@ def _write_tasks(folder: str, data: str | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command. Exit status: 0 done, 2 the request is wrong, 1 the work failed; one line says what is wrong."""
+    """Run the command; one line on standard error says what is wrong.
+
+    Exit status: 0 done; 2 the request is wrong; 1 the work failed; 130 interrupted, 143 terminated, after the models
+    that were finished have been shown.
+    """
+    global _status_of_interruption
+    _status_of_interruption = _INTERRUPTED
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(arguments, standalone_mode=False, prog_name="midus-eval")
+        _run(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Stop as an interruption does."""
+    global _status_of_interruption
+    _status_of_interruption = _TERMINATED
+    raise KeyboardInterrupt
+
+
+def _run(arguments: list[str] | None) -> None:
+    try:
+        status = app(arguments, standalone_mode=False, prog_name="midus-eval")
+        if status == _INTERRUPTED:  # how typer returns from an interruption; older ones raise Abort
+            raise KeyboardInterrupt
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets"):
             raise
         _fail(f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'", 2)
     except ValueError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; nothing was measured", _status_of_interruption)
     except Exception as error:
         if hasattr(error, "format_message"):  # what the option parser says of a wrong command line
             _fail(error.format_message(), 2)

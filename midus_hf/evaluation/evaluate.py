@@ -21,12 +21,26 @@ if TYPE_CHECKING:
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
+class EvaluationInterrupted(KeyboardInterrupt):
+    """An evaluation was interrupted.
+
+    Args:
+        report: As `evaluate` returns it, of the models that were finished.
+        words: What was finished and what was not, for a person to read.
+    """
+
+    def __init__(self, report: dict[str, Any], words: str):
+        super().__init__(words)
+        self.report = report
+
+
+def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = False) -> dict[str, Any]:
     """Measure models. The request is checked, as far as it can be, before the first one is loaded.
 
     Args:
         models: Folders or hub ids.
         settings: What to measure.
+        quiet: Whether to hide the harness's own progress bars. Default: false.
 
     Returns:
         `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "perplexity",
@@ -36,6 +50,7 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
     Raises:
         ValueError: If the request is wrong.
         ModuleNotFoundError: If tasks are asked for and lm-eval is not installed.
+        EvaluationInterrupted: If it is interrupted while a model is measured.
     """
     for model in models:
         _check_is_model(model)
@@ -53,16 +68,48 @@ def evaluate(models: list[str], settings: EvaluationSettings) -> dict[str, Any]:
 
         tasks = Tasks(settings.tasks, data=settings.data, include_path=settings.include_path)
 
-    measured = [_measure(model, documents, tasks, settings, device) for model in models]
+    measured: list[dict[str, Any]] = []
+    for model in models:
+        current: dict[str, Any] = {"model": model}
+        try:
+            _measure(current, documents, tasks, settings, device, quiet)
+        except KeyboardInterrupt:
+            words = _interruption(measured, current)
+            raise EvaluationInterrupted(_report(measured, settings), words) from None
+        measured.append(current)
+    return _report(measured, settings)
+
+
+def _report(measured: list[dict[str, Any]], settings: EvaluationSettings) -> dict[str, Any]:
     return {"models": measured, "settings": dataclasses.asdict(settings)}
 
 
+def _interruption(measured: list[dict[str, Any]], current: dict[str, Any]) -> str:
+    """What was finished, and what is known already of the model at which it was interrupted."""
+    finished = ", ".join(model["model"] for model in measured) or "no model"
+    words = f"interrupted at {current['model']}; finished: {finished}"
+    if current.get("perplexity") is not None:
+        words += f"; the perplexity of {current['model']} is {current['perplexity']['perplexity']:.4f}"
+    return words
+
+
 def _measure(
-    name: str, documents: list[str] | None, tasks: "Tasks | None", settings: EvaluationSettings, device: str
-) -> dict[str, Any]:
-    started = time.perf_counter()
+    measured: dict[str, Any],
+    documents: list[str] | None,
+    tasks: "Tasks | None",
+    settings: EvaluationSettings,
+    device: str,
+    quiet: bool,
+) -> None:
+    """Fill in what is measured of the model that `measured` names, as soon as it is known."""
+    started, name = time.perf_counter(), measured["model"]
     model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
-    result = None
+    measured |= {
+        "model_type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "perplexity": None,
+        "tasks": {},
+    }
     if documents is not None:
         with tqdm(desc=f"perplexity of {name}", unit=" tokens", disable=None) as bar:
             result = perplexity(
@@ -75,24 +122,20 @@ def _measure(
                 batch_size=settings.batch_size,
                 progress=functools.partial(_show_progress, bar),
             )
-    scores: dict[str, Any] = {}
+        measured["perplexity"] = dataclasses.asdict(result)
     if tasks is not None:
-        scores = tasks.run(
-            model,
-            tokenizer,
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-        )
-    return {
-        "model": name,
-        "model_type": model.config.model_type,
-        "parameters": model.num_parameters(),
-        "perplexity": None if result is None else dataclasses.asdict(result),
-        "tasks": scores,
-        "seconds": time.perf_counter() - started,
-    }
+        with tqdm(desc=f"tasks of {name}", unit=" requests", disable=None if quiet else True) as bar:
+            measured["tasks"] = tasks.run(
+                model,
+                tokenizer,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                batch_size=settings.batch_size,
+                seed=settings.seed,
+                progress=bar.update,
+                quiet=quiet,
+            )
+    measured["seconds"] = time.perf_counter() - started
 
 
 def _show_progress(bar: tqdm, done: int, total: int) -> None:
@@ -113,10 +156,17 @@ def _load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, device_map=device, trust_remote_code=trust_remote_code
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, device_map=device, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        model, loading = loaded
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model is {name!r}, which cannot be loaded: {reason}") from error
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ValueError(
+            f"model is {name!r}, whose checkpoint lacks {len(missing)} of its weights, such as {missing[0]}; they would be "
+            "random. Expected a whole checkpoint of a causal language model."
+        )
     return model.eval(), tokenizer

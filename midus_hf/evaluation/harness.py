@@ -1,10 +1,14 @@
 """lm-evaluation-harness on models of this package. Importing it registers the model type `midus` with the harness."""
 
+import contextlib
 import difflib
 import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -13,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import midus_hf  # noqa: F401  (registers the classes that `MidusLM` loads)
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
+from midus_hf.evaluation.quiet import without_bars
 
 
 @register_model("midus")
@@ -21,11 +26,21 @@ class MidusLM(HFLM):
 
     Args:
         pretrained: A folder, a hub id, or a model.
+        progress: Called with the rows of each forward pass, or of what is generated. Default: nothing is.
         **kwargs: As for `hf`.
     """
 
-    def __init__(self, pretrained: str | PreTrainedModel, **kwargs: Any):
+    def __init__(self, pretrained: str | PreTrainedModel, progress: Callable[[int], Any] | None = None, **kwargs: Any):
+        self._progress = progress or (lambda rows: None)
         super().__init__(pretrained, **{"backend": "causal", **kwargs})
+
+    def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._progress(len(inps))
+        return super()._model_call(inps, *args, **kwargs)
+
+    def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._progress(len(context))
+        return super()._model_generate(context, *args, **kwargs)
 
 
 class Tasks:
@@ -75,6 +90,8 @@ class Tasks:
         batch_size: int = 4,
         max_length: int | None = None,
         seed: int = 0,
+        progress: Callable[[int], Any] | None = None,
+        quiet: bool = False,
     ) -> dict[str, dict[str, Any]]:
         """Score a model.
 
@@ -86,35 +103,54 @@ class Tasks:
             batch_size: Requests a forward pass.
             max_length: Longest input in tokens. Default: what the model was made for.
             seed: Of the choice of examples and the bootstrap.
+            progress: As in `MidusLM`.
+            quiet: Whether to hide the harness's own progress bars. Default: false.
 
         Returns:
-            By the name asked for (a group also brings its members), the metrics as the harness names them (`acc`,
-            `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`.
+            By the name asked for (a group also brings its members), every metric of the task as the harness names it
+            (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None where it came out as
+            no finite number, and text where it is no number at all; a standard error that is not known is left out.
         """
-        results = simple_evaluate(
-            model=MidusLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length),
-            tasks=self.specs,
-            task_manager=self.manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            log_samples=False,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
+        with without_bars() if quiet else contextlib.nullcontext():
+            results = simple_evaluate(
+                model=MidusLM(
+                    model, progress=progress, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
+                ),
+                tasks=self.specs,
+                task_manager=self.manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                log_samples=False,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
         asked_for = {harness_name: name for name, harness_name in self.names.items()}
         scores: dict[str, dict[str, Any]] = {}
         for harness_name, measured in results["results"].items():
             score = {
-                metric.removesuffix(",none"): value
+                metric.removesuffix(",none"): _plain(value)
                 for metric, value in measured.items()
-                if isinstance(value, (int, float)) and metric != "sample_len"
+                if "," in metric and not (_is_standard_error(metric) and _plain(value) in (None, "N/A"))
             }
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
             scores[asked_for.get(harness_name, harness_name)] = score
         return scores
+
+
+def _is_standard_error(metric: str) -> bool:
+    """Whether a name such as `acc_stderr` or `acc_stderr,strict` is that of a standard error."""
+    return metric.partition(",")[0].endswith("_stderr")
+
+
+def _plain(value: Any) -> float | int | str | None:
+    """What JSON can hold of a metric, which a task of the caller's may give as anything."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(value, (int, float)):
+        return value if math.isfinite(value) else None
+    return str(value)
 
 
 def _task_manager(names: list[str], include_path: str | Path | None) -> TaskManager:

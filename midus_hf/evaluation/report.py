@@ -5,13 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
-_METRICS_SHOWN = ("acc", "acc_norm", "exact_match", "f1", "word_perplexity", "byte_perplexity", "bits_per_byte")
+_ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 
 
 def comparison_table(report: dict[str, Any]) -> Table:
     """Lay out what `evaluate` returned.
 
-    Accuracies have their standard error beside them. Metrics of a task that are not shown are in the report.
+    Every metric of a task has a row, with its standard error beside it where that is known.
     """
     models = report["models"]
     table = Table(title="Evaluation")
@@ -26,18 +26,28 @@ def comparison_table(report: dict[str, Any]) -> Table:
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
         table.add_row("tokens a second", *(f"{result['tokens_per_second']:,.0f}" for result in results))
     for task, scores in models[0]["tasks"].items():
-        shown = [metric for metric in scores if metric.partition(",")[0] in _METRICS_SHOWN]
-        for metric in shown:
+        for metric in scores:
+            if metric in _ABOUT_THE_TASK or _is_error_of_another(metric, scores):
+                continue
             cells = (_score(model["tasks"][task], metric) for model in models)
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
     table.add_row("seconds", *(f"{model['seconds']:.1f}" for model in models))
     return table
 
 
+def _is_error_of_another(metric: str, scores: dict[str, Any]) -> bool:
+    """Whether this is the standard error of a metric that has a row."""
+    name, comma, filter_name = metric.partition(",")
+    return name.endswith("_stderr") and f"{name.removesuffix('_stderr')}{comma}{filter_name}" in scores
+
+
 def _score(scores: dict[str, Any], metric: str) -> str:
+    value = scores.get(metric)
+    if not isinstance(value, (int, float)):
+        return value or "not finite"
     name, comma, filter_name = metric.partition(",")
     error = scores.get(f"{name}_stderr{comma}{filter_name}")
-    return f"{scores[metric]:.4f}" if error is None else f"{scores[metric]:.4f} ± {error:.4f}"
+    return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
 def _labels(names: list[str]) -> list[str]:

@@ -74,6 +74,7 @@ class HeadwiseMemory(RetrievalMemory):
 
     key_value_parameters = ("row_keys", "column_keys", "value_bank")
     value_parameters = ("value_bank",)
+    transform_parameters = ("value_transform",)
     kept: KeptValues | None = None
 
     def __init__(

@@ -59,8 +59,14 @@ class MemoryModule(nn.Module):
     value_parameters: ClassVar[tuple[str, ...]]
     """Those of `key_value_parameters` that are values."""
 
+    transform_parameters: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters that make values from others, where the layer has them: the W_h of HIVE."""
+
     norm_parameters: ClassVar[tuple[str, ...]] = ()
     """Names of the parameters that are gains and biases of norms, whatever their dimensions: without weight decay."""
+
+    values_were_set: bool = False
+    """Whether a model that went into training mode has seen its frozen values to be anything but zero."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, options: Any) -> "MemoryModule":

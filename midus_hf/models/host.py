@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import MemoryModule, parse_memory_entry
+from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
+from midus_hf.models.peft_targets import register_targets
 
 
 class MemoryConfig:
@@ -91,13 +93,23 @@ class MemoryModel(HostsMemory):
     """Mixin for a family's decoder stack: its layers at the inserted places become memory blocks."""
 
     memory_block_class: ClassVar[type[nn.Module]]
+    warned_of_dead_memories: bool = False
 
     def __init__(self, config):
         super().__init__(config)
+        register_targets(config.model_type)
         for layer, entry in config.inserted_layers().items():
             self.layers[layer] = self.memory_block_class(config, layer, entry)
         self._no_split_modules = {*self._no_split_modules, self.memory_block_class.__name__}
         self.post_init()
+
+    def train(self, mode: bool = True):
+        """As `nn.Module.train`; warns, once a model, of memories that cannot learn however long they train."""
+        super().train(mode)
+        if mode and not self.warned_of_dead_memories:
+            inserted = {layer: self.layers[layer] for layer in self.config.inserted_layers()}
+            self.warned_of_dead_memories = warn_of_dead_memories(self, inserted)
+        return self
 
 
 class MemoryForCausalLM(HostsMemory):

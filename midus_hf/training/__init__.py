@@ -1,10 +1,29 @@
-"""Continual pretraining: which layers train, at which rates, on which text, and the run that does it."""
+"""Continual pretraining: which layers train, at which rates, on which text, and the run that does it.
+
+What sets up a model for a trainer of one's own is imported at once; what brings the Trainer or PEFT along only when it
+is asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from midus_hf.training.freezing import TrainableReport, set_trainable
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
-from midus_hf.training.parameter_groups import parameter_groups
-from midus_hf.training.run import TrainResult, train
-from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.parameter_groups import group_schedules, parameter_groups
+
+if TYPE_CHECKING:
+    from midus_hf.training.lora import lora_config
+    from midus_hf.training.run import TrainResult, train
+    from midus_hf.training.trainer import MemoryTrainer
+    from midus_hf.training.trains_memory import TrainsMemory
+
+_MODULE_OF = {
+    "MemoryTrainer": "trainer",
+    "TrainResult": "run",
+    "TrainsMemory": "trains_memory",
+    "lora_config": "lora",
+    "train": "run",
+}
 
 __all__ = [
     "CorpusOptions",
@@ -12,8 +31,17 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "TrainableReport",
+    "TrainsMemory",
     "WeightedCorpus",
+    "group_schedules",
+    "lora_config",
     "parameter_groups",
     "set_trainable",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

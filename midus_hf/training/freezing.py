@@ -81,7 +81,7 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     Raises:
         ValueError: If the config records none, or layers that the model does not have.
     """
-    layers = _record(config).get("new_layers")
+    layers = recorded_new_layers(config)
     if not layers:
         raise ValueError(
             f"what trains is 'new', but the config of this {config.model_type} model records no new layers in "
@@ -96,8 +96,13 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     return sorted(layers)
 
 
-def set_trainable(model: PreTrainedModel, trainable: Trainable) -> TrainableReport:
-    """Set `requires_grad` of every parameter.
+def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
+    """What the config records as new layers, as it stands there; empty if it records none."""
+    return _record(config).get("new_layers") or []
+
+
+def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> TrainableReport:
+    """Set `requires_grad` of every parameter: without more said, what trains is what the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory) and nothing else does: not the base layers,
     the embeddings, the final norm or the head. With a list, the same holds of the layers it names. `"auto"` is what
@@ -105,11 +110,16 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable) -> TrainableRepo
 
     Args:
         model: A causal language model whose decoder has `layers`.
-        trainable: `"auto"`, `"new"`, `"all"` or a list of layer indices.
+        trainable: `"auto"`, `"new"`, `"all"` or a list of layer indices. Default: `"auto"`.
 
     Raises:
-        ValueError: As `resolve_trainable`.
+        ValueError: As `resolve_trainable`, and if the model is wrapped by PEFT, whose config says what trains.
     """
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"this {model.config.model_type} model is wrapped by PEFT, which has set what trains; expected the model "
+            "itself. Say it in the config instead: get_peft_model(model, lora_config(model))."
+        )
     resolved = resolve_trainable(model.config, trainable)
     layers: nn.ModuleList = model.get_decoder().layers
     if isinstance(resolved, list):

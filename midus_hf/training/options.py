@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Trainable = Literal["auto", "new", "all"] | list[int]
 """What trains: see `TrainConfig`."""
 
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 """The course of the rate of memory values: see `TrainConfig`."""
+
+ValueTransforms = Literal["weights", "values"]
+"""What the W_h of HIVE count as: see `TrainConfig`."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -101,6 +104,10 @@ class TrainConfig:
             `value_learning_rate` times what warm-up and schedule make of every other rate (Memory Layers at Scale).
             `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 over the run (UltraMem). Default:
             `"constant"`.
+        value_transforms: What the transforms W_h count as, by which a head-wise memory makes each head's values from
+            one bank (HIVE). `"weights"`: they follow the schedule and decay, as all that is no key or value (MIDUS,
+            appendix B.1). `"values"`: they have the values' rate and course, and no decay (appendix F.3, which gives
+            the fixed rate to the memory layer as a whole). Default: `"weights"`.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
             `memory.balance.balance_loss`. Default: 0, none.
         weight_decay: Decay of matrices; norms, biases, keys and values have none. Default: 0.
@@ -140,6 +147,7 @@ class TrainConfig:
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
     value_schedule: ValueSchedule = "constant"
+    value_transforms: ValueTransforms = "weights"
     balance_loss: float = 0.0
     weight_decay: float = 0.0
     warmup_ratio: float = 0.1
@@ -176,9 +184,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
-        if self.value_schedule not in get_args(ValueSchedule):
-            names = ", ".join(map(repr, get_args(ValueSchedule)))
-            raise ValueError(f"value_schedule is {self.value_schedule!r}; expected one of {names}.")
+        check_one_of("value_schedule", self.value_schedule, ValueSchedule)
+        check_one_of("value_transforms", self.value_transforms, ValueTransforms)
         for name in ("learning_rate", "key_value_learning_rate", "value_learning_rate", "epochs"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -202,3 +209,14 @@ class TrainConfig:
     def corpora(self) -> Sequence[CorpusOptions]:
         """All corpora of the run."""
         return self.corpus if isinstance(self.corpus, list) else [self.corpus]
+
+
+def check_one_of(name: str, value: object, choices: Any) -> None:
+    """Refuse a value that is none of those a `Literal` names.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    if value not in get_args(choices):
+        expected = ", ".join(map(repr, get_args(choices)))
+        raise ValueError(f"{name} is {value!r}; expected one of {expected}.")

@@ -1,6 +1,5 @@
 """The optimizer's parameter groups, and the course of each group's learning rate (MIDUS, appendix B.1)."""
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.training.options import ValueSchedule
+from midus_hf.training.options import ValueSchedule, ValueTransforms, check_one_of
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
@@ -23,6 +22,7 @@ def parameter_groups(
     key_value_learning_rate: float | None = None,
     value_learning_rate: float | None = None,
     value_schedule: ValueSchedule = "constant",
+    value_transforms: ValueTransforms = "weights",
 ) -> list[dict[str, Any]]:
     """Split the parameters that train into groups for an optimizer.
 
@@ -40,6 +40,8 @@ def parameter_groups(
             `key_value_learning_rate`.
         value_schedule: As in `TrainConfig`; values have a group of their own unless it is `"constant"`. Default:
             `"constant"`.
+        value_transforms: Whether the W_h of HIVE are `"weights"`, which follow the schedule and decay, or `"values"`,
+            which stand in the group of those; see `TrainConfig`. Default: `"weights"`.
 
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, and
@@ -48,15 +50,14 @@ def parameter_groups(
         group.
 
     Raises:
-        ValueError: If nothing trains, or `value_schedule` is not one of those named.
+        ValueError: If nothing trains, or `value_schedule` or `value_transforms` is not one of those named.
     """
-    if value_schedule not in _COURSE_OF_VALUES:
-        expected = ", ".join(map(repr, typing.get_args(ValueSchedule)))
-        raise ValueError(f"value_schedule is {value_schedule!r}; expected one of {expected}.")
+    check_one_of("value_schedule", value_schedule, ValueSchedule)
+    check_one_of("value_transforms", value_transforms, ValueTransforms)
     key_value_learning_rate = learning_rate if key_value_learning_rate is None else key_value_learning_rate
     together = value_learning_rate is None and value_schedule == "constant"
     value_learning_rate = key_value_learning_rate if value_learning_rate is None else value_learning_rate
-    key_ids, value_ids = _key_and_value_ids(model)
+    key_ids, value_ids = _key_and_value_ids(model, with_transforms=value_transforms == "values")
     norm_ids = _norm_ids(model)
     members: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -101,12 +102,16 @@ def group_schedules(optimizer: torch.optim.Optimizer, schedule: str, warmup_step
     return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])
 
 
-def _key_and_value_ids(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Ids of the parameters that are keys, and of those that are values."""
+def _key_and_value_ids(model: nn.Module, with_transforms: bool) -> tuple[set[int], set[int]]:
+    """Ids of the parameters that are keys, and of those that are values, or count as such."""
     key_ids: set[int] = set()
     value_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, MemoryModule):
+            if with_transforms:
+                value_ids |= {
+                    id(getattr(module, name)) for name in module.transform_parameters if hasattr(module, name)
+                }
             for name in module.key_value_parameters:
                 (value_ids if name in module.value_parameters else key_ids).add(id(getattr(module, name)))
     return key_ids, value_ids

@@ -170,6 +170,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
+        value_transforms=config.value_transforms,
         balance_loss=config.balance_loss,
         usage_every=config.usage_every,
     )
@@ -244,6 +245,7 @@ def _show(config: TrainConfig, report: TrainableReport, dataset: TrainingData, m
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
+        value_transforms=config.value_transforms,
     ):
         groups.add_row(
             group["name"].replace("_", " "),

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
 from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
 from tiny import FAMILIES, prompt, tiny_model
 
@@ -96,6 +98,46 @@ def test_recording_changes_no_gradient_and_leaves_nothing_behind(entry, bf16):
     assert torch.equal(loss, recorded_loss)
     assert all(torch.equal(gradient, recorded_gradients[name]) for name, gradient in gradients.items())
     assert all(torch.equal(tensor, recorded_state[name]) for name, tensor in state.items())
+
+
+def compiled(model, what: str):
+    """The model to call, and the model to record, with a part of it compiled."""
+    if what == "module":
+        wrapped = torch.compile(model, backend="aot_eager")
+        return wrapped, wrapped
+    if what == "function":
+        return torch.compile(lambda tokens: model(tokens), backend="aot_eager"), model
+    if what == "in place":
+        model.compile(backend="aot_eager")
+    elif what == "forward":
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    elif what == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    else:
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=what == "accelerate, by region")
+        model = Accelerator(cpu=True, dynamo_plugin=plugin).prepare_model(model)
+    return model, model
+
+
+@pytest.mark.parametrize(
+    "what", ["module", "function", "in place", "forward", "layers", "accelerate", "accelerate, by region"]
+)
+def test_a_compiled_model_is_counted_like_any_other(what):
+    tokens = prompt(length=6)
+    with torch.no_grad():
+        model = memory_model("llama")
+        with record_usage(model) as plain:
+            plain_logits = model(tokens).logits
+        call, recorded = compiled(model, what)
+        call(tokens)  # so that it has been compiled before there is a hook
+        with record_usage(recorded) as usage:
+            logits = call(tokens).logits
+        again = call(tokens).logits
+    assert all(torch.equal(counts, plain.counts[layer]) and counts.any() for layer, counts in usage.counts.items())
+    assert torch.equal(logits, plain_logits)
+    torch.testing.assert_close(again, plain_logits)
+    assert not has_hooks(model)
 
 
 def test_hooks_are_removed_when_the_work_fails():

@@ -3,8 +3,10 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -32,11 +34,11 @@ def room(tmp_path_factory):
     return folder
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
-    """Run the command in a process of its own, offline."""
+def run(*arguments, **environment: str) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, offline, with its data sets prepared anew."""
     return subprocess.run(
         [sys.executable, "-m", "midus_hf.evaluation.cli", *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -216,3 +218,129 @@ def test_perplexity_needs_no_harness(room, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     cli.main([str(room / "base"), "--text", str(room / "text.txt"), "--sequence-length", "32", "--json"])
     assert json.loads(capsys.readouterr().out)["models"][0]["tasks"] == {}
+
+
+HELPER = """
+import logging, os, signal, warnings
+
+asked = 0
+
+def score(doc, results):
+    global asked
+    asked += 1
+    if asked == {stop_at}:
+        os.kill(os.getpid(), signal.{signal})
+    if {noisy}:
+        print("chatter of a library")
+        warnings.warn("a warning of a library")
+        logging.getLogger("library").warning("advice of a library")
+        logging.getLogger("library").error("an error of a library")
+    return {{"shininess": float(len(doc["q"])), "spread": len(doc["q"]), "worst": float("nan"), "kind": 1.0}}
+
+def largest(items):
+    return max(items)
+
+def as_text(items):
+    return "round"
+"""
+
+METRICS = ("shininess: mean", "spread: !function helper.largest", "worst: mean", "kind: !function helper.as_text")
+
+
+def write_task(folder, stop_at: int = 0, signal: str = "SIGINT", noisy: bool = False) -> list[str]:
+    """Write a task of the user's own with four questions; the words that ask for it."""
+    (folder / "mine.jsonl").write_text("".join(json.dumps({"q": "?" * (i + 1)}) + "\n" for i in range(4)))
+    (folder / "helper.py").write_text(HELPER.format(stop_at=stop_at, signal=signal, noisy=noisy))
+    metrics = "".join(
+        f"  - {{metric: {name}, aggregation: {how}, higher_is_better: true}}\n"
+        for name, how in (metric.split(": ") for metric in METRICS)
+    )
+    (folder / "mine.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/mine.jsonl}}}}\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: [a, b]\ndoc_to_target: 0\n'
+        f"process_results: !function helper.score\nmetric_list:\n{metrics}"
+    )
+    return ["--tasks", "mine", "--include-path", str(folder), "--device", "cpu"]
+
+
+@needs_harness
+def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
+    words = write_task(tmp_path, stop_at=-1)
+    cli.main([str(room / "base"), *words, "--json"])
+    scores = json.loads(capsys.readouterr().out)["models"][0]["tasks"]["mine"]
+    assert scores["shininess"] == 2.5
+    assert scores["shininess_stderr"] == pytest.approx(math.sqrt(5 / 3) / 2)
+    assert scores["spread"] == 4
+    assert scores["worst"] is None
+    assert scores["kind"] == "round"
+    assert not {"spread_stderr", "worst_stderr", "kind_stderr"} & scores.keys()
+
+    cli.main([str(room / "base"), *words])
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0]: row[1] for row in rows if row}
+    assert shown["mine shininess (0-shot)"] == "2.5000 ± 0.6455"
+    assert shown["mine spread (0-shot)"] == "4.0000"
+    assert shown["mine worst (0-shot)"] == "not finite"
+    assert shown["mine kind (0-shot)"] == "round"
+    assert not any("stderr" in measure or "num_" in measure for measure in shown)
+
+
+@needs_harness
+def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path):
+    words = write_task(tmp_path, stop_at=6)  # in the second model's questions
+    models = [room / "base", room / "upscaled"]
+    done = run(*models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
+    assert done.returncode == 130
+    report = json.loads(done.stdout)
+    assert report["interrupted"] is True
+    assert [model["model"] for model in report["models"]] == [str(room / "base")]
+    assert report["models"][0]["tasks"]["mine"]["shininess"] == 2.5
+    perplexity_of_base = report["models"][0]["perplexity"]["perplexity"]
+    assert done.stderr == (
+        f"midus-eval: interrupted at {room}/upscaled; finished: {room}/base; "
+        f"the perplexity of {room}/upscaled is {perplexity_of_base:.4f}\n"
+    )
+
+
+@needs_harness
+def test_a_termination_ends_with_one_line_too(room, tmp_path):
+    done = run(room / "base", *write_task(tmp_path, stop_at=2, signal="SIGTERM"))
+    assert done.returncode == 143
+    assert done.stdout == ""
+    assert done.stderr == f"midus-eval: interrupted at {room}/base; finished: no model\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_before_the_first_model_says_so(room, capsys, monkeypatch, number, status):
+    monkeypatch.setattr("midus_hf.evaluation.settings.read_settings", lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    assert refusal(capsys, room / "base") == (status, "midus-eval: interrupted; nothing was measured")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@needs_harness
+def test_what_libraries_say_is_not_shown_unless_it_is_an_error_or_asked_for(room, tmp_path):
+    words = [room / "base", "--text", room / "text.txt", "--sequence-length", 32]
+    words += write_task(tmp_path, stop_at=-1, noisy=True)
+    quiet = run(*words)
+    assert quiet.returncode == 0
+    assert set(quiet.stderr.splitlines()) == {"an error of a library"}
+    assert "chatter" not in quiet.stdout
+
+    loud = run(*words, MIDUS_EVAL_VERBOSE="1")  # which is --verbose
+    assert loud.returncode == 0
+    for said in ("a warning", "advice", "an error", "chatter"):
+        assert f"{said} of a library" in loud.stderr
+    assert "%|" in loud.stderr
+    assert "chatter" not in loud.stdout
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(room, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(room / "base")
+    state = model.state_dict()
+    del state["model.layers.2.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)
+    byte_tokenizer().save_pretrained(tmp_path)
+    status, line = refusal(capsys, tmp_path, "--text", room / "text.txt", "--sequence-length", 32)
+    assert status == 2
+    assert "lacks 1 of its weights, such as model.layers.2.mlp.up_proj.weight; they would be random" in line

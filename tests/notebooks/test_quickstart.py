@@ -22,4 +22,4 @@ def test_the_quickstart_runs_and_its_claims_hold(tmp_path, monkeypatch):
         if output.output_type == "execute_result"
     ]
     assert "Identity(checked='logits', max_abs_diff=0.0)" in results
-    assert results.count("True") == 3
+    assert results.count("True") == 4

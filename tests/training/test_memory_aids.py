@@ -8,10 +8,10 @@ from analysis.memory_models import memory_model
 from safetensors.torch import load_file
 from training.test_run import interrupted
 from training.tiny_run import tiny_config, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from midus_hf.analysis.usage import record_usage
-from midus_hf.training import train
+from midus_hf.training import MemoryTrainer, train
 from midus_hf.training.run import prepare
 from midus_hf.training.training_log import read_log
 
@@ -53,6 +53,17 @@ def test_values_follow_their_schedule_and_the_log_says_so(upscaled, corpus, tmp_
     events = events_of(tmp_path / "out")
     assert [event["learning_rate_values"] for event in events] == rates["values"]
     assert {event["learning_rate_keys"] for event in events} == {3e-3}
+
+
+@pytest.mark.parametrize("value_transforms", ["weights", "values"])
+def test_a_run_trains_the_transforms_as_it_is_told(upscaled, corpus, tmp_path, value_transforms, capsys):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", value_transforms=value_transforms))
+    transforms = {id(run.model.model.layers[layer].memory.value_transform) for layer in (1, 4)}
+    optimizer = run.trainer.create_optimizer()
+    (group,) = (g["name"] for g in optimizer.param_groups if transforms <= {id(p) for p in g["params"]})
+    assert group == {"weights": "decay", "values": "keys_and_values"}[value_transforms]
+    shown = next(line for line in capsys.readouterr().out.splitlines() if "keys and values" in line)
+    assert shown.split("│")[2].strip() == {"weights": "6", "values": "8"}[value_transforms]
 
 
 @pytest.mark.parametrize(
@@ -134,3 +145,10 @@ def test_no_hook_is_left_when_a_run_is_interrupted(upscaled, corpus, tmp_path):
     for layer in (1, 4):
         memory = run.model.model.layers[layer].memory
         assert not memory._forward_hooks and not memory._forward_pre_hooks
+
+
+def test_usage_is_not_logged_of_a_run_that_is_to_be_compiled(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True, report_to="none")
+    message = r"usage_every is 5, for which a model has to run uncompiled; leave it out, or torch_compile."
+    with pytest.raises(ValueError, match=message):
+        MemoryTrainer(model=memory_model("llama"), args=arguments, usage_every=5)

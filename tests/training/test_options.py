@@ -96,6 +96,7 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
         ({"usage_every": 0}, "usage_every is 0; expected at least 1."),
         ({"balance_loss": -0.1}, "balance_loss is -0.1; expected 0 or more."),
         ({"value_schedule": "4x"}, "value_schedule is '4x'; expected 'constant' or 'fixed' or '4x-to-1x'."),
+        ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected 'weights' or 'values'."),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
         ({"key_value_learning_rate": -1}, "key_value_learning_rate is -1.0; expected a number above 0."),
         ({"value_learning_rate": 0}, "value_learning_rate is 0.0; expected a number above 0."),

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from midus_hf.memory import MemoryModule
+from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.product_key import ProductKeyMemory
 from midus_hf.training import parameter_groups, set_trainable
 from midus_hf.training.parameter_groups import group_schedules
@@ -92,6 +93,42 @@ def test_values_can_have_a_course_of_their_own(model, value_schedule, value_rate
         values,
     ]
     assert all(group["weight_decay"] == 0 for group in groups)
+
+
+def test_transforms_of_values_count_as_weights_or_as_values(model):
+    transforms = memory_parameters(model, ["value_transform"])
+    as_weights = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, value_transforms="weights")
+    assert [names_in(model, group) for group in as_weights] == [
+        names_in(model, group) for group in parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)
+    ]
+    assert transforms <= names_in(model, as_weights[0])
+
+    as_values = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, value_transforms="values")
+    assert [group["name"] for group in as_values] == ["decay", "no_decay", "keys_and_values"]
+    assert names_in(model, as_values[0]) == names_in(model, as_weights[0]) - transforms
+    assert names_in(model, as_values[2]) == memory_parameters(model, (*KEYS, "value_bank", "value_transform"))
+    assert (as_values[2]["lr"], as_values[2]["weight_decay"], as_values[2]["course"]) == (1e-3, 0.0, "constant")
+
+
+def test_transforms_that_count_as_values_take_their_rate_and_course(model):
+    groups = parameter_groups(
+        model, learning_rate=1e-3, value_learning_rate=1e-2, value_schedule="4x-to-1x", value_transforms="values"
+    )
+    assert groups[3]["name"] == "values"
+    assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank", "value_transform"])
+    assert (groups[3]["lr"], groups[3]["course"]) == (1e-2, "4x-to-1x")
+
+
+@pytest.mark.parametrize("values", ["shared", "own"])
+def test_a_memory_without_transforms_has_the_same_groups_either_way(values):
+    memory = HeadwiseMemory(hidden_size=8, num_heads=2, head_dim=4, n=4, k=2, values=values)
+    groups = parameter_groups(memory, learning_rate=1e-3, value_transforms="values")
+    assert {group["name"]: names_in(memory, group) for group in groups} == {"keys_and_values": {*KEYS, "value_bank"}}
+
+
+def test_transforms_that_count_as_something_else_are_refused(model):
+    with pytest.raises(ValueError, match=r"value_transforms is 'keys'; expected one of 'weights', 'values'."):
+        parameter_groups(model, learning_rate=1e-3, value_transforms="keys")
 
 
 def test_a_course_that_does_not_exist_is_refused(model):

@@ -102,6 +102,12 @@ def test_the_recipes_of_the_paper_have_its_hyperparameters(name):
     assert 0 <= tokens - config.max_steps * 64 * 2048 < 64 * 2048
 
 
+def test_the_run_whose_decay_the_paper_names_has_it():
+    """The first row of table 9, 1e-4 and 1e-6, is the row of MIDUS-HML in table 1."""
+    config = recipe("midus-hml-llama-3.2-1b")
+    assert (config.learning_rate, config.weight_decay, config.value_transforms) == (1e-4, 1e-6, "weights")
+
+
 def test_no_recipe_goes_unchecked():
     assert {*RATES, "demo"} == set(NAMES)
 

@@ -1,0 +1,45 @@
+"""Libraries that keep to themselves what nobody needs to read: advice, chatter and their progress bars."""
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide warnings, logs below errors, transformers' bars and what is printed on standard output.
+
+    Errors that are raised or logged come through, and so do downloads' bars on standard error.
+    """
+    before = logging.root.manager.disable
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            from transformers.utils import logging as transformers_logging
+
+            had_bars = transformers_logging.is_progress_bar_enabled()
+            transformers_logging.disable_progress_bar()
+            try:
+                yield
+            finally:
+                if had_bars:
+                    transformers_logging.enable_progress_bar()
+        finally:
+            logging.disable(before)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide all that is written to standard error, such as bars that cannot be turned off, but errors that are logged."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.ERROR)
+    logging.root.addHandler(handler)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.root.removeHandler(handler)

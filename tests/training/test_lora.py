@@ -1,0 +1,200 @@
+"""LoRA on an upscaled model: the config that is offered for it, and the warning where another leaves memories dead."""
+
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from models.upscaled import SIZES, upscaled_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import constants
+from tiny import prompt, tiny_model
+from transformers import AutoModelForCausalLM
+
+from midus_hf.analysis.usage import record_usage
+from midus_hf.memory import MemoryModule
+from midus_hf.training import lora_config, parameter_groups, set_trainable
+
+NEW_LAYERS = [1, 4]
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def adapted(model: PeftModel, layer: int) -> set[str]:
+    """Names of the projections of one layer that hold an adapter."""
+    prefix = f"base_model.model.model.layers.{layer}."
+    names = (name for name, _ in model.named_modules() if name.startswith(prefix) and name.endswith(".lora_A.default"))
+    return {name.removeprefix(prefix).removesuffix(".lora_A.default").rpartition(".")[2] for name in names}
+
+
+def fresh_model(family: str, memory_type: str = "headwise", dtype: torch.dtype = torch.float32):
+    """A model whose memories hold zeros and whose config says what is new, as `upscale` makes them."""
+    model = upscaled_model(family, acting=False, memory_type=memory_type, dtype=dtype)
+    model.config.upscale = {"new_layers": NEW_LAYERS, "trainable": "new"}
+    return model
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(prompt(), use_cache=False).logits
+
+
+def train_four_steps(model, **rates) -> None:
+    """Four, since keys wait for values to leave zero, and A matrices for B matrices."""
+    optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate=1e-2, weight_decay=0.1, **rates))
+    model.train()
+    for _ in range(4):
+        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@pytest.mark.parametrize("memory_type", SIZES)
+def test_the_offered_config_adapts_the_base_and_trains_new_layers_whole(family, memory_type, tmp_path):
+    torch.manual_seed(0)
+    base = fresh_model(family, memory_type)
+    untrained = logits(base)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = get_peft_model(base, lora_config(base, r=4))
+    assert torch.equal(logits(model), untrained)
+    for layer in range(6):
+        assert adapted(model, layer) == (set() if layer in NEW_LAYERS else LINEAR)
+
+    start = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the memory values")
+        train_four_steps(model)
+    for name, parameter in model.named_parameters():
+        whole = re.search(r"layers\.[14]\.modules_to_save\.default\.", name) is not None
+        assert parameter.requires_grad == (whole or "lora_" in name), name
+        assert torch.equal(parameter, start[name]) != parameter.requires_grad, name
+    trained = logits(model)
+    assert not torch.allclose(trained, untrained, atol=1e-3)
+
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(fresh_model(family, memory_type), tmp_path / "adapter").eval()
+    assert torch.equal(logits(again), trained)
+
+    tokens = model.generate(input_ids=prompt(), max_new_tokens=6, do_sample=False)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-5)  # merging rounds once more
+    assert torch.equal(merged.generate(prompt(), max_new_tokens=6, do_sample=False), tokens)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(loaded), logits(merged))
+    assert loaded.state_dict().keys() == before.keys()
+    assert loaded.config.upscale == {"new_layers": NEW_LAYERS, "trainable": "new"}
+    assert loaded.config.memory == base.config.memory != []
+    assert all(m.value_bank.any() for m in loaded.modules() if isinstance(m, MemoryModule))
+
+
+def test_keys_and_values_have_their_group_beside_adapters(family):
+    model = fresh_model(family)
+    model = get_peft_model(model, lora_config(model, r=4))
+    groups = {group["name"]: group for group in parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name in ("row_keys", "column_keys", "value_bank"):
+        held = [names[id(p)] for p in groups["keys_and_values"]["params"] if names[id(p)].endswith(name)]
+        assert [re.sub(r"\D*(\d+).*", r"\1", parameter) for parameter in held] == ["1", "4"]
+    assert all(parameter.requires_grad for group in groups.values() for parameter in group["params"])
+    assert any("lora_A" in names[id(parameter)] for parameter in groups["decay"]["params"])
+
+
+def test_slots_are_counted_of_the_layers_that_train():
+    model = upscaled_model("llama")
+    model.config.upscale = {"new_layers": NEW_LAYERS}
+    with record_usage(model) as plain:
+        logits(model)
+    wrapped = get_peft_model(model, lora_config(model))
+    with record_usage(wrapped) as usage:
+        logits(wrapped)
+    assert list(usage.counts) == NEW_LAYERS
+    assert all(torch.equal(counts, plain.counts[layer]) and counts.any() for layer, counts in usage.counts.items())
+
+
+def test_options_of_the_offered_config_are_those_of_peft():
+    model = fresh_model("llama")
+    config = lora_config(model, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 8, 0.1)
+    assert config.modules_to_save == ["model.layers.1", "model.layers.4", "lm_head"]
+    wrapped = get_peft_model(model, config)
+    assert adapted(wrapped, 0) == {"q_proj"} and adapted(wrapped, 1) == set()
+
+
+def test_new_layers_of_a_dense_method_train_whole_too():
+    model = tiny_model("mistral")
+    model.config.upscale = {"new_layers": [2], "trainable": "new"}
+    wrapped = get_peft_model(model, lora_config(model, r=2))
+    trains = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
+    assert {name for name in trains if "lora_" not in name} == {
+        name for name, _ in wrapped.named_parameters() if "layers.2.modules_to_save." in name
+    }
+
+
+def test_the_offered_config_trains_the_same_under_activation_checkpointing(family):
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = upscaled_model(family)
+        model.config.upscale = {"new_layers": NEW_LAYERS}
+        model = get_peft_model(model, lora_config(model, r=4)).train()
+        if checkpointed:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+def test_a_model_that_was_not_upscaled_or_is_wrapped_already_is_refused():
+    with pytest.raises(ValueError, match=r"this llama model records no new layers in upscale.new_layers, which would"):
+        lora_config(tiny_model("llama"))
+    model = fresh_model("llama")
+    wrapped = get_peft_model(model, lora_config(model))
+    with pytest.raises(ValueError, match=r"the model is wrapped by PEFT already; expected it as from_pretrained"):
+        lora_config(wrapped)
+    with pytest.raises(ValueError, match=r"this midus_llama model is wrapped by PEFT, which has set what trains"):
+        set_trainable(wrapped)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], None], ids=["all-linear", "two", "default"])
+def test_adapters_on_a_fresh_memory_bring_a_warning(family, targets):
+    config = LoraConfig(target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(fresh_model(family), config)
+    with pytest.warns(UserWarning, match=r"values of layers 1, 4 are zero and frozen, .*training.lora_config"):
+        model.train()
+
+
+def test_values_that_an_adapter_moves_bring_no_warning():
+    model = fresh_model("llama")
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=["memory.value_bank"], task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    before = logits(model.eval())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the memory values")
+        model.train()
+    train_four_steps(model)
+    assert not torch.equal(logits(model), before)
+
+
+def test_every_model_type_has_the_targets_of_its_family(family):
+    model = upscaled_model(family)
+    model_type = model.config.model_type
+    tables = [table for name, table in vars(constants).items() if name.endswith("_TARGET_MODULES_MAPPING")]
+    assert len(tables) > 5
+    for table in tables:
+        assert table.get(model_type) == table.get(model_type.removeprefix("midus_"))
+    assert get_peft_model(model, LoraConfig()).peft_config["default"].target_modules == {"q_proj", "v_proj"}
+
+
+def test_a_model_does_not_import_peft():
+    code = """
+import sys
+from midus_hf.models import FAMILIES
+config_class = FAMILIES["llama"].config_class
+FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
+assert "peft" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,212 @@
+"""What the documents say to do in a script of one's own trains the new layers, all of them, and leaves the base alone."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from tiny import FAMILIES
+from training.tiny_run import NEW_LAYERS, document, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer
+
+from midus_hf.training import TrainsMemory, lora_config, parameter_groups, set_trainable
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+
+
+def snippet(heading: str, document: str = "docs/train.md") -> str:
+    """The first block of Python after a phrase in bold."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    _, found, after = text.partition(f"**{heading}**")
+    assert found, f"{document} has no **{heading}**"
+    block = re.search(r"```python\n(.*?)```", after, flags=re.DOTALL)
+    assert block is not None
+    return block[1]
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch):
+    """Gives what a snippet finds: a model, texts, and arguments that move a tiny model in a few steps."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(checkpoint, arguments_class=TrainingArguments, **options) -> dict:
+        torch.manual_seed(0)
+        tokenizer = tiny_tokenizer()
+        texts = Dataset.from_dict({"text": [document(16, seed) for seed in range(12)]})
+        tokens = [tokenizer(text)["input_ids"] for text in texts["text"]]
+        return {
+            "model": AutoModelForCausalLM.from_pretrained(checkpoint),
+            "tokenizer": tokenizer,
+            "texts": texts,
+            "dataset": [{"input_ids": ids, "labels": ids} for ids in tokens],
+            "collator": default_data_collator,
+            "arguments": arguments_class(
+                output_dir=str(tmp_path / "out"),
+                max_steps=STEPS,
+                per_device_train_batch_size=2,
+                learning_rate=1e-2,
+                weight_decay=0.1,
+                warmup_steps=1,
+                lr_scheduler_type="cosine",
+                use_cpu=True,
+                bf16=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                **options,
+            ),
+        }
+
+    return make
+
+
+def watch_rates(monkeypatch) -> dict[str, list[float]]:
+    """Of every optimizer step that a Trainer takes from now on: the rate of each group."""
+    rates: dict[str, list[float]] = {}
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            for group in optimizer.param_groups:
+                rates.setdefault(group["name"], []).append(group["lr"])
+
+    plain = Trainer.train
+
+    def train(self, *args, **kwargs):
+        self.add_callback(Watch())
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train", train)
+    return rates
+
+
+def is_new(name: str) -> bool:
+    found = re.search(r"layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) in NEW_LAYERS
+
+
+def check_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """Every tensor of the new layers has moved, and no other by one bit."""
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) != is_new(name), name
+
+
+def check_rates(rates: dict[str, list[float]], maximum: float) -> None:
+    assert list(rates) == ["decay", "no_decay", "keys_and_values"]
+    assert rates["keys_and_values"] == [maximum] * STEPS
+    assert rates["decay"] == rates["no_decay"]
+    assert rates["decay"][0] == 0 and rates["decay"][1] == maximum and rates["decay"][-1] < maximum / 2
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("heading", "where"),
+    [
+        ("With `Trainer`", "docs/train.md"),
+        ("With a plain `Trainer`", "docs/train.md"),
+        ("Trained by a script of your own", "README.md"),
+    ],
+    ids=["docs", "docs-plain", "readme"],
+)
+def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, heading, where):
+    given = scene(upscaled(family))
+    before, rates = state(given["model"]), watch_rates(monkeypatch)
+    exec(snippet(heading, where), given)
+    check_moved(before, given["model"].state_dict())
+    check_rates(rates, 1e-4 if "plain" in heading else 1e-2)
+    assert type(given["trainer"]).__mro__[0 if "plain" in heading else 2] is Trainer
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_is_said_for_trl(upscaled, scene, monkeypatch, packing):
+    given = scene(upscaled("llama"), SFTConfig, max_length=16, packing=packing)
+    before, rates = state(given["model"]), watch_rates(monkeypatch)
+    exec(snippet("With TRL"), given)
+    check_moved(before, given["model"].state_dict())
+    check_rates(rates, 1e-2)
+    assert [
+        event for event in given["trainer"].state.log_history if event.get("learning_rate_keys_and_values") == 1e-2
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_is_said_for_peft(family, upscaled, scene, monkeypatch):
+    given = scene(upscaled(family))
+    before, rates = state(given["model"]), watch_rates(monkeypatch)
+    exec(
+        snippet("With PEFT").replace(
+            "merged =", "trained = {n: p.clone() for n, p in model.named_parameters()}\nmerged ="
+        ),
+        given,
+    )
+    check_rates(rates, 1e-2)
+    trained, merged = given["trained"], given["merged"].state_dict()
+    assert merged.keys() == before.keys()
+    for name, tensor in before.items():
+        linear = name.endswith("_proj.weight")
+        assert torch.equal(tensor, merged[name]) != (is_new(name) or linear), name
+    kept = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]
+    for name in kept:
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+        assert torch.equal(trained[name], before[plain]), name
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(upscaled(family)), "adapter")
+    loaded = dict(again.named_parameters())
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
+
+
+def test_trl_takes_the_lora_config_of_an_upscaled_model(upscaled, scene, monkeypatch):
+    class MemorySFTTrainer(TrainsMemory, SFTTrainer):
+        pass
+
+    given = scene(upscaled("llama"), SFTConfig, max_length=16)
+    before, rates = state(given["model"]), watch_rates(monkeypatch)
+    trainer = MemorySFTTrainer(
+        given["model"],
+        given["arguments"],
+        train_dataset=given["texts"],
+        processing_class=given["tokenizer"],
+        peft_config=lora_config(given["model"], r=4),
+    )
+    trainer.train()
+    check_rates(rates, 1e-2)
+    merged = trainer.model.merge_and_unload().state_dict()
+    assert all(not torch.equal(tensor, merged[name]) for name, tensor in before.items() if is_new(name))
+
+
+def test_without_any_of_it_the_base_moves_and_values_decay(upscaled, scene):
+    """Which is what the documents warn of."""
+    given = scene(upscaled("llama"))
+    before = state(given["model"])
+    trainer = Trainer(
+        given["model"], given["arguments"], train_dataset=given["dataset"], data_collator=given["collator"]
+    )
+    trainer.train()
+    moved = [name for name, tensor in given["model"].state_dict().items() if not torch.equal(tensor, before[name])]
+    assert any(not is_new(name) for name in moved)
+    bank = given["model"].model.layers[NEW_LAYERS[0]].memory.value_bank
+    decayed = next(group for group in trainer.optimizer.param_groups if group["weight_decay"])
+    assert any(parameter is bank for parameter in decayed["params"])
+
+
+def test_every_tensor_that_trains_is_in_a_group_made_for_an_adapted_model(upscaled):
+    from peft import get_peft_model
+
+    for family in FAMILIES:
+        model = AutoModelForCausalLM.from_pretrained(upscaled(family))
+        model = get_peft_model(model, lora_config(model))
+        grouped = {id(p) for group in parameter_groups(model, learning_rate=1e-3) for p in group["params"]}
+        assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_what_trains_by_default_is_what_the_config_records(upscaled):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    assert set_trainable(model) == set_trainable(model, "auto")
