@@ -125,7 +125,7 @@ def train(config: TrainConfig) -> TrainResult:
         config: The options of the run.
 
     Raises:
-        ValueError: If the request is wrong; nothing has been written then.
+        ValueError: If the request is wrong; nothing but cached tokens has been written then.
         FloatingPointError: If the loss stops being finite.
     """
     return prepare(config).execute()
@@ -138,7 +138,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         config: The options of the run.
 
     Raises:
-        ValueError: If the request is wrong; nothing has been written then.
+        ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
     checkpoint = check_output(config)
     _check_reporting(config)

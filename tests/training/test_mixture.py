@@ -24,7 +24,7 @@ from midus_hf.training.training_data import build_dataset, open_corpora
 from midus_hf.training.training_log import read_log
 
 hypothesis = pytest.importorskip("hypothesis")
-given, st = hypothesis.given, hypothesis.strategies
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 WEIGHTS = st.lists(st.floats(0.5, 20), min_size=1, max_size=5)
 
@@ -49,6 +49,7 @@ def drawn(weights, lengths, steps=1, sequences_a_step=100, seed=0) -> list[tuple
     return [mixture[index] for index in range(len(mixture))]
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 1000))
 def test_numbers_split_by_weights_add_up_and_are_nearest_to_their_shares(weights, total):
     counts = split_by_weights(weights, total)
@@ -57,6 +58,7 @@ def test_numbers_split_by_weights_add_up_and_are_nearest_to_their_shares(weights
         assert abs(count - total * weight / sum(weights)) < 1 + 1e-9
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(100, 400), st.integers(0, 3))
 def test_each_corpus_has_its_share_of_a_run_and_of_every_beginning_of_it(weights, total, seed):
     names = [name for name, _ in drawn(weights, [7] * len(weights), 1, total, seed)]
@@ -69,6 +71,7 @@ def test_each_corpus_has_its_share_of_a_run_and_of_every_beginning_of_it(weights
     assert [so_far[name] for name in range(len(weights))] == counts
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3))
 def test_a_corpus_is_gone_through_before_it_begins_again_each_time_in_another_order(first, second, seed):
     taken = drawn([1, 2], [first, second], 1, 150, seed)

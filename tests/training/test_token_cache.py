@@ -28,7 +28,7 @@ from midus_hf.training.token_cache import cached_tokens
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
 hypothesis = pytest.importorskip("hypothesis")
-given, st = hypothesis.given, hypothesis.strategies
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 FORK = multiprocessing.get_context("fork")
 DOCUMENTS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), max_size=12)
@@ -47,6 +47,7 @@ def entries(cache: Path) -> list[Path]:
     return [path for path in cache.iterdir() if path.suffix != ".lock"]
 
 
+@settings(deadline=None)
 @given(st.lists(DOCUMENTS, max_size=4), st.integers(2, 12))
 def test_sequences_cut_from_arrow_are_those_that_packing_makes(chunks, length):
     arrays = [pyarrow.array(documents, pyarrow.large_list(pyarrow.int32())) for documents in chunks]
