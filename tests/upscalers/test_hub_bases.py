@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import yaml
+from huggingface_hub import constants, hf_hub_download
 
 from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
@@ -189,3 +190,19 @@ def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, 
     assert (
         "base 'org/base' holds consolidated.safetensors on the hub; expected model.safetensors or an index of shards"
     ) in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("cached_by", ["upscale", "transformers"])
+def test_a_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch, cached_by):
+    hub.repositories["org/base"] = Repository(files_of(bases[0]))
+    if cached_by == "upscale":
+        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0
+    else:
+        for name in ("config.json", "model.safetensors"):
+            hf_hub_download("org/base", name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    done = command("--base", "org/base", *REQUEST, "--overwrite")
+    assert done.status == 0, done.err
+    assert hub.requests == []
+    assert base_tensors(tmp_path / "out") == base_tensors(bases[0])

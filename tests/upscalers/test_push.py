@@ -81,6 +81,7 @@ ACCESS = {
     "a token for this owner": ({**ACCOUNT, "auth": token("fineGrained", ("me", "repo.write"))}, "me/x", None),
     "a token for this repository": ({**ACCOUNT, "auth": token("fineGrained", ("me/x", "repo.write"))}, "me/x", None),
     "a member who may write": ({**ACCOUNT, "orgs": member("contributor")}, "lab/x", None),
+    "names in another case": ({**ACCOUNT, "orgs": member("write")}, "Lab/x", None),
     "a token of which the hub tells nothing": ({**ACCOUNT, "auth": {}}, "me/x", None),
     "an existing repository of one's own": (ACCOUNT, "me/mine", None),
     "a repository without its owner": (ACCOUNT, "x", None),

@@ -52,9 +52,10 @@ def check_write_access(repo_id: str, private: bool) -> str:
     api = HfApi()
     account = _account(api, repo_id)
     repository = repo_id if "/" in repo_id else f"{account['name']}/{repo_id}"
+    exists, public = False, False
     try:
         api.auth_check(repository, write=True)
-        exists = True
+        exists, public = True, api.repo_info(repository).private is False if private else False
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status == 403 or isinstance(error, GatedRepoError):
@@ -64,12 +65,11 @@ def check_write_access(repo_id: str, private: bool) -> str:
             ) from None
         if status not in (401, 404):  # both mean that there is none that this account can see
             raise RequestError(_unreachable(repository, error)) from None
-        exists = False
     except Exception as error:
         raise RequestError(_unreachable(repository, error)) from None
     if not exists:
         _check_may_create(account, repository)
-    elif private and api.repo_info(repository).private is False:
+    elif public:
         raise RequestError(
             f"push-to-hub is {repository!r}, which exists and is public; expected a new or a private repository with "
             "--private. Make it private in its settings on the hub, or choose another one."
@@ -119,13 +119,15 @@ def _check_may_create(account: Mapping[str, Any], repository: str) -> None:
         )
     if account.get("type", "user") != "user" or owner.casefold() == account["name"].casefold():
         return
-    roles = {org.get("name"): org.get("roleInOrg") for org in account.get("orgs") or []}
-    if owner not in roles:
+    # The hub takes names in any case.
+    organisations = {str(org.get("name")): org.get("roleInOrg") for org in account.get("orgs") or []}
+    roles = {name.casefold(): role for name, role in organisations.items()}
+    if owner.casefold() not in roles:
         raise RequestError(
             f"push-to-hub is {repository!r}, but {account['name']} is no member of {owner!r}; "
-            f"expected a repository of one of: {', '.join([account['name'], *map(str, roles)])}."
+            f"expected a repository of one of: {', '.join([account['name'], *organisations])}."
         )
-    if roles[owner] == "read":
+    if roles[owner.casefold()] == "read":
         raise RequestError(
             f"push-to-hub is {repository!r}, but {account['name']} may only read in {owner!r}; expected the role "
             "contributor, write or admin. Ask the organisation, or choose a repository of your own."
@@ -133,8 +135,8 @@ def _check_may_create(account: Mapping[str, Any], repository: str) -> None:
 
 
 def _grants_writing(scope: Mapping[str, Any], owner: str, repository: str) -> bool:
-    entity = scope.get("entity") or {}
-    return "repo.write" in (scope.get("permissions") or []) and entity.get("name") in (owner, repository)
+    name = str((scope.get("entity") or {}).get("name")).casefold()
+    return "repo.write" in (scope.get("permissions") or []) and name in (owner.casefold(), repository.casefold())
 
 
 def push_folder(folder: Path, repository: str, private: bool) -> str:
