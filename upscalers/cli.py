@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from upscalers.engine.errors import RequestError, one_line
+from upscalers.engine.errors import PushError, RequestError, one_line
 from upscalers.engine.options import parse_options
 
 app = typer.Typer(
@@ -48,12 +48,17 @@ class RunRequest:
     allow_nan: bool | None = None
     overwrite: bool | None = None
     push_to_hub: str | None = None
+    private: bool | None = None
+    revision: str | None = None
 
 
 @app.callback(invoke_without_command=True)
 def run(
     context: typer.Context,
-    base: Annotated[str | None, typer.Option(help="Folder, .gguf file or hub id.", metavar="DIR_OR_HUB_ID")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Folder, .gguf file or hub id (owner/name, owner/name@revision).", metavar="DIR_OR_HUB_ID"),
+    ] = None,
     method: Annotated[str | None, typer.Option(help="See 'upscale methods'.", metavar="NAME")] = None,
     output: Annotated[str | None, typer.Option(help="Folder to make; needed unless --dry-run.", metavar="DIR")] = None,
     num_new_layers: Annotated[
@@ -92,6 +97,11 @@ def run(
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Upload to a private repository.")] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a base on the hub.  [default: its main branch]", metavar="REV"),
+    ] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Upscale a pretrained checkpoint: add memory or depth without changing what it computes."""
@@ -114,6 +124,8 @@ def run(
         "allow_nan": allow_nan or None,
         "overwrite": overwrite or None,
         "push_to_hub": push_to_hub,
+        "private": private or None,
+        "revision": revision,
     }
     request = {**_read_config_file(config), **{key: value for key, value in given.items() if value is not None}}
     request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
@@ -126,11 +138,17 @@ def run(
     from upscalers.console import Console, print_report
     from upscalers.engine.run import upscale
 
-    report = upscale(**request, progress=Console())
+    failed: PushError | None = None
+    try:
+        report = upscale(**request, progress=Console())
+    except PushError as error:
+        report, failed = error.report, error
     if json_:
         print(json.dumps(report.to_dict()))
     else:
         print_report(report, dry_run=bool(request.get("dry_run")))
+    if failed is not None:
+        raise failed
 
 
 @app.command()
@@ -235,6 +253,8 @@ def main() -> None:
         status = app(standalone_mode=False)
     except RequestError as error:
         _fail(str(error), _WRONG_REQUEST)
+    except PushError as error:
+        _fail(str(error), _INTERRUPTED if error.interrupted else _FAILED)
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
     except Exception as error:

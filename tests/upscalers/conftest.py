@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from tests.upscalers.checkpoints import save_base
+from tests.upscalers.hub_server import TOKEN, LoopbackHub
 from upscalers import cli
 
 
@@ -67,3 +69,20 @@ def command(monkeypatch, capsys) -> Callable[..., Outcome]:
         return Outcome(ended.value.code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path) -> Iterator[LoopbackHub]:
+    """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
+    with LoopbackHub({}) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.chdir(tmp_path)
+        yield server

@@ -3,26 +3,54 @@
 import base64
 import hashlib
 import json
+import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_loopback"
 LARGE_SUFFIXES = (".safetensors",)
+ACCOUNT = {"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"displayName": "mine", "role": "write"}}}
+"""What the hub knows of the one who holds `TOKEN`."""
 
 
 @dataclass
 class Repository:
-    """A model: its files by path, how often it was committed to, and whether its terms must be accepted first."""
+    """A model.
+
+    Args:
+        files: Of the main branch, by path.
+        commits: How often it was committed to.
+        gated: Whether its terms must be accepted first.
+        private: Whether others cannot see it.
+        read_only: Whether `TOKEN` cannot write to it.
+        tags: Files of earlier states, by the names of these.
+    """
 
     files: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
     gated: bool = False
+    private: bool = False
+    read_only: bool = False
+    tags: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     @property
     def revision(self) -> str:
-        return hashlib.sha1(f"{self.commits}".encode() + b"".join(self.files.values())).hexdigest()
+        """The commit that the main branch stands at."""
+        return _commit(self.files, self.commits)
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        """The commit and the files of a branch, tag or commit."""
+        states = {"main": (self.revision, self.files), self.revision: (self.revision, self.files)}
+        for tag, files in self.tags.items():
+            states[tag] = states[_commit(files)] = (_commit(files), files)
+        return states.get(revision)
+
+
+def _commit(files: dict[str, bytes], commits: int = 0) -> str:
+    return hashlib.sha1(f"{commits}".encode() + b"".join(files.values())).hexdigest()
 
 
 class LoopbackHub:
@@ -30,11 +58,19 @@ class LoopbackHub:
 
     Args:
         repositories: By id, their files by path.
+
+    Attributes:
+        account: What `whoami` tells the holder of `TOKEN`.
+        dies_in: A part of the path of those uploads whose connection is cut after half of their body.
+        refuses_commits: The status that commits are refused with.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
         self.repositories = {name: Repository(dict(files)) for name, files in repositories.items()}
         self.large_objects: dict[str, bytes] = {}
+        self.account: dict = ACCOUNT
+        self.dies_in: str | None = None
+        self.refuses_commits: int | None = None
         self.requests: list[tuple[str, str]] = []
         hub = self
 
@@ -79,32 +115,46 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         path = self._path()
-        if path.startswith("/api/models/"):
+        if path == "/api/whoami-v2":
+            known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            self._send(200 if known else 401, self.hub.account if known else {"error": "Invalid user token"})
+        elif path.startswith("/api/models/") and "/auth-check" in path:
+            self._check_access(path.removeprefix("/api/models/"))
+        elif path.startswith("/api/models/"):
             self._answer_about_model(path.removeprefix("/api/models/"))
         elif "/resolve/" in path:
             repository, _, rest = path.lstrip("/").partition("/resolve/")
-            self._send_file(repository, rest.partition("/")[2])
+            revision, _, file = rest.partition("/")
+            self._send_file(repository, revision, file)
         else:
             self._send(404, {"error": f"no such page {path}"})
 
-    def _answer_about_model(self, rest: str) -> None:
-        name, _, question = rest.partition("/tree/")
-        name = name.partition("/revision/")[0]
+    def _check_access(self, rest: str) -> None:
+        name, _, kind = rest.partition("/auth-check")
         repository = self._repository(name)
-        if repository is None:
+        if repository is not None:
+            forbidden = kind == "/write" and repository.read_only
+            self._send(403 if forbidden else 200, {"error": "Forbidden"} if forbidden else {})
+
+    def _answer_about_model(self, rest: str) -> None:
+        question = "tree" if "/tree/" in rest else "revision"
+        name, _, revision = rest.partition(f"/{question}/")
+        found = self._state(name, revision or "main")
+        if found is None:
             return
-        if question:
-            self._send(200, [self._entry(path, content) for path, content in sorted(repository.files.items())])
+        commit, files = found
+        if question == "tree":
+            self._send(200, [self._entry(path, content) for path, content in sorted(files.items())])
         else:
             about = {
                 "_id": name,
                 "id": name,
                 "modelId": name,
-                "sha": repository.revision,
-                "private": False,
+                "sha": commit,
+                "private": self.hub.repositories[name].private,
                 "tags": [],
             }
-            self._send(200, {**about, "siblings": [{"rfilename": path} for path in sorted(repository.files)]})
+            self._send(200, {**about, "siblings": [{"rfilename": path} for path in sorted(files)]})
 
     @staticmethod
     def _entry(path: str, content: bytes) -> dict:
@@ -113,19 +163,20 @@ class _Handler(BaseHTTPRequestHandler):
             entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
         return entry
 
-    def _send_file(self, name: str, path: str) -> None:
-        repository = self._repository(name)
-        if repository is None:
+    def _send_file(self, name: str, revision: str, path: str) -> None:
+        found = self._state(name, revision)
+        if found is None:
             return
-        if path not in repository.files:
+        commit, files = found
+        if path not in files:
             self._send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
             return
-        if repository.gated:
+        if self.hub.repositories[name].gated:
             self._send(403, {"error": "Access to this model is restricted"}, {"X-Error-Code": "GatedRepo"})
             return
-        content = repository.files[path]
+        content = files[path]
         headers = {
-            "X-Repo-Commit": repository.revision,
+            "X-Repo-Commit": commit,
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
             "Accept-Ranges": "bytes",
         }
@@ -133,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, body = self._path(), self._body()
+        if body is None:
+            return
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._send(401, {"error": "Invalid user token"})
         elif path == "/api/repos/create":
@@ -141,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
             if name in self.hub.repositories:
                 self._send(409, {"error": "You already created this model repo", "url": f"{self.hub.address}/{name}"})
             else:
-                self.hub.repositories[name] = Repository()
+                self.hub.repositories[name] = Repository(private=request.get("visibility") == "private")
                 self._send(200, {"url": f"{self.hub.address}/{name}", "name": name, "id": name})
         elif path == "/api/validate-yaml":
             self._send(200, {"errors": [], "warnings": []})
@@ -167,14 +220,18 @@ class _Handler(BaseHTTPRequestHandler):
             request = json.loads(body)
             sound = len(self.hub.large_objects.get(request["oid"], b"")) == request["size"]
             self._send(200 if sound else 404, {})
+        elif "/commit/" in path and self.hub.refuses_commits is not None:
+            self._send(self.hub.refuses_commits, {"error": "no longer allowed"})
         elif "/commit/" in path:
             self._commit(path.removeprefix("/api/models/").partition("/commit/")[0], body)
         else:
             self._send(404, {"error": f"no such page {path}"})
 
     def do_PUT(self) -> None:
-        content = self._body()
         oid = self._path().rpartition("/")[2]
+        content = self._body()
+        if content is None:
+            return
         if hashlib.sha256(content).hexdigest() == oid:
             self.hub.large_objects[oid] = content
             self._send(200, {})
@@ -207,12 +264,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         return repository
 
+    def _state(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        repository = self._repository(name)
+        if repository is None:
+            return None
+        found = repository.at(revision)
+        if found is None:
+            self._send(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
+        return found
+
     def _path(self) -> str:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
         return path
 
-    def _body(self) -> bytes:
+    def _body(self) -> bytes | None:
+        """What was sent; None where the connection dies in the midst of it."""
+        if self.hub.dies_in is not None and self.hub.dies_in in self.path:
+            self.rfile.read(int(self.headers.get("Content-Length") or 2) // 2)
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return None
         if self.headers.get("Transfer-Encoding") == "chunked":
             parts = []
             while size := int(self.rfile.readline().split(b";")[0], 16):
@@ -231,3 +303,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def client_environment(hub: LoopbackHub | str, folder: Path) -> dict[str, str]:
+    """Variables that make huggingface_hub's client talk to this server (or address) and to nobody else."""
+    return {
+        "HF_ENDPOINT": hub if isinstance(hub, str) else hub.address,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_CACHE": str(folder / "home" / "hub"),
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path within."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -15,6 +15,8 @@ from upscalers.engine.memory_shapes import is_buffer, kept_roles, memory_by_laye
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
 from upscalers.engine.tokenizer import has_tokenizer
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -209,10 +211,10 @@ def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ..
 
 
 def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
-    single = folder / "model.safetensors"
+    single = folder / SINGLE_FILE
     if single.is_file():  # before the index, as transformers chooses where there are both
         return read_header(single)
-    index_path = folder / "model.safetensors.index.json"
+    index_path = folder / INDEX_FILE
     if index_path.is_file():
         return _indexed_tensors(folder, index_path, needs_weights)
     if not needs_weights:

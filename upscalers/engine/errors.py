@@ -3,6 +3,10 @@
 import difflib
 import textwrap
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from upscalers.engine.report import UpscaleReport
 
 _LONGEST_REASON = 400
 
@@ -19,7 +23,22 @@ class VerificationError(RuntimeError):
     """The result is not what the method promises."""
 
 
-def one_line(error: Exception) -> str:
+class PushError(RuntimeError):
+    """The checkpoint is whole, but not on the hub.
+
+    Args:
+        message: What happened, and how to upload the folder.
+        report: What was done until then.
+        interrupted: Whether a person broke the upload off.
+    """
+
+    def __init__(self, message: str, report: "UpscaleReport", interrupted: bool):
+        super().__init__(message)
+        self.report = report
+        self.interrupted = interrupted
+
+
+def one_line(error: BaseException) -> str:
     """What another library says, in one line of readable length."""
     return textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.engine.base_model import BaseModel
+from upscalers.engine.card_metadata import base_metadata
 from upscalers.engine.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.engine.errors import RequestError, one_line
 from upscalers.engine.families import MEMORY_PREFIX, Config
@@ -23,7 +24,7 @@ from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.report import Bytes, Identity, ParameterCounts
 from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
 from upscalers.engine.solver import Measurement, Solved
-from upscalers.engine.source import Source, copy_travelling_files
+from upscalers.engine.source import CARD_FILE, Source, copy_travelling_files
 from upscalers.engine.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -39,6 +40,7 @@ class Job:
         plan: Of the layers.
         seed: Of everything random.
         dtype: Of the output; `"auto"` keeps the base's.
+        repository: Where it will be uploaded to. Default: None, nowhere.
     """
 
     method: Method
@@ -47,6 +49,7 @@ class Job:
     plan: Plan
     seed: int
     dtype: str
+    repository: str | None = None
 
     def __post_init__(self) -> None:
         self.config: Config = self.method.config(self.base, self.plan)
@@ -141,7 +144,7 @@ class Job:
             self._write_siblings(partial)
             identity = self._verify(partial, shards, verify)
             self.digests = digests.finish()
-            self._write_provenance(partial, identity)
+            self._write_provenance(partial, identity, progress)
             progress.stage("syncing")
             folder.commit()
         return identity, Bytes(written.bytes_read, written.bytes_written)
@@ -179,7 +182,7 @@ class Job:
         check_blocks(partial, self.config, new_layers, tensors, dtype)
         return Identity("blocks", 0.0)
 
-    def _write_provenance(self, partial: Path, identity: Identity) -> None:
+    def _write_provenance(self, partial: Path, identity: Identity, progress: Progress) -> None:
         from midus_hf.version import __version__
 
         counts = self.counts()
@@ -189,16 +192,26 @@ class Job:
             self._write_config(partial)
         request = {
             "base": self.source.label,
+            **({} if self.source.revision is None else {"revision": self.source.revision}),
             "method": self.method.name,
             **self.method.placement_request(self.plan),
             "options": entry["options"],
             "seed": self.seed,
             "dtype": self.dtype,
         }
-        (partial / "README.md").write_text(
-            model_card(self.method, self.source, self.plan, self.config, counts, request, self.measurements),
-            encoding="utf-8",
+        carried = base_metadata(self.source, progress)
+        card = model_card(
+            self.method,
+            self.source,
+            self.plan,
+            self.config,
+            counts,
+            request,
+            self.measurements,
+            carried,
+            self.repository,
         )
+        (partial / CARD_FILE).write_text(card, encoding="utf-8")
         write_record(
             partial,
             {

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from upscalers.engine.card_metadata import front_matter, licence_section
 from upscalers.engine.families import Config
 from upscalers.engine.measurements import summary_table
 from upscalers.engine.method import Method
@@ -22,15 +23,20 @@ def model_card(
     counts: ParameterCounts,
     request: dict[str, Any],
     measurements: Sequence[Measurement],
+    carried: dict[str, Any],
+    repository: str | None,
 ) -> str:
-    """The text of `README.md`: front matter, how to load it, the plan as a table, the counts, what to cite."""
+    """The text of `README.md`: metadata, how to load it, the plan as a table, the counts, licence, what to cite.
+
+    Args:
+        carried: What holds of the base's metadata, from `base_metadata`.
+        repository: Where it will be uploaded to; None where that is not known. The folder's name is left out, so that
+            the same request gives the same bytes wherever the output lies.
+    """
     base_name = base.label
-    front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if base.revision is not None:
-        front += [f"base_model: {base_name}"]
-    front += ["tags:", "- midus-hf", f"- {method.name}", "- upscaled", "---", ""]
     needs_code = config["model_type"].startswith("midus_")
-    load = "AutoModelForCausalLM.from_pretrained(PATH" + (", trust_remote_code=True)" if needs_code else ")")
+    path = "PATH" if repository is None else f'"{repository}"'
+    load = f"AutoModelForCausalLM.from_pretrained({path}" + (", trust_remote_code=True)" if needs_code else ")")
     start = (
         "It computes exactly what the base computes until it is trained."
         if method.promises_identity
@@ -45,7 +51,8 @@ def model_card(
     measured = _measured(measurements) if measurements else []
     return "\n".join(
         [
-            *front,
+            front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
+            "",
             f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
             "",
             f"{base_name} ({plan.num_base_layers} layers) as {plan.num_layers} layers, {len(plan.new_indices)} of them new: "
@@ -55,6 +62,7 @@ def model_card(
             "```python",
             "from transformers import AutoModelForCausalLM",
             "",
+            *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
             f"model = {load}",
             "```",
             "",
@@ -79,6 +87,7 @@ def model_card(
             *rows,
             "",
             *measured,
+            *licence_section(carried),
             *_citation(method),
         ]
     )

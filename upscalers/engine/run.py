@@ -10,8 +10,8 @@ from typing import Any
 
 from upscalers.engine.attention_pattern import pattern_concern
 from upscalers.engine.base_model import BaseModel, open_base
-from upscalers.engine.errors import RequestError
-from upscalers.engine.hub import check_repo_id, push_folder
+from upscalers.engine.errors import PushError, RequestError, one_line
+from upscalers.engine.hub import check_repo_id, check_write_access, push_folder, upload_command
 from upscalers.engine.job import Job
 from upscalers.engine.method import Method, get_method
 from upscalers.engine.options import parse_options
@@ -20,7 +20,7 @@ from upscalers.engine.plan import Plan
 from upscalers.engine.progress import NoProgress, Progress
 from upscalers.engine.report import Bytes, Identity, UpscaleReport
 from upscalers.engine.sizes import parse_size
-from upscalers.engine.source import resolve_source
+from upscalers.engine.source import name_and_revision, resolve_source
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SPARE_BYTES = 64_000_000
@@ -42,12 +42,15 @@ def upscale(
     allow_nan: bool = False,
     overwrite: bool = False,
     push_to_hub: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
     progress: Progress | None = None,
 ) -> UpscaleReport:
     """Upscale a checkpoint.
 
     Args:
-        base: A folder, a `.gguf` file or a hub id. For a dry run a folder with nothing but `config.json` will do.
+        base: A folder, a `.gguf` file or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run a folder with
+            nothing but `config.json` will do.
         method: Name of a method.
         output: The folder to make; needed unless `dry_run`.
         num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
@@ -63,6 +66,8 @@ def upscale(
         allow_nan: Let NaN in the base pass. Default: False.
         overwrite: Replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is beside it. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
+        private: Make that repository a private one. Default: False, its owner's default.
+        revision: A branch, tag or commit of a base on the hub. Default: its main branch.
         progress: Told of every step. Default: silent.
 
     Returns:
@@ -73,6 +78,7 @@ def upscale(
         MethodError: If the method does not keep to its contract; nothing was written.
         VerificationError: If the result is not what the method promises; nothing is left.
         OSError: If reading or writing fails; nothing is left.
+        PushError: If the upload fails; the output is complete, and the error has the report.
     """
     started = time.perf_counter()
     progress = progress or NoProgress()
@@ -87,25 +93,33 @@ def upscale(
     max_shard_bytes = parse_size(max_shard_size)
     if output is None and not dry_run:
         raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+    base_name, revision = name_and_revision(str(base), revision)
+    local = Path(base_name).expanduser()
+    if private and not push_to_hub:
+        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
     if push_to_hub:
         check_repo_id(push_to_hub)
-    local = Path(base).expanduser()
     if output is not None:
         OutputFolder(Path(output).expanduser(), local if local.is_dir() else None, overwrite)
     if not dry_run and not local.is_dir():
         # Before a download or a conversion, which take long, see that the request fits the base's config.
-        with resolve_source(str(base), config_only=True) as source:
+        with resolve_source(base_name, revision, config_only=True) as source:
             _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
+            revision = source.revision
     if not dry_run:
         chosen.check_machine()
+        if push_to_hub:
+            push_to_hub = check_write_access(push_to_hub, private)
 
-    with resolve_source(str(base), config_only=dry_run) as source:
+    with resolve_source(base_name, revision, config_only=dry_run) as source:
         opened = open_base(source.folder, needs_weights=not dry_run)
         if opened.unexpected:
             progress.warn(
                 f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
             )
-        job = Job(chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype)
+        job = Job(
+            chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, push_to_hub
+        )
         remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
         if remark:
             progress.note(remark)
@@ -136,8 +150,22 @@ def upscale(
         measurements=job.measurements,
     )
     if push_to_hub and not dry_run:
-        progress.note(push_folder(Path(str(output)).expanduser(), push_to_hub))
+        _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)
     return report
+
+
+def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, progress: Progress) -> None:
+    try:
+        progress.note(push_folder(folder, repository, private))
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        reason = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {one_line(error)})"
+        raise PushError(
+            f"the upload to {repository} {reason}; {folder} is complete. "
+            f"Upload it with: {upload_command(folder, repository, private)}",
+            report,
+            interrupted,
+        ) from error
 
 
 def _method(name: str, options: Mapping[str, Any] | None) -> Method:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from upscalers.engine.base_model import INDEX_FILE, SINGLE_FILE
 from upscalers.engine.errors import RequestError
 from upscalers.engine.progress import NoProgress, Progress
 from upscalers.engine.recipes import Combine, Copy, Fill, Recipe
@@ -19,7 +20,6 @@ from upscalers.engine.solver import Measurement, Solved, Solver, Workplace, solv
 if TYPE_CHECKING:
     import torch
 
-SINGLE_FILE = "model.safetensors"
 _CHUNK_ELEMENTS = 1 << 20
 _SCRATCH = ".scratch"
 _MOST_OPEN_FILES = 64
@@ -265,7 +265,7 @@ class CheckpointWriter:
             "weight_map": {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard},
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,208 @@
+"""Bases from the hub: which revision, and which of its files."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from huggingface_hub import constants, hf_hub_download
+
+from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base
+from tests.upscalers.hub_server import Repository, files_of
+from upscalers import upscale
+from upscalers.engine import run
+from upscalers.engine.errors import RequestError
+
+REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
+OF_THE_MODEL = (
+    "tekken.json", "tokenizer.model.v3", "chat_template.jinja", "tool_use.jinja", "preprocessor_config.json",
+    "SYSTEM_PROMPT.txt", "LICENSE.txt", "USE_POLICY.md", "additional_chat_templates/rag.jinja",
+)  # fmt: skip
+SECOND_COPIES = (
+    "consolidated.safetensors", "consolidated.safetensors.index.json", "consolidated.00.pth", "pytorch_model.bin",
+    "original/consolidated.00.pth", "original/tokenizer.model", "model.fp16.safetensors",
+    "model-00009-of-00009.safetensors", "onnx/tokenizer.json", "params.json", "model-q4.gguf",
+)  # fmt: skip
+
+
+@pytest.fixture
+def bases(tmp_path):
+    """Two bases that differ in every weight."""
+    folders = (save_base(tmp_path / "old"), save_base(tmp_path / "new", initializer_range=0.5))
+    assert not same_tensors(*folders)
+    return folders
+
+
+@pytest.fixture
+def two_revisions(hub, bases):
+    """A repository whose main branch has moved on since its tag v1."""
+    old, new = map(files_of, bases)
+    hub.repositories["org/base"] = Repository(files=new, tags={"v1": old})
+    return hub.repositories["org/base"]
+
+
+def base_tensors(folder) -> dict[str, bytes]:
+    """What every upscaled model has from its base as it was."""
+    return {name: t.numpy().tobytes() for name, t in read_tensors(folder).items() if "layers" not in name}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [("org/base@v1",), ("org/base", "--revision", "v1"), ("org/base@v1", "--revision", "v1"), ("org/base@COMMIT",)],
+    ids=["at a tag", "revision", "both", "at a commit"],
+)
+def test_a_revision_is_taken_recorded_and_pinned_by_the_recipe(two_revisions, bases, command, tmp_path, asked):
+    commit, _ = two_revisions.at("v1")
+    name, *rest = asked
+    done = command("--base", name.replace("COMMIT", commit), *rest, *REQUEST)
+    assert done.status == 0, done.err
+    assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
+    record = json.loads((tmp_path / "out" / "upscale.json").read_text())
+    assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", commit)
+    card = (tmp_path / "out" / "README.md").read_text()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(card.split("```yaml\n")[1].split("```")[0])
+    assert yaml.safe_load(recipe.read_text())["revision"] == commit
+    del two_revisions.tags["v1"]
+    two_revisions.tags["another"] = files_of(bases[0])  # the commit is still there, the tag is not
+    assert command("--config", recipe, "--output", "again", "--no-verify").status == 0
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+
+
+def test_the_main_branch_is_pinned_too_and_may_move_while_working(
+    two_revisions, bases, command, tmp_path, monkeypatch
+):
+    planned = run._planned
+    first, files = two_revisions.revision, dict(two_revisions.files)
+
+    def then_someone_pushes(*arguments):
+        two_revisions.tags["before"] = files
+        two_revisions.files = files_of(bases[0])
+        return planned(*arguments)
+
+    two_revisions.tags.clear()
+    monkeypatch.setattr(run, "_planned", then_someone_pushes)
+    assert command("--base", "org/base", *REQUEST).status == 0
+    assert base_tensors(tmp_path / "out") == base_tensors(bases[1])
+    assert json.loads((tmp_path / "out" / "upscale.json").read_text())["base"]["revision"] == first
+    assert f"revision: {first}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_inspect_and_strip_take_a_revision_as_well(hub, bases, command, tmp_path):
+    assert command("--base", bases[0], *REQUEST).status == 0
+    hub.repositories["me/up"] = Repository(files={}, tags={"v1": files_of(tmp_path / "out")})
+    assert command("inspect", "me/up@v1", "--json").json()["base"] == "old"
+    assert command("strip", "me/up@v1", "--output", "stripped").status == 0
+    assert same_tensors(tmp_path / "stripped", bases[0])
+
+
+WRONG = {
+    "two revisions": (("org/base@v1", "--revision", "v2"), "base 'org/base@v1' and revision 'v2' differ;"),
+    "unknown": (("org/base@v9",), "base 'org/base' has no revision 'v9' on the hub; expected a branch, a tag or a"),
+    "unknown commit": (("org/base@" + "0" * 40,), f"base 'org/base' has no revision '{'0' * 40}' on the hub;"),
+    "empty": (("org/base@",), "base 'org/base@' has no revision behind '@'; expected a branch, a tag or a commit."),
+    "nothing": (("org/base", "--revision", ""), "revision is ''; expected a branch, a tag or a commit"),
+    "local": (("old", "--revision", "v1"), "revision is 'v1', but base 'old' is local and has no revisions;"),
+    "local at": (
+        ("./old@v1",),
+        "revision is 'v1', but base './old' is local and has no revisions; expected a hub id.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "message"), WRONG.values(), ids=WRONG)
+def test_a_revision_that_cannot_be_is_refused(two_revisions, command, tmp_path, asked, message):
+    done = command("--base", *asked, *REQUEST)
+    assert done.status == 2
+    assert message in done.err.splitlines()[-1]
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_revision_of_another_type_is_refused(bases):
+    with pytest.raises(RequestError, match="revision is 3; expected a branch, a tag or a commit of a hub repository"):
+        upscale(base=bases[0], method="midus-hml", dry_run=True, revision=3)
+
+
+def test_a_folder_with_an_at_in_its_name_is_a_folder(bases, command, tmp_path):
+    shutil.copytree(bases[0], tmp_path / "base@v1")
+    done = command("--base", tmp_path / "base@v1", "--method", "midus-hml", "--dry-run", "--json")
+    assert done.status == 0, done.err
+
+
+@pytest.fixture
+def with_second_copies(tmp_path):
+    """A sharded base as some publish it: beside it the same weights in other layouts, and whatever a tokenizer needs."""
+    folder = save_base(tmp_path / "mistral", "mistral", max_shard_size="60KB")
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    for name in (*OF_THE_MODEL, *SECOND_COPIES):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"contents of {name}")
+    return folder
+
+
+def names(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_one_copy_of_the_model_is_downloaded_index_first(hub, with_second_copies, command, tmp_path):
+    hub.repositories["org/base"] = Repository(files_of(with_second_copies))
+    index = json.loads((with_second_copies / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) > 1
+    done = command("--base", "org/base", "--method", "llama-pro", "--output", "out")
+    assert done.status == 0, done.err
+    model = {"config.json", "generation_config.json", "model.safetensors.index.json", "README.md", *OF_THE_MODEL}
+    assert hub.downloaded("org/base") == model | shards
+    asked = [path.rpartition("/")[2] for method, path in hub.requests if method == "GET" and "/resolve/" in path]
+    assert asked.index("model.safetensors.index.json") < min(asked.index(shard) for shard in shards)
+    assert asked.index("config.json") < asked.index("model.safetensors.index.json")
+    assert set(OF_THE_MODEL) <= names(tmp_path / "out")
+    assert not set(SECOND_COPIES) & names(tmp_path / "out")
+
+
+def test_a_local_base_with_second_copies_is_upscaled_without_them(with_second_copies, command, tmp_path):
+    done = command("--base", with_second_copies, "--method", "llama-pro", "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert set(OF_THE_MODEL) <= names(tmp_path / "out")
+    assert not set(SECOND_COPIES) & names(tmp_path / "out")
+    for name in OF_THE_MODEL:
+        assert (tmp_path / "out" / name).read_text() == f"contents of {name}"
+
+
+def test_of_a_single_file_and_shards_the_one_that_transformers_loads_is_downloaded(
+    hub, with_second_copies, bases, command
+):
+    single = {"model.safetensors": (save_base(bases[0].parent / "one", "mistral") / "model.safetensors").read_bytes()}
+    hub.repositories["org/base"] = Repository({**files_of(with_second_copies), **single})
+    done = command("--base", "org/base", "--method", "llama-pro", "--output", "out")
+    assert done.status == 0, done.err
+    weights = {name for name in hub.downloaded("org/base") if name.endswith(".safetensors")}
+    assert weights == {"model.safetensors"}
+
+
+def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, command):
+    files = files_of(bases[0])
+    files["consolidated.safetensors"] = files.pop("model.safetensors")
+    hub.repositories["org/base"] = Repository(files)
+    done = command("--base", "org/base", *REQUEST)
+    assert done.status == 2
+    assert (
+        "base 'org/base' holds consolidated.safetensors on the hub; expected model.safetensors or an index of shards"
+    ) in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("cached_by", ["upscale", "transformers"])
+def test_a_cached_base_needs_no_hub(hub, bases, command, tmp_path, monkeypatch, cached_by):
+    hub.repositories["org/base"] = Repository(files_of(bases[0]))
+    if cached_by == "upscale":
+        assert command("--base", "org/base", *REQUEST, "--overwrite").status == 0
+    else:
+        for name in ("config.json", "model.safetensors"):
+            hf_hub_download("org/base", name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    done = command("--base", "org/base", *REQUEST, "--overwrite")
+    assert done.status == 0, done.err
+    assert hub.requests == []
+    assert base_tensors(tmp_path / "out") == base_tensors(bases[0])
