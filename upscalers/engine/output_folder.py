@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from upscalers.engine.errors import RequestError
+from upscalers.engine.progress import NoProgress, Progress
 
 _CHECKPOINT_MARK = "config.json"
 
@@ -110,10 +111,18 @@ class OutputFolder:
             )
         self._lock = lock
 
-    def commit(self) -> None:
-        """Put the folder in its place; its files must already be on the disk."""
-        for file in self.partial.rglob("*"):
+    def commit(self, progress: Progress | None = None) -> None:
+        """Force the folder's files to the disk and put it in its place.
+
+        Args:
+            progress: Told of every byte that is on the disk. Default: silent.
+        """
+        progress = progress or NoProgress()
+        sizes = {file: file.stat().st_size for file in self.partial.rglob("*")}
+        progress.stage("waiting for the disk", sum(sizes.values()), "bytes")
+        for file, num_bytes in sizes.items():
             sync(file)
+            progress.advance(num_bytes)
         sync(self.partial)
         if self.path.exists():
             shutil.rmtree(self._replaced, ignore_errors=True)

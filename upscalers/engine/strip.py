@@ -11,7 +11,7 @@ from upscalers.engine.errors import RequestError
 from upscalers.engine.families import MEMORY_PREFIX, Config
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
-from upscalers.engine.progress import NoProgress, Progress, shown
+from upscalers.engine.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.engine.provenance import read_config_entry, read_plan, read_record
 from upscalers.engine.recipes import Copy
 from upscalers.engine.safetensors_format import TORCH_NAMES
@@ -57,8 +57,10 @@ def strip(
         shards = _base_shards(tensors, record)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         folder.check_space(sum(tensor.num_bytes for tensor in tensors))
-        with folder as partial, shown(progress, sum(tensor.num_bytes for tensor in tensors), len(shards)):
+        with folder as partial, shown(progress):
+            begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
             written = CheckpointWriter(opened.tensors, scan=False, progress=progress).write(partial, shards)
+            progress.stage("checking what was written", 1)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
             config = _base_config(entry, opened, progress)
@@ -66,8 +68,8 @@ def strip(
             open_base(partial)
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
                 _write_code(partial)
-            progress.stage("syncing")
-            folder.commit()
+            progress.advance()
+            folder.commit(progress)
     return {
         "model": str(model),
         "output": str(output),
