@@ -40,7 +40,7 @@ class Console:
         """Begin the bar anew, under another name."""
         if self._bar:
             if self._task is None:
-                self._task = self._bar.add_task(name, unit=unit)
+                self._task = self._bar.add_task(name, total=num_steps, unit=unit)
             self._bar.reset(self._task, description=name, total=num_steps, unit=unit)
 
     def advance(self, num_steps: int = 1) -> None:
@@ -82,8 +82,9 @@ class _Amount(rich_progress.ProgressColumn):
 
     def render(self, task: rich_progress.Task) -> Text:
         done, total, unit = task.completed, task.total or 0, task.fields["unit"]
-        text = f"{_gigabytes(done)} of {_gigabytes(total)}" if unit == "bytes" else f"{done:.0f} of {total:.0f} {unit}"
-        return Text(text)
+        if unit == "bytes":
+            return Text(f"{_gigabytes(done)} of {_gigabytes(total)}")
+        return Text(f"{done:.0f} of {total:.0f} {unit}" if total > 1 else "")
 
 
 def _table(*columns: str) -> Table:
