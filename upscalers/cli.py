@@ -90,8 +90,8 @@ def run(
         bool | None,
         typer.Option(
             "--verify/--no-verify",
-            help="Compare both models' logits and scan the base for NaN, or, for models larger than memory, only "
-            "check each new block.  [default: verify]",
+            help="Scan the base for NaN and compare both models' logits, layer by layer in little memory, or only check "
+            "each new block.  [default: verify, but check new blocks where memory does not suffice]",
         ),
     ] = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,

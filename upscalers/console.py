@@ -14,7 +14,7 @@ from upscalers.engine.report import ParameterCounts, UpscaleReport
 
 
 class Console:
-    """A progress bar over bytes while shards are written, then the stages that follow; silent where nobody watches."""
+    """A progress bar for the stage that goes on, and others for what is done beside it; silent where nobody watches."""
 
     def __init__(self) -> None:
         self._console = RichConsole(stderr=True)
@@ -22,9 +22,10 @@ class Console:
         self._task: rich_progress.TaskID | None = None
         self._tasks: dict[str, rich_progress.TaskID] = {}
 
-    def start(self, num_bytes: int, num_shards: int) -> None:
+    def start(self) -> None:
         """Show the bar."""
         self._bar = rich_progress.Progress(
+            rich_progress.SpinnerColumn(),
             rich_progress.TextColumn("{task.description}"),
             rich_progress.BarColumn(),
             _Amount(),
@@ -34,24 +35,23 @@ class Console:
             transient=True,
         )
         self._bar.start()
-        self._task = self._bar.add_task(
-            f"writing {num_shards} shard{'s' * (num_shards > 1)}", total=num_bytes, is_bytes=True
-        )
 
-    def advance(self, num_bytes: int) -> None:
+    def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
+        """Begin the bar anew, under another name."""
+        if self._bar:
+            if self._task is None:
+                self._task = self._bar.add_task(name, total=num_steps, unit=unit)
+            self._bar.reset(self._task, description=name, total=num_steps, unit=unit)
+
+    def advance(self, num_steps: int = 1) -> None:
         """Move the bar."""
         if self._bar and self._task is not None:
-            self._bar.advance(self._task, num_bytes)
-
-    def stage(self, name: str) -> None:
-        """Name what is done now."""
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, description=name)
+            self._bar.advance(self._task, num_steps)
 
     def begin(self, task: str, num_steps: int) -> None:
         """Show another bar."""
         if self._bar:
-            self._tasks[task] = self._bar.add_task(f"  {task}", total=num_steps, is_bytes=False)
+            self._tasks[task] = self._bar.add_task(f"  {task}", total=num_steps, unit="steps")
 
     def step(self, task: str, num_steps: int = 1) -> None:
         """Move it."""
@@ -78,14 +78,13 @@ class Console:
 
 
 class _Amount(rich_progress.ProgressColumn):
-    """How far a bar has come, in bytes or in steps."""
+    """How far a bar has come, in bytes or in another unit."""
 
     def render(self, task: rich_progress.Task) -> Text:
-        done, total = task.completed, task.total or 0
-        text = (
-            f"{_gigabytes(done)} of {_gigabytes(total)}" if task.fields["is_bytes"] else f"{done:.0f} of {total:.0f}"
-        )
-        return Text(text)
+        done, total, unit = task.completed, task.total or 0, task.fields["unit"]
+        if unit == "bytes":
+            return Text(f"{_gigabytes(done)} of {_gigabytes(total)}")
+        return Text(f"{done:.0f} of {total:.0f} {unit}" if total > 1 else "")
 
 
 def _table(*columns: str) -> Table:

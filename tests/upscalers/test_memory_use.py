@@ -1,4 +1,4 @@
-"""Upscaling without verification needs memory for what one recipe reads, not for the model."""
+"""Upscaling needs memory for what one recipe reads, and for one module of both models; never for a model."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ import shutil
 from tests.upscalers.processes import run_upscale
 from upscalers.engine.base_model import open_base
 from upscalers.engine.safetensors_format import layout
+from upscalers.engine.verify import comparison_bytes
 
 LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 60_000_000
 CONFIG = {
@@ -21,10 +22,14 @@ CONFIG = {
 }
 
 
-def synthetic(folder, num_layers):
+NARROW = {"hidden_size": 512, "intermediate_size": 24_576}
+"""A layer of 79 MB that computes little."""
+
+
+def synthetic(folder, num_layers, **changes):
     """A checkpoint of 134 MB a layer, one shard each two layers, all holes: it takes no room on the disk."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes, "num_hidden_layers": num_layers}))
     tensors = open_base(folder, needs_weights=False).tensors
     shards = {}
     for name in tensors:
@@ -41,11 +46,11 @@ def synthetic(folder, num_layers):
     return folder
 
 
-def upscaled(tmp_path, num_layers, *arguments):
+def upscaled(tmp_path, num_layers, *arguments, verify="--no-verify", **changes):
     """The report of a run in a process of its own; whatever it wrote is deleted."""
-    base = synthetic(tmp_path / f"base-{num_layers}", num_layers)
+    base = synthetic(tmp_path / f"base-{num_layers}-{verify}", num_layers, **changes)
     done = run_upscale(
-        "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, "--no-verify",
+        "--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--num-new-layers", 2, verify,
         "--json", *arguments,
     )  # fmt: skip
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -63,3 +68,14 @@ def test_memory_stays_below_a_gigabyte_and_does_not_grow_with_the_model(tmp_path
 def test_casting_a_gigabyte_needs_less(tmp_path):
     report = upscaled(tmp_path, 8, "--dtype", "float16")
     assert report["peak_rss_bytes"] < LIMIT_BYTES < report["bytes"]["written"]
+
+
+def test_neither_does_it_grow_where_both_models_are_compared(tmp_path):
+    small, large = (upscaled(tmp_path, layers, verify="--verify", **NARROW) for layers in (2, 6))
+    assert large["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert large["bytes"]["written"] > small["bytes"]["written"] + 4 * NOISE_BYTES
+    assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES
+    alone = upscaled(tmp_path, 2, **NARROW)
+    base = open_base(tmp_path / "base-2---verify")
+    allowed = comparison_bytes(base.tensors, {}, base.config, "BF16")
+    assert small["peak_rss_bytes"] < alone["peak_rss_bytes"] + allowed

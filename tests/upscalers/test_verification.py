@@ -1,10 +1,15 @@
 """Verification: a method that lies is caught, and leaves nothing."""
 
+import re
+
 import pytest
 import torch
 
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
+from tests.upscalers.solvers.recording import Recorder
 from upscalers import RequestError, VerificationError, upscale
+from upscalers.engine import job
+from upscalers.engine.job import Job
 from upscalers.engine.method import get_method
 from upscalers.engine.recipes import Copy, Fill
 from upscalers.methods.midus_hml import MidusHml
@@ -79,6 +84,118 @@ def test_a_base_tensor_in_the_wrong_place_is_caught(tmp_path, monkeypatch):
     with pytest.raises(VerificationError, match="logits differ"):
         upscaled(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
+    """Let a tensor of the result be another one than the method asked for."""
+    honest = Job._write_siblings
+
+    def write_siblings(self, partial, progress):
+        tensors = read_tensors(partial)
+        write_tensors(partial, {**tensors, name: change(tensors[name])})
+        honest(self, partial, progress)
+
+    monkeypatch.setattr(Job, "_write_siblings", write_siblings)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.embed_tokens.weight", "in the embedding: {} is not what the base has"),
+        ("model.layers.0.self_attn.v_proj.weight", "in layer 0 (base 0): {} is not what the base has"),
+        ("model.layers.3.mlp.down_proj.weight", "in layer 3 (base 2): {} is not what the base has"),
+        ("model.layers.4.memory.value_bank", "in layer 4 (new, between base 2 and base 3, made from 3)"),
+        ("model.layers.5.post_attention_layernorm.weight", "in layer 5 (base 3): {} is not what the base has"),
+        ("model.norm.weight", "behind the last layer: {} is not what the base has"),
+        ("lm_head.weight", "behind the last layer: {} is not what the base has"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_wrong_tensor_of_the_result_is_found_and_named(tmp_path, monkeypatch, name, place, prefix):
+    base = save_base(tmp_path / "base", prefix=prefix)
+    if not prefix:
+        name = name.removeprefix("model.")
+    change_written(monkeypatch, name)
+    expected = f"expected a difference of exactly 0. They part {place.format(name)}."
+    with pytest.raises(VerificationError, match=rf"differ from the base's by up to [\d.e-]+; {re.escape(expected)}$"):
+        upscaled(base, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_several_wrong_tensors_are_named(base, tmp_path, monkeypatch):
+    names = ["model.layers.2.mlp.down_proj.weight", "model.layers.2.mlp.up_proj.weight"]
+    for name in names:
+        change_written(monkeypatch, name)
+    with pytest.raises(VerificationError, match=rf"\(base 1\): {', '.join(names)} are not what the base has\.$"):
+        upscaled(base, tmp_path / "out")
+
+
+def test_a_layer_that_computes_otherwise_with_the_bases_tensors_is_named(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base", "qwen2")
+    honest = MidusHml.config
+
+    def without_window(self, base, plan):
+        config = honest(self, base, plan)
+        return {**config, "layer_types": [*config["layer_types"][:-1], "full_attention"]}
+
+    monkeypatch.setattr(MidusHml, "config", without_window)
+    with pytest.raises(VerificationError, match=r"They part in layer 5 \(base 3\), though its tensors are the base's"):
+        upscaled(base, tmp_path / "out")
+
+
+def test_hidden_states_are_compared_too_where_no_logit_tells(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base")
+    tensors = read_tensors(base)
+    write_tensors(base, {**tensors, "lm_head.weight": torch.zeros_like(tensors["lm_head.weight"])})
+    change_written(monkeypatch, "model.layers.2.mlp.up_proj.weight")
+    with pytest.raises(VerificationError, match=r"hidden states differ .* They part in layer 2 \(base 1\): model"):
+        upscaled(base, tmp_path / "out")
+
+
+def test_without_enough_memory_blocks_are_checked_and_this_is_said(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "available_bytes", lambda: 123_000_000)
+    told = Recorder()
+    report = upscaled(base, tmp_path / "out", progress=told)
+    assert report.identity.checked == "blocks"
+    (warning,) = told.warnings
+    expected = (
+        r"comparing both models layer by layer takes 0\.20 GB of memory, but 0\.12 GB is free; each new block is checked "
+        r"alone instead, as with --no-verify\. Make room and pass --verify to insist\."
+    )
+    assert re.fullmatch(expected, warning)
+    unchecked = Recorder()
+    report = upscale(base=base, method="solar", output=tmp_path / "solar", progress=unchecked)
+    assert report.identity.checked is None
+    assert "0.12 GB is free; nothing is compared, since the method promises no identity." in unchecked.warnings[0]
+
+
+def test_nan_is_still_searched_for_without_enough_memory(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base")
+    put_nan(base, "model.layers.2.mlp.down_proj.weight")
+    monkeypatch.setattr(job, "available_bytes", lambda: 0)
+    with pytest.raises(RequestError, match=r"model\.layers\.2\.mlp\.down_proj\.weight holds NaN"):
+        upscaled(base, tmp_path / "out")
+
+
+def test_who_insists_is_refused_before_the_first_byte(command, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "available_bytes", lambda: 123_000_000)
+    monkeypatch.setattr(Job, "write", lambda *_: pytest.fail("the work began"))
+    refused = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--verify")
+    assert refused.status == 2
+    assert refused.err == (
+        "upscale: comparing both models layer by layer takes 0.20 GB of memory, but 0.12 GB is free. Make room, or leave "
+        "--verify away to have what can be checked with less.\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_suffices_is_no_reason_to_ask(base, tmp_path, monkeypatch):
+    for verify in (None, True):
+        told = Recorder()
+        report = upscaled(base, tmp_path / str(verify), verify=verify, progress=told)
+        assert (report.identity.checked, told.warnings) == ("logits", [])
+    monkeypatch.setattr(job, "available_bytes", lambda: pytest.fail("nobody wants logits"))
+    assert upscaled(base, tmp_path / "blocks", verify=False).identity.checked == "blocks"
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -1,5 +1,6 @@
 """One upscaling that was decided on: its tensors, and how they become a checkpoint."""
 
+import contextlib
 import json
 import math
 import threading
@@ -12,17 +13,18 @@ from upscalers.engine.card_metadata import base_metadata
 from upscalers.engine.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.engine.errors import RequestError, one_line
 from upscalers.engine.families import MEMORY_PREFIX, Config
+from upscalers.engine.free_memory import available_bytes
 from upscalers.engine.memory_shapes import is_buffer
 from upscalers.engine.method import Method
 from upscalers.engine.model_card import model_card
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
-from upscalers.engine.progress import Progress, shown
+from upscalers.engine.progress import Progress, begin_writing
 from upscalers.engine.provenance import CONFIG_KEY, DIGEST_KEY, base_record, config_entry, paper_entry, write_record
 from upscalers.engine.recipe_check import check_recipes
 from upscalers.engine.recipes import Copy, Recipe
 from upscalers.engine.report import Bytes, Identity, ParameterCounts
-from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, read_header
+from upscalers.engine.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
 from upscalers.engine.solver import Measurement, Solved
 from upscalers.engine.source import CARD_FILE, Source, copy_travelling_files
 from upscalers.engine.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
@@ -112,18 +114,62 @@ class Job:
         solvers = {tensor.recipe.solver for tensor in self.tensors if isinstance(tensor.recipe, Solved)}
         return sum(solver.scratch_bytes for solver in solvers)
 
+    def compares_logits(self, verify: bool | None, progress: Progress) -> bool:
+        """Decide how the result will be checked, by the memory that is free, before anything is written.
+
+        Args:
+            verify: True insists on comparing both models' logits, False does not want it, None leaves it to the memory.
+            progress: Told of what is done instead.
+
+        Returns:
+            Whether logits are compared. Otherwise each new block is checked alone, where identity is promised.
+
+        Raises:
+            RequestError: If a person insists, and the free memory does not suffice.
+        """
+        if verify is False:
+            return False
+        progress.stage("loading libraries", 1)  # what they leave of the memory is known only afterwards
+        _import_slow_modules()
+        progress.advance()
+        from upscalers.engine.verify import comparison_bytes
+
+        new = {tensor.name: StoredTensor(tensor.dtype, tensor.recipe.shape) for tensor in self.tensors}
+        needed = comparison_bytes(self.base.tensors, new, self.base.config, self._cast(self.base.dtype))
+        free = available_bytes()
+        if needed <= free:
+            return True
+        shortage = f"comparing both models layer by layer takes {needed / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB is free"
+        if verify:
+            raise RequestError(f"{shortage}. Make room, or leave --verify away to have what can be checked with less.")
+        instead = (
+            "each new block is checked alone instead, as with --no-verify"
+            if self.method.promises_identity
+            else "nothing is compared, since the method promises no identity"
+        )
+        progress.warn(f"{shortage}; {instead}. Make room and pass --verify to insist.")
+        return False
+
     def write(
-        self, folder: OutputFolder, max_shard_bytes: int, verify: bool, allow_nan: bool, progress: Progress
+        self, folder: OutputFolder, max_shard_bytes: int, scan: bool, compares_logits: bool, progress: Progress
     ) -> tuple[Identity, Bytes]:
-        """Write, verify, and put the folder in its place."""
-        imports = threading.Thread(target=_import_slow_modules, daemon=True)
+        """Write, verify, and put the folder in its place.
+
+        Args:
+            folder: To make.
+            max_shard_bytes: The largest size of a file.
+            scan: Whether NaN in the base is refused.
+            compares_logits: Whether both models' logits are compared; otherwise each new block is checked alone.
+            progress: Told of every step.
+        """
+        imports = threading.Thread(target=_import_early, daemon=True)
         imports.start()
         shards = split_shards(self.tensors, max_shard_bytes)
         # Where base layers were dropped, `strip` has nothing to give back that could be confirmed.
         digested = TensorDigests(self.base.tensors, {} if self.plan.dropped_layers else weight_names(self.base))
-        num_bytes = sum(tensor.num_bytes for tensor in self.tensors)
-        with folder as partial, shown(progress, num_bytes, len(shards)), digested as digests:
+        with folder as partial, digested as digests:
             self._write_config(partial)
+            begin_writing(progress, sum(tensor.num_bytes for tensor in self.tensors), len(shards))
 
             def before_building() -> None:
                 digests.begin()
@@ -131,7 +177,7 @@ class Job:
 
             writer = CheckpointWriter(
                 self.base.tensors,
-                scan=verify and not allow_nan,
+                scan=scan,
                 before_building=before_building,
                 progress=progress,
                 copied=digests.add,
@@ -140,21 +186,27 @@ class Job:
             self.measurements = written.measurements
             for concern in self.method.review(written.measurements):
                 progress.warn(concern)
-            progress.stage("checking")
-            self._write_siblings(partial)
-            identity = self._verify(partial, shards, verify)
+            if imports.is_alive():
+                progress.stage("loading libraries", 1)
+                imports.join()
+                progress.advance()
+            self._write_siblings(partial, progress)
+            identity = self._verify(partial, shards, compares_logits, progress)
+            progress.stage("recording what was done", 1)
             self.digests = digests.finish()
             self._write_provenance(partial, identity, progress)
-            progress.stage("syncing")
-            folder.commit()
+            progress.advance()
+            folder.commit(progress)
         return identity, Bytes(written.bytes_read, written.bytes_written)
 
     def _write_config(self, partial: Path) -> None:
         (partial / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
-    def _write_siblings(self, partial: Path) -> None:
+    def _write_siblings(self, partial: Path, progress: Progress) -> None:
+        progress.stage("checking config and tokenizer", 2)
         copy_travelling_files(self.source.folder, partial)
         config = _validated(partial)
+        progress.advance()
         tokenizer_config = partial / TOKENIZER_CONFIG
         before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
         if keep_tokenizer_class(self.source.folder, partial):
@@ -165,21 +217,25 @@ class Job:
             write_code(partial, config)
             self.config["auto_map"] = config.to_dict()["auto_map"]
             self._write_config(partial)
+        progress.advance()
 
-    def _verify(self, partial: Path, shards: dict[str, list[OutputTensor]], verify: bool) -> Identity:
-        from upscalers.engine.verify import check_blocks, compare_logits
+    def _verify(
+        self, partial: Path, shards: dict[str, list[OutputTensor]], compares_logits: bool, progress: Progress
+    ) -> Identity:
+        from upscalers.engine.block_check import check_blocks
+        from upscalers.engine.verify import compare_logits
 
         dtype = self._cast(self.base.dtype)
         promised = self.method.promises_identity
-        if verify:
-            found = compare_logits(self.source.folder, partial, dtype, promised)
+        tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
+        if compares_logits:
+            found = compare_logits(self.base, partial, tensors, self.plan, dtype, promised, progress)
             self.kl_divergence = found.kl_divergence
             return Identity("logits", found.max_abs_diff)
         if not promised:
             return Identity(None, None)
-        tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
         new_layers = {index: self.base.new_name(index, "") for index in self.plan.new_indices}
-        check_blocks(partial, self.config, new_layers, tensors, dtype)
+        check_blocks(partial, self.config, new_layers, tensors, dtype, progress)
         return Identity("blocks", 0.0)
 
     def _write_provenance(self, partial: Path, identity: Identity, progress: Progress) -> None:
@@ -245,4 +301,16 @@ def _validated(folder: Path) -> Any:
 
 
 def _import_slow_modules() -> None:
-    import midus_hf  # noqa: F401 - imported while bytes are copied, so that checking can begin at once
+    try:
+        import upscalers.engine.streamed_model  # noqa: F401 - brings torch, transformers and the classes of midus_hf
+    except (ImportError, OSError, MemoryError) as error:
+        raise RequestError(
+            f"torch and transformers cannot be loaded ({type(error).__name__}: {one_line(error)}). Make room in memory or raise "
+            "the limit on it (ulimit -v); if it is not that, install midus-hf again."
+        ) from None
+
+
+def _import_early() -> None:
+    """Import while bytes are copied, so that checking can begin at once; whoever needs what did not load will say so."""
+    with contextlib.suppress(RequestError):
+        _import_slow_modules()

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from upscalers.engine.errors import RequestError
 from upscalers.engine.ownership import check_replaceable, is_replaceable, listed
+from upscalers.engine.progress import NoProgress, Progress
 
 MARK = ".written-by-upscale"
 """A file in folders that are half written or half deleted: the next run to the same output may remove them."""
@@ -130,14 +131,21 @@ class OutputFolder:
             raise
         self._lock = lock
 
-    def commit(self) -> None:
-        """Put the folder in its place; its files must already be on the disk.
+    def commit(self, progress: Progress | None = None) -> None:
+        """Force the folder's files to the disk and put it in its place.
+
+        Args:
+            progress: Told of every byte that is on the disk. Default: silent.
 
         Raises:
             RequestError: If what is at its place has become something that may not be replaced.
         """
-        for file in self.partial.rglob("*"):
+        progress = progress or NoProgress()
+        sizes = {file: file.stat().st_size for file in self.partial.rglob("*")}
+        progress.stage("waiting for the disk", sum(sizes.values()), "bytes")
+        for file, num_bytes in sizes.items():
             sync(file)
+            progress.advance(num_bytes)
         self._check()  # again, since the work may have taken hours
         (self.partial / MARK).unlink()
         sync(self.partial)

@@ -6,16 +6,16 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Whoever shows progress."""
+    """Whoever shows progress: one stage after the other, and tasks beside them."""
 
-    def start(self, num_bytes: int, num_shards: int) -> None:
-        """Writing begins."""
+    def start(self) -> None:
+        """The work begins."""
 
-    def advance(self, num_bytes: int) -> None:
-        """So many more bytes were written."""
+    def stage(self, name: str, num_steps: int, unit: str = "steps") -> None:
+        """The next stage begins, of so many steps; `"bytes"` is a unit too."""
 
-    def stage(self, name: str) -> None:
-        """Another stage begins."""
+    def advance(self, num_steps: int = 1) -> None:
+        """So many more steps of the stage are done."""
 
     def begin(self, task: str, num_steps: int) -> None:
         """A task of so many steps begins, beside whatever else goes on."""
@@ -37,23 +37,28 @@ class Progress(Protocol):
 
 
 @contextlib.contextmanager
-def shown(progress: Progress, num_bytes: int, num_shards: int) -> Iterator[None]:
+def shown(progress: Progress) -> Iterator[None]:
     """Show progress for as long as the work takes, however it ends."""
-    progress.start(num_bytes, num_shards)
+    progress.start()
     try:
         yield
     finally:
         progress.finish()
 
 
+def begin_writing(progress: Progress, num_bytes: int, num_shards: int) -> None:
+    """The stage in which tensors are written."""
+    progress.stage(f"writing {num_shards} shard{'s' * (num_shards > 1)}", num_bytes, "bytes")
+
+
 class NoProgress:
     """Shows nothing."""
 
-    def start(self, num_bytes: int, num_shards: int) -> None: ...
+    def start(self) -> None: ...
 
-    def advance(self, num_bytes: int) -> None: ...
+    def stage(self, name: str, num_steps: int, unit: str = "steps") -> None: ...
 
-    def stage(self, name: str) -> None: ...
+    def advance(self, num_steps: int = 1) -> None: ...
 
     def begin(self, task: str, num_steps: int) -> None: ...
 

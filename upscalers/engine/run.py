@@ -17,7 +17,7 @@ from upscalers.engine.method import Method, get_method
 from upscalers.engine.options import parse_options
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
-from upscalers.engine.progress import NoProgress, Progress
+from upscalers.engine.progress import NoProgress, Progress, shown
 from upscalers.engine.report import Bytes, Identity, UpscaleReport
 from upscalers.engine.sizes import parse_size
 from upscalers.engine.source import name_and_revision, resolve_source
@@ -38,7 +38,7 @@ def upscale(
     dtype: str = "auto",
     max_shard_size: str | int = "5GB",
     dry_run: bool = False,
-    verify: bool = True,
+    verify: bool | None = None,
     allow_nan: bool = False,
     overwrite: bool = False,
     push_to_hub: str | None = None,
@@ -61,8 +61,9 @@ def upscale(
         dtype: `auto` keeps the base's. Default: `"auto"`.
         max_shard_size: Such as `"5GB"`, or bytes. Default: `"5GB"`.
         dry_run: Only say what would be done. Default: False.
-        verify: Compare both models' logits and refuse NaN in the base; otherwise each new block is checked alone.
-            Default: True.
+        verify: True refuses NaN in the base and compares both models' logits, layer by layer in the memory of one module;
+            False checks each new block alone, where identity is promised. None is True, but checks new blocks where the
+            free memory does not suffice for the comparison, and says so. Default: None.
         allow_nan: Let NaN in the base pass. Default: False.
         overwrite: Replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is beside it. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
@@ -132,7 +133,10 @@ def upscale(
             folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
             folder.check_space(num_bytes + job.scratch_bytes() + _SPARE_BYTES)
             if not dry_run:
-                identity, volume = job.write(folder, max_shard_bytes, verify, allow_nan, progress)
+                scan = verify is not False and not allow_nan
+                with shown(progress):
+                    compares_logits = job.compares_logits(verify, progress)
+                    identity, volume = job.write(folder, max_shard_bytes, scan, compares_logits, progress)
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),

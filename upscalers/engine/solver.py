@@ -1,6 +1,5 @@
 """Solvers: tensors that have to be made together, and the crew that makes them side by side."""
 
-import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from upscalers.engine.free_memory import available_bytes
 from upscalers.engine.progress import Progress
 from upscalers.engine.recipes import Recipe
 
@@ -160,7 +160,7 @@ def num_workers(solvers: Sequence[Solver]) -> int:
     if limits:
         return max(1, min(*limits, len(solvers)))
     largest = max(solver.work_bytes for solver in solvers)
-    return max(1, min(num_processors(), len(solvers), _available_bytes() // 2 // max(1, largest)))
+    return max(1, min(num_processors(), len(solvers), available_bytes() // 2 // max(1, largest)))
 
 
 def num_processors() -> int:
@@ -168,17 +168,3 @@ def num_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _available_bytes() -> int:
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where the container has no limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
-        available = min(available, max(0, limit - used + int(of_files)))  # what files take is given back on demand
-    return available

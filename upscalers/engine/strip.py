@@ -14,7 +14,7 @@ from upscalers.engine.errors import RequestError
 from upscalers.engine.families import MEMORY_PREFIX, Config
 from upscalers.engine.output_folder import OutputFolder
 from upscalers.engine.plan import Plan
-from upscalers.engine.progress import NoProgress, Progress, shown
+from upscalers.engine.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.engine.provenance import (
     DIGEST_KEY,
     STRIPPED_KEY,
@@ -71,11 +71,12 @@ def strip(
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         folder.check_space(sum(tensor.num_bytes for tensor in tensors))
         digested = TensorDigests(opened.tensors, _digested_names(opened, tensors) if DIGEST_KEY in entry else {})
-        num_bytes = sum(tensor.num_bytes for tensor in tensors)
-        with folder as partial, shown(progress, num_bytes, len(shards)), digested as digests:
+        with folder as partial, shown(progress), digested as digests:
+            begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
             digests.begin()
             writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
             written = writer.write(partial, shards)
+            progress.stage("checking what was written", 1)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
             config = _base_config(entry, opened, progress)
@@ -89,8 +90,8 @@ def strip(
             write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
                 _write_code(partial)
-            progress.stage("syncing")
-            folder.commit()
+            progress.advance()
+            folder.commit(progress)
     return {
         "model": str(model),
         "output": str(output),

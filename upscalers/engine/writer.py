@@ -85,7 +85,8 @@ class CheckpointWriter:
     Args:
         sources: The base's tensors, by full name.
         scan: Whether to look at every value that is copied and refuse NaN.
-        before_building: Called once, when all that can be copied without torch is copied. Default: nothing.
+        before_building: Called once, when all that can be copied without torch is copied and more is to be made. Default:
+            nothing.
         progress: Told of every step. Default: silent.
         copied: Called with the name of each base tensor that was just copied. Default: nothing.
     """
@@ -136,7 +137,8 @@ class CheckpointWriter:
                             self._copy_in_kernel(tensor, target, starts[tensor.name])
                         else:
                             later.append(_Placed(tensor, folder / file_name, starts[tensor.name]))
-            self._before_building()
+            if later:
+                self._before_building()
             for placed in later:
                 if not isinstance(placed.tensor.recipe, Solved):
                     with _opened(placed.file, os.O_RDWR) as target:

@@ -1,0 +1,114 @@
+"""Every stage of the work tells of steps, and none stands at its end while work goes on."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.upscalers.checkpoints import SMALL
+from tests.upscalers.solvers.recording import Recorder
+from upscalers import upscale
+from upscalers.engine.strip import strip
+
+
+class Stages(Recorder):
+    """Remembers stages: name, steps announced, steps told one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = []
+        self.log = []
+
+    def start(self):
+        self.log.append("start")
+
+    def stage(self, name, num_steps, unit="steps"):
+        assert self.log[0] == "start"
+        self.stages.append((name, num_steps, []))
+
+    def advance(self, num_steps=1):
+        self.stages[-1][2].append(num_steps)
+
+    def finish(self):
+        self.log.append("finish")
+
+    @property
+    def names(self):
+        return [name for name, _, _ in self.stages]
+
+    def told_of(self, name):
+        return next(steps for stage, _, steps in self.stages if stage == name)
+
+
+def check(progress):
+    assert progress.log == ["start", "finish"]
+    for name, announced, told in progress.stages:
+        assert announced > 0, name
+        assert sum(told) == announced, name
+    assert "writing 1 shard" in progress.names[:-1], "the bar of bytes ends before the work does"
+
+
+@pytest.mark.parametrize("method", [*SMALL, "llama-pro", "solar", "avg-deus"])
+@pytest.mark.parametrize("verify", [None, False])
+def test_every_stage_tells_of_all_its_steps(shared_base, tmp_path, method, verify):
+    progress = Stages()
+    options = SMALL.get(method, {})
+    report = upscale(
+        base=shared_base(), method=method, output=tmp_path / "out", options=options, verify=verify, progress=progress
+    )
+    check(progress)
+    expected = ["checking config and tokenizer", "recording what was done", "waiting for the disk"]
+    if report.identity.checked == "logits":
+        expected.insert(1, "comparing with the base")
+        assert progress.told_of("comparing with the base") == [1] * (4 + report.num_layers + 2)
+    elif report.identity.checked == "blocks":
+        expected.insert(1, "checking the new blocks")
+        assert progress.told_of("checking the new blocks") == [1, 1]
+    assert progress.names[progress.names.index("writing 1 shard") + 1 :] == expected
+    assert sum(progress.told_of("waiting for the disk")) > report.bytes.written
+
+
+def test_so_does_taking_out(shared_base, tmp_path):
+    upscale(base=shared_base(), method="solar", output=tmp_path / "out", verify=False, num_new_layers=2)
+    upscale(base=shared_base(), method="llama-pro", output=tmp_path / "pro", verify=False)
+    progress = Stages()
+    strip(tmp_path / "pro", tmp_path / "stripped", progress=progress)
+    check(progress)
+    assert progress.names == ["writing 1 shard", "checking what was written", "waiting for the disk"]
+
+
+def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("upscalers.engine.job._validated", lambda folder: 1 / 0)
+    progress = Stages()
+    with pytest.raises(ZeroDivisionError):
+        upscale(base=shared_base(), method="solar", output=tmp_path / "out", progress=progress)
+    assert progress.log == ["start", "finish"]
+
+
+def test_a_terminal_shows_the_stages_one_after_the_other(shared_base, tmp_path):
+    code = "from upscalers.cli import main; main()"
+    arguments = ["--base", shared_base(), "--method", "llama-pro", "--output", tmp_path / "out", "--json"]
+    reader, writer = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=writer,
+        env=environment,
+    )
+    os.close(writer)
+    shown = b""
+    try:
+        while chunk := os.read(reader, 4096):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(reader)
+    assert process.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    order = [text.index(name) for name in ("loading libraries", "writing 1 shard", "comparing with the base")]
+    assert order == sorted(order)
+    assert re.search(r"comparing with the base .* \d+ of 12 layers and heads", text)

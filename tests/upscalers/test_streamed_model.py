@@ -1,0 +1,116 @@
+"""A model that reads each module's weights when it is called computes what it computes in memory, bit for bit."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny import prompt
+
+from tests.upscalers.checkpoints import load, read_tensors, save_base, variants, write_tensors
+from upscalers import VerificationError, upscale
+from upscalers.engine import streamed_model
+from upscalers.engine.base_model import open_base
+from upscalers.engine.streamed_model import StreamedModel, read_tensor
+
+LAYOUTS = {
+    "one file": {},
+    "shards": {"max_shard_size": "20KB"},
+    "no prefix": {"prefix": ""},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+}
+
+
+def streamed(folder, dtype):
+    return StreamedModel(folder, open_base(folder).tensors, dtype)
+
+
+def streamed_logits(folder, dtype=torch.float32):
+    return streamed(folder, dtype).logits(prompt(), lambda number, hidden: None)
+
+
+def expected_logits(folder, dtype=torch.float32):
+    with torch.no_grad():
+        return load(folder, dtype)(prompt(), use_cache=False).logits
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_those_of_the_model_in_memory(native_family, tmp_path, layout, stored):
+    folder = save_base(tmp_path / "base", native_family, stored, **LAYOUTS[layout])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
+
+
+def test_tensors_of_several_dtypes_are_cast_as_transformers_casts_them(native_family, tmp_path):
+    folder = save_base(tmp_path / "base", native_family)
+    tensors = read_tensors(folder)
+    write_tensors(folder, {name: t.bfloat16() if i % 2 else t for i, (name, t) in enumerate(tensors.items())})
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
+
+
+def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, shared_base, tmp_path):
+    for number, (method, options) in enumerate(variants(family).values()):
+        folder = tmp_path / str(number)
+        upscale(base=shared_base(family), method=method, output=folder, options=options, verify=False)
+        trained = {
+            name: 0.05 * torch.randn_like(tensor) if name.endswith("value_bank") else tensor
+            for name, tensor in read_tensors(folder).items()
+        }
+        write_tensors(folder, trained)
+        assert torch.equal(streamed_logits(folder), expected_logits(folder)), method
+
+
+def test_a_head_that_is_stored_although_it_is_tied_counts_as_transformers_counts_it(tmp_path):
+    folder = save_base(tmp_path / "base", tie_word_embeddings=True)
+    tensors = read_tensors(folder)
+    embedding = tensors["model.embed_tokens.weight"]
+    for head in (embedding, embedding + 1):
+        write_tensors(folder, {**tensors, "lm_head.weight": head.clone()})
+        assert torch.equal(streamed_logits(folder), expected_logits(folder))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_read_once_and_none_is_held_between_layers(tmp_path, monkeypatch, tied):
+    folder = save_base(tmp_path / "base", tie_word_embeddings=tied)
+    reads: Counter[int] = Counter()
+
+    def counted(place):
+        reads[place.start] += 1
+        return read_tensor(place)
+
+    def see(number, hidden):
+        seen.append(number)
+        assert all(parameter.is_meta for parameter in model._model.parameters())
+
+    monkeypatch.setattr(streamed_model, "read_tensor", counted)
+    model, seen = streamed(folder, torch.float32), []
+    model.logits(prompt(), see)
+    assert seen == [0, 1, 2, 3, 4]
+    tensors = open_base(folder).tensors
+    embedding = tensors["model.embed_tokens.weight"].start
+    assert reads == {place.start: 1 + (tied and place.start == embedding) for place in tensors.values()}
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path):
+    folder = save_base(tmp_path / "base")
+    tensors = open_base(folder).tensors
+    without = {name: place for name, place in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
+    with pytest.raises(
+        VerificationError, match=r"loads without model\.layers\.1\.mlp\.up_proj\.weight; expected every"
+    ):
+        StreamedModel(folder, without, torch.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    misshapen = {**tensors, name: tensors["model.layers.1.mlp.down_proj.weight"]}
+    with pytest.raises(VerificationError, match=r"up_proj\.weight as \[48, 32\], which is \[32, 48\]; expected every"):
+        StreamedModel(folder, misshapen, torch.float32)
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path):
+    folder = save_base(tmp_path / "base")
+    place = max(open_base(folder).tensors.values(), key=lambda place: place.start)
+    with open(folder / "model.safetensors", "rb+") as file:
+        file.truncate(place.start + place.num_bytes - 3)
+    with pytest.raises(OSError, match=r"model\.safetensors ended 3 bytes early"):
+        read_tensor(place)
