@@ -1,6 +1,7 @@
 """LESA: new layers predicted from their neighbours by networks trained on the base's own layers."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -30,10 +31,22 @@ _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm"
 class LesaOptions(FusionOptions):
     """How the predictors are trained, and what predicts nothing."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"release": {"norm_init": "layer0", "identity": "none"}}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "release": {
+            "norm_init": "layer0",
+            "hidden_size": 256,
+            "epochs": 10,
+            "batch_size": 64,
+            "learning_rate": 1e-3,
+            "weight_decay": 0.01,
+            "norm_weight": 5e-4,
+            "identity": "none",
+            "neighbours": "adjacent",
+        }
+    }
 
     norm_init: Literal["layer0", "previous", "next", "mean"] = option(
-        "mean", "where the norms of a new layer come from: the base's first layer, as released, a neighbour, or both"
+        "layer0", "where the norms of a new layer come from: the base's first layer, as released, a neighbour, or both"
     )
     hidden_size: int = option(256, "of both hidden layers of a predictor")
     epochs: int = option(10, "passes over all rows of all layers")
@@ -92,11 +105,17 @@ class Lesa(FusionMethod):
             for index, layer in enumerate(plan.layers)
             if isinstance(layer, New)
         }
-        for name, tensor in base.family.layer_tensors(base.config).items():
-            if tensor.role in MATRIX_ROLES and tensor.role not in filled and name.endswith(".weight"):
-                solver = MatrixPrediction(base, name, tensor.role, tensor.shape, gaps, seed, self.options)
-                for index in gaps:
-                    recipes[index][name] = Solved(tensor.shape, solver, str(index))
+        matrices = {
+            name: tensor
+            for name, tensor in base.family.layer_tensors(base.config).items()
+            if tensor.role in MATRIX_ROLES and tensor.role not in filled and name.endswith(".weight")
+        }
+        of_role = Counter(tensor.role for tensor in matrices.values())
+        for name, tensor in matrices.items():
+            label = tensor.role if of_role[tensor.role] == 1 else name.removesuffix(".weight")
+            solver = MatrixPrediction(base, name, label, tensor.shape, gaps, seed, self.options)
+            for index in gaps:
+                recipes[index][name] = Solved(tensor.shape, solver, str(index))
         return recipes
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
@@ -138,7 +157,7 @@ class MatrixPrediction(Solver):
     Args:
         base: The base.
         name: The matrix's name within a layer.
-        role: Its role.
+        label: What progress and measurements call it: its role, or its name where a layer has several of that role.
         shape: out, in.
         gaps: For each new layer, by its index, the base layers before and after it.
         seed: Of the run.
@@ -149,15 +168,15 @@ class MatrixPrediction(Solver):
         self,
         base: BaseModel,
         name: str,
-        role: str,
+        label: str,
         shape: tuple[int, ...],
         gaps: dict[int, tuple[int, int]],
         seed: int,
         options: LesaOptions,
     ):
-        super().__init__(role)
+        super().__init__(label)
         self._sources = [base.layer_names(layer)[name] for layer in range(base.num_layers)]
-        self._role, self._gaps, self._options = role, gaps, options
+        self._gaps, self._options = gaps, options
         self._seed = tensor_seed(seed, f"lesa:{name}")
         self._out, self._in = shape
         self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 5 * self._out * self._in)
@@ -191,7 +210,7 @@ class MatrixPrediction(Solver):
             raise RequestError(
                 f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from. Use another base."
             )
-        with RowFile(place.scratch / f"{self._role}.rows", num_rows, num_layers, self._in) as rows:
+        with RowFile(place.scratch / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()
@@ -240,7 +259,7 @@ class MatrixPrediction(Solver):
         self.measurements.append(
             {
                 "layer": index,
-                "tensor": self._role,
+                "tensor": self.label,
                 "norm_ratio": (matrix.norm() / neighbours).item() if neighbours else 1.0,
                 "cosine_to_mean": torch.dot(matrix.flatten(), middle.flatten()).item() / norms if norms else 0.0,
                 "directions_left_out": left_out,
