@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from upscalers.solvers.layer_predictor import PredictorTraining
 
 _COLLAPSED = 0.5
+"""Below this share of their neighbours' norm predictions count as collapsed."""
+_UNRELATED = 0.1
+"""Below this cosine to their neighbours' mean predictions count as unrelated to them; either neighbour has about 0.7."""
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 
@@ -53,7 +56,9 @@ class LesaOptions(FusionOptions):
     batch_size: int = option(64, "rows a step")
     learning_rate: float = option(1e-3, "of AdamW")
     weight_decay: float = option(0.01, "of AdamW")
-    norm_weight: float = option(5e-4, "lambda, weight of the loss that keeps predictions from collapsing")
+    norm_weight: float = option(
+        5e-4, "lambda, weight of the loss on the norm of predictions; with 0 what cannot be predicted shrinks"
+    )
     device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
     workers: int | None = option(None, "matrices worked on at once; default: as many as processors and memory allow")
 
@@ -128,15 +133,11 @@ class Lesa(FusionMethod):
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
-        ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
-        collapsed = {
-            row["tensor"]: row for row in ordered if row["norm_ratio"] < _COLLAPSED
-        }  # the worst layer of each
+        collapsed = _worst([row for row in measurements if row["norm_ratio"] < _COLLAPSED], "norm_ratio")
         if collapsed:
-            listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in collapsed.items())
             concerns.append(
-                f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({listed}). Raise norm_weight or "
-                "epochs, or use avg-deus."
+                f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({collapsed}); they do little at "
+                "the start. More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction."
             )
         guarded = {row["tensor"]: row["directions_left_out"] for row in measurements if row["directions_left_out"]}
         if guarded:
@@ -144,7 +145,25 @@ class Lesa(FusionMethod):
             concerns.append(
                 f"the base's layers do not span all directions: {listed} singular values lie under the guard and are left out."
             )
+        unrelated = _worst(
+            [row for row in measurements if row["norm_ratio"] >= _COLLAPSED and row["cosine_to_mean"] < _UNRELATED],
+            "cosine_to_mean",
+        )
+        if unrelated:
+            concerns.append(
+                f"predictions have a norm but no direction: their cosine to their neighbours' mean is below {_UNRELATED} "
+                f"({unrelated}), so that the upscaled model begins far from the base. Lower norm_weight, down to 0, or pass "
+                "identity=auto."
+            )
         return strict_or_warnings(concerns, self.options.strict)
+
+
+def _worst(measurements: Sequence[Measurement], key: str) -> str:
+    """The lowest value of each matrix, in words."""
+    lowest: dict[str, float] = {}
+    for row in measurements:
+        lowest[row["tensor"]] = min(row[key], lowest.get(row["tensor"], row[key]))
+    return ", ".join(f"{tensor} {value:.2g}" for tensor, value in lowest.items())
 
 
 class MatrixPrediction(Solver):
