@@ -23,7 +23,7 @@ from initial_perplexity import add_measure, measure_of, upscaled
 from tracked import MACHINE, RESULTS, append, commit
 
 NORM_WEIGHT_RESULTS = RESULTS / "lesa_norm_weight.csv"
-WEIGHTS = "0,5e-6,5e-5,1.5e-4,5e-4,5e-3"
+WEIGHTS = "0,5e-6,5e-5,1.5e-4,5e-4"
 SEEDS = "0,1,2"
 
 
@@ -50,20 +50,21 @@ def main() -> None:
     add_measure(parser)
     parser.add_argument("--weights", default=WEIGHTS, help=f"joined by commas (default: {WEIGHTS})")
     parser.add_argument("--seeds", default=SEEDS, help=f"joined by commas (default: {SEEDS})")
+    parser.add_argument("--norms", default="layer0,mean", help="joined by commas (default: layer0,mean)")
     arguments = parser.parse_args()
     measure = measure_of(arguments)
     weights, seeds = arguments.weights.split(","), arguments.seeds.split(",")
     commit_now = commit()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:
-        norms = _mean_norms(measure.base, Path(work))
+        norms = {"layer0": {}, "mean": _mean_norms(measure.base, Path(work))}
         for seed in seeds:
             for weight in weights:
                 output = Path(work) / "upscaled"
                 options = ("preset=release", f"norm_weight={weight}")
                 report, record = upscaled(measure.base, output, "lesa", options, "--seed", seed, "--no-verify")
-                for norm_init, replaced in (("layer0", {}), ("mean", norms)):
-                    result, _ = measure.perplexity(output, lambda model, new=replaced: _put(model, new))
+                for norm_init in arguments.norms.split(","):
+                    result, _ = measure.perplexity(output, lambda model, new=norms[norm_init]: _put(model, new))
                     rows.append(
                         Row(
                             date=date.today().isoformat(),
@@ -117,7 +118,9 @@ def _table(rows: Sequence[Row]) -> str:
         of_weight = [row for row in rows if row.norm_weight == weight]
         for norm_init in ("layer0", "mean"):
             found = [row.perplexity for row in of_weight if row.norm_init == norm_init]
-            cells += [f"{statistics.median(found):,.2f}", f"{min(found):,.2f} to {max(found):,.2f}"]
+            cells += (
+                [f"{statistics.median(found):,.2f}", f"{min(found):,.2f} to {max(found):,.2f}"] if found else ["", ""]
+            )
         cells += [f"{statistics.mean(row.norm_ratio for row in of_weight):.3f}"]
         cells += [f"{statistics.mean(row.cosine_to_mean for row in of_weight):.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
