@@ -149,7 +149,7 @@ class Lesa(FusionMethod):
             [row for row in measurements if row["norm_ratio"] >= _COLLAPSED and row["cosine_to_mean"] < _UNRELATED],
             "cosine_to_mean",
         )
-        if unrelated:
+        if unrelated and not self.promises_identity:
             concerns.append(
                 f"predictions have a norm but no direction: their cosine to their neighbours' mean is below {_UNRELATED} "
                 f"({unrelated}), so that the upscaled model begins far from the base. Lower norm_weight, down to 0, or pass "

@@ -174,7 +174,9 @@ def test_noise_of_full_norm_is_warned_of_with_the_worst_layer_of_each_matrix_and
     for role in {row["tensor"] for row in rows}:
         cosine = min(row["cosine_to_mean"] for row in rows if row["tensor"] == role)
         assert (f"{role} {cosine:.2g}" in warning) == (cosine < 0.1)
-    refused(command(*usual, "--output", tmp_path / "strict", "--set", "strict=true"), f"{UNRELATED} {STRICT}", ["out"])
+    strict = (*usual, "--set", "strict=true")
+    refused(command(*strict, "--output", tmp_path / "strict"), f"{UNRELATED} {STRICT}", ["out"])
+    assert command(*strict, "--set", "identity=auto", "--output", tmp_path / "identity").status == 0
 
 
 def test_training_that_diverges_is_not_passed_over_in_silence(base, tmp_path):
