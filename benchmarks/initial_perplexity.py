@@ -3,8 +3,9 @@
     python benchmarks/initial_perplexity.py                         # SmolLM2-135M, held-out presidential addresses
     python benchmarks/initial_perplexity.py --only lesa,solar --no-append
 
-Each model is made by the `upscale` command with the method's own placement and as many new layers as half the base has, or
-the nearest number that the method can place. A model whose perplexity equals the base's does so in every digit of a float64.
+Each model is made by the `upscale` command with as many new layers as half the base has, or the nearest number that the
+method can place: once with the method's own placement, and once, where it takes any, in the same gaps as all others. A model
+whose perplexity equals the base's does so in every digit of a float64.
 """
 
 import argparse
@@ -13,19 +14,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from tracked import MACHINE, RESULTS, append, commit
 
 PERPLEXITY_RESULTS = RESULTS / "initial_perplexity.csv"
 ROOT = Path(__file__).parent.parent
+SAME_GAPS = "top-heavy"
+"""The last K gaps: every method that inserts layers can fill them, and the papers of most dense ones do."""
+ITS_OWN = "its own"
+"""Of a method that orders the layers itself."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One upscaling."""
+    """One method with its options."""
 
     name: str
     method: str
@@ -34,6 +41,8 @@ class Variant:
 
 VARIANTS = [
     Variant("midus-hml", "midus-hml"),
+    Variant("midus-pkm", "midus-pkm"),
+    Variant("midus-linear", "midus-linear"),
     Variant("llama-pro", "llama-pro"),
     Variant("opt-deus", "opt-deus"),
     Variant("avg-deus, identity=auto", "avg-deus", ("identity=auto",)),
@@ -44,6 +53,8 @@ VARIANTS = [
     Variant("opt-deus, identity=none", "opt-deus", ("identity=none",)),
     Variant("solar", "solar"),
     Variant("lesa", "lesa"),
+    Variant("lesa, norm_weight=0", "lesa", ("norm_weight=0",)),
+    Variant("lesa, norm_init=mean", "lesa", ("norm_init=mean",)),
 ]
 
 
@@ -56,6 +67,9 @@ class Row:
     machine: str
     base: str
     variant: str
+    placement: str
+    own_placement: bool
+    promises_identity: bool
     layers: int
     parameters: int
     perplexity: float
@@ -65,15 +79,58 @@ class Row:
     upscale_s: float | None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@dataclass(frozen=True)
+class Measure:
+    """What perplexity is measured on.
+
+    Args:
+        base: Folder of the base.
+        text: A text, or a folder of texts.
+        max_tokens: Tokens to predict.
+        sequence_length: Tokens of a window.
+    """
+
+    base: Path
+    text: Path
+    max_tokens: int
+    sequence_length: int
+
+    def perplexity(self, folder: Path, change: Callable[[Any], None] = lambda model: None) -> tuple[Any, Any]:
+        """The result and the model.
+
+        Args:
+            folder: Of the model.
+            change: Done to it before.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import midus_hf  # noqa: F401 - registers the classes that host memory
+        from midus_hf.documents import read_documents
+        from midus_hf.evaluation.perplexity import perplexity
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        change(model)
+        result = perplexity(
+            model,
+            AutoTokenizer.from_pretrained(folder),
+            read_documents(self.text),
+            sequence_length=self.sequence_length,
+            max_tokens=self.max_tokens,
+        )
+        return result, model
+
+
+def add_measure(parser: argparse.ArgumentParser) -> None:
+    """Options of what is measured."""
     parser.add_argument("--base", help="folder of a base (default: SmolLM2-135M from the package registries)")
     parser.add_argument("--text", help="a text, or a folder of texts (default: held-out presidential addresses)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens to predict (default: 8192)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a window (default: 256)")
-    parser.add_argument("--only", help="variants, by method, joined by commas (default: all)")
     parser.add_argument("--no-append", action="store_true", help="print the table, leave the CSV alone")
-    arguments = parser.parse_args()
+
+
+def measure_of(arguments: argparse.Namespace) -> Measure:
+    """What the options of `add_measure` say; the default base and text are fetched."""
     sys.path.insert(0, str(ROOT))
     base, text = arguments.base, arguments.text
     if base is None:
@@ -84,76 +141,105 @@ def main() -> None:
         from material.addresses import addresses
 
         text = addresses().held_out
+    return Measure(Path(base), Path(text), arguments.max_tokens, arguments.sequence_length)
+
+
+def upscaled(base: Path, output: Path, method: str, options: tuple[str, ...], *further: str) -> tuple[dict, dict]:
+    """Run the command; what it printed, and the record it left.
+
+    Args:
+        base: Folder of the base.
+        output: Folder to make.
+        method: The method's name.
+        options: Of the method, as `name=value`.
+        further: Other arguments of the command.
+    """
+    command = [str(Path(sys.executable).with_name("upscale")), "--base", str(base), "--method", method]
+    command += [
+        "--output",
+        str(output),
+        "--json",
+        *(word for option in options for word in ("--set", option)),
+        *further,
+    ]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}")
+    return json.loads(done.stdout), json.loads((output / "upscale.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_measure(parser)
+    parser.add_argument("--only", help="variants, by method, joined by commas (default: all)")
+    arguments = parser.parse_args()
+    measure = measure_of(arguments)
     chosen = arguments.only.split(",") if arguments.only else [variant.method for variant in VARIANTS]
     commit_now = commit()
+    rows: list[Row] = []
 
-    def row(variant: str, folder: Path, report: dict | None, record: dict | None, of_base: float | None) -> Row:
-        result, config, parameters = _measured(folder, Path(text), arguments.max_tokens, arguments.sequence_length)
-        return Row(
+    def add(variant: str, folder: Path, placement: str, own: bool, report: dict | None, record: dict | None) -> None:
+        result, model = measure.perplexity(folder)
+        row = Row(
             date=date.today().isoformat(),
             commit=commit_now,
             machine=MACHINE,
-            base=Path(base).name,
+            base=measure.base.name,
             variant=variant,
-            layers=config["num_hidden_layers"],
-            parameters=parameters,
+            placement=placement,
+            own_placement=own,
+            promises_identity=record is None or record["promises_identity"],
+            layers=model.config.num_hidden_layers,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
             perplexity=result.perplexity,
-            equals_base=of_base is None or result.perplexity == of_base,
+            equals_base=not rows or result.perplexity == rows[0].perplexity,
             kl_divergence=record["kl_divergence"] if record else None,
             tokens=result.tokens,
             upscale_s=round(report["seconds"], 1) if report else None,
         )
+        rows.append(row)
+        if not arguments.no_append:
+            append([row], PERPLEXITY_RESULTS)
+        print(f"{variant}, {placement}: {row.perplexity:.4f}", file=sys.stderr)
 
-    rows = [row("base", Path(base), None, None, None)]
+    add("base", measure.base, "", True, None, None)
     with tempfile.TemporaryDirectory() as work:
         for variant in VARIANTS:
             if variant.method not in chosen:
                 continue
-            output = Path(work) / "upscaled"
-            report = _upscale(Path(base), variant, output)
-            record = json.loads((output / "upscale.json").read_text())
-            rows.append(row(variant.name, output, report, record, rows[0].perplexity))
-            shutil.rmtree(output)
-            print(f"{variant.name}: {rows[-1].perplexity:.4f}", file=sys.stderr)
-    print(_table(rows))
-    if not arguments.no_append:
-        append(rows, PERPLEXITY_RESULTS)
+            for placement, own in _placements(variant.method):
+                output = Path(work) / "upscaled"
+                further = () if placement == ITS_OWN else ("--placement", placement)
+                report, record = upscaled(measure.base, output, variant.method, variant.options, *further)
+                add(variant.name, output, placement, own, report, record)
+                shutil.rmtree(output)
+    print(f"Placement {SAME_GAPS}:\n\n{_table([row for row in rows if row.placement in ('', SAME_GAPS)], rows[0])}\n")
+    print(f"Each method's own placement:\n\n{_table([row for row in rows if row.own_placement], rows[0])}")
 
 
-def _upscale(base: Path, variant: Variant, output: Path) -> dict:
-    command = [str(Path(sys.executable).with_name("upscale")), "--base", str(base), "--method", variant.method]
-    command += ["--output", str(output), "--json", *(word for option in variant.options for word in ("--set", option))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}")
-    return json.loads(done.stdout)
+def _placements(method: str) -> list[tuple[str, bool]]:
+    """Placements to try, and whether each is the method's own."""
+    from upscalers.engine.method import get_method
+
+    own = get_method(method).default_placement
+    if own is None or own == SAME_GAPS:
+        return [(own or ITS_OWN, True)]
+    return [(SAME_GAPS, False), (own, True)]
 
 
-def _measured(folder: Path, text: Path, max_tokens: int, sequence_length: int):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import midus_hf  # noqa: F401 - registers the classes that host memory
-    from midus_hf.documents import read_documents
-    from midus_hf.evaluation.perplexity import perplexity
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    result = perplexity(
-        model,
-        AutoTokenizer.from_pretrained(folder),
-        read_documents(text),
-        sequence_length=sequence_length,
-        max_tokens=max_tokens,
-    )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return result, model.config.to_dict(), parameters
-
-
-def _table(rows: list[Row]) -> str:
-    lines = ["| method | layers | parameters | perplexity | KL from the base, nats |", "|---|---|---|---|---|"]
-    for row in rows:
-        perplexity = f"{row.perplexity:.4f}{' = base' if row.equals_base and row.variant != 'base' else ''}"
+def _table(rows: list[Row], base: Row) -> str:
+    lines = [
+        "| method | placement | promises at the start | layers | parameters | perplexity | KL from the base, nats |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: row.perplexity):
+        perplexity = f"{row.perplexity:,.4f}{' = base' if row.equals_base and row is not base else ''}"
         divergence = "" if row.kl_divergence is None else f"{row.kl_divergence:.3g}"
-        lines.append(f"| {row.variant} | {row.layers} | {row.parameters / 1e6:.1f} M | {perplexity} | {divergence} |")
+        promise = "" if row is base else "the base, exactly" if row.promises_identity else "nothing"
+        lines.append(
+            f"| {row.variant} | {row.placement} | {promise} | {row.layers} | {row.parameters / 1e6:.1f} M | {perplexity} | "
+            f"{divergence} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,11 +1,12 @@
 """Solvers: tensors that have to be made together, and the crew that makes them side by side."""
 
 import os
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ class Workplace:
 
     Args:
         read: Reads a tensor of the base by its full name; any thread may call it.
-        scratch: A folder for temporary files, gone when the work is done.
+        scratch: A folder for temporary files, gone when the work is done; no two solvers that work at once have the same.
         progress: Told of every step.
         cancelled: Set when another solver failed, or a person gave up.
     """
@@ -113,12 +114,14 @@ def solve_all(
     Those with the largest matrices begin, so that none of them is left alone at the end.
 
     Args:
-        solvers: To run.
-        place: What they work with.
+        solvers: To run; no two have the same label.
+        place: What they work with; each has a folder of its own inside its scratch folder.
         write: Takes each tensor; called by one thread at a time.
     """
     import torch
 
+    labels = [solver.label for solver in solvers]
+    assert len(set(labels)) == len(labels), labels
     workers = num_workers(solvers)
     threads_before = torch.get_num_threads()
     share = max(1, threads_before // workers)
@@ -129,9 +132,12 @@ def solve_all(
             return
         torch.set_num_threads(solver.threads or share)
         try:
-            for key, tensor in solver.solve(place):
-                with lock:
-                    write(solver, key, tensor)
+            with tempfile.TemporaryDirectory(
+                dir=place.scratch
+            ) as own:  # whatever its files are called, it is alone here
+                for key, tensor in solver.solve(replace(place, scratch=Path(own))):
+                    with lock:
+                        write(solver, key, tensor)
         except Cancelled:
             pass
         except BaseException:

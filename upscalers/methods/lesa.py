@@ -1,6 +1,7 @@
 """LESA: new layers predicted from their neighbours by networks trained on the base's own layers."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from upscalers.solvers.layer_predictor import PredictorTraining
 
 _COLLAPSED = 0.5
+"""Below this share of their neighbours' norm predictions count as collapsed."""
+_UNRELATED = 0.1
+"""Below this cosine to their neighbours' mean predictions count as unrelated to them; either neighbour has about 0.7."""
 _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm"})
 
 
@@ -30,17 +34,31 @@ _HIDDEN_NORMS = frozenset({"attention_norm", "mlp_norm", "attention_output_norm"
 class LesaOptions(FusionOptions):
     """How the predictors are trained, and what predicts nothing."""
 
-    presets: ClassVar[dict[str, dict[str, Any]]] = {"release": {"norm_init": "layer0", "identity": "none"}}
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "release": {
+            "norm_init": "layer0",
+            "hidden_size": 256,
+            "epochs": 10,
+            "batch_size": 64,
+            "learning_rate": 1e-3,
+            "weight_decay": 0.01,
+            "norm_weight": 5e-4,
+            "identity": "none",
+            "neighbours": "adjacent",
+        }
+    }
 
     norm_init: Literal["layer0", "previous", "next", "mean"] = option(
-        "mean", "where the norms of a new layer come from: the base's first layer, as released, a neighbour, or both"
+        "layer0", "where the norms of a new layer come from: the base's first layer, as released, a neighbour, or both"
     )
     hidden_size: int = option(256, "of both hidden layers of a predictor")
     epochs: int = option(10, "passes over all rows of all layers")
     batch_size: int = option(64, "rows a step")
     learning_rate: float = option(1e-3, "of AdamW")
     weight_decay: float = option(0.01, "of AdamW")
-    norm_weight: float = option(5e-4, "lambda, weight of the loss that keeps predictions from collapsing")
+    norm_weight: float = option(
+        5e-4, "lambda, weight of the loss on the norm of predictions; with 0 what cannot be predicted shrinks"
+    )
     device: str = option("cpu", "where predictors are trained: cpu, cuda, cuda:1")
     workers: int | None = option(None, "matrices worked on at once; default: as many as processors and memory allow")
 
@@ -92,11 +110,17 @@ class Lesa(FusionMethod):
             for index, layer in enumerate(plan.layers)
             if isinstance(layer, New)
         }
-        for name, tensor in base.family.layer_tensors(base.config).items():
-            if tensor.role in MATRIX_ROLES and tensor.role not in filled and name.endswith(".weight"):
-                solver = MatrixPrediction(base, name, tensor.role, tensor.shape, gaps, seed, self.options)
-                for index in gaps:
-                    recipes[index][name] = Solved(tensor.shape, solver, str(index))
+        matrices = {
+            name: tensor
+            for name, tensor in base.family.layer_tensors(base.config).items()
+            if tensor.role in MATRIX_ROLES and tensor.role not in filled and name.endswith(".weight")
+        }
+        of_role = Counter(tensor.role for tensor in matrices.values())
+        for name, tensor in matrices.items():
+            label = tensor.role if of_role[tensor.role] == 1 else name.removesuffix(".weight")
+            solver = MatrixPrediction(base, name, label, tensor.shape, gaps, seed, self.options)
+            for index in gaps:
+                recipes[index][name] = Solved(tensor.shape, solver, str(index))
         return recipes
 
     def tensor_recipe(self, base: BaseModel, layer: New, name: str, role: str) -> Recipe:
@@ -109,15 +133,11 @@ class Lesa(FusionMethod):
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:
         concerns = []
-        ordered = sorted(measurements, key=lambda row: -row["norm_ratio"])
-        collapsed = {
-            row["tensor"]: row for row in ordered if row["norm_ratio"] < _COLLAPSED
-        }  # the worst layer of each
+        collapsed = _worst([row for row in measurements if row["norm_ratio"] < _COLLAPSED], "norm_ratio")
         if collapsed:
-            listed = ", ".join(f"{role} {row['norm_ratio']:.2g}" for role, row in collapsed.items())
             concerns.append(
-                f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({listed}). Raise norm_weight or "
-                "epochs, or use avg-deus."
+                f"predictions collapsed: their norm is below {_COLLAPSED} of their neighbours' ({collapsed}); they do little at "
+                "the start. More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction."
             )
         guarded = {row["tensor"]: row["directions_left_out"] for row in measurements if row["directions_left_out"]}
         if guarded:
@@ -125,7 +145,25 @@ class Lesa(FusionMethod):
             concerns.append(
                 f"the base's layers do not span all directions: {listed} singular values lie under the guard and are left out."
             )
+        unrelated = _worst(
+            [row for row in measurements if row["norm_ratio"] >= _COLLAPSED and row["cosine_to_mean"] < _UNRELATED],
+            "cosine_to_mean",
+        )
+        if unrelated and not self.promises_identity:
+            concerns.append(
+                f"predictions have a norm but no direction: their cosine to their neighbours' mean is below {_UNRELATED} "
+                f"({unrelated}), so that the upscaled model begins far from the base. Lower norm_weight, down to 0, or pass "
+                "identity=auto."
+            )
         return strict_or_warnings(concerns, self.options.strict)
+
+
+def _worst(measurements: Sequence[Measurement], key: str) -> str:
+    """The lowest value of each matrix, in words."""
+    lowest: dict[str, float] = {}
+    for row in measurements:
+        lowest[row["tensor"]] = min(row[key], lowest.get(row["tensor"], row[key]))
+    return ", ".join(f"{tensor} {value:.2g}" for tensor, value in lowest.items())
 
 
 class MatrixPrediction(Solver):
@@ -138,7 +176,7 @@ class MatrixPrediction(Solver):
     Args:
         base: The base.
         name: The matrix's name within a layer.
-        role: Its role.
+        label: What progress and measurements call it: its role, or its name where a layer has several of that role.
         shape: out, in.
         gaps: For each new layer, by its index, the base layers before and after it.
         seed: Of the run.
@@ -149,15 +187,15 @@ class MatrixPrediction(Solver):
         self,
         base: BaseModel,
         name: str,
-        role: str,
+        label: str,
         shape: tuple[int, ...],
         gaps: dict[int, tuple[int, int]],
         seed: int,
         options: LesaOptions,
     ):
-        super().__init__(role)
+        super().__init__(label)
         self._sources = [base.layer_names(layer)[name] for layer in range(base.num_layers)]
-        self._role, self._gaps, self._options = role, gaps, options
+        self._gaps, self._options = gaps, options
         self._seed = tensor_seed(seed, f"lesa:{name}")
         self._out, self._in = shape
         self.work_bytes = 8 * max(5 * self._out**2, 2 * self._out**2 + 5 * self._out * self._in)
@@ -191,7 +229,7 @@ class MatrixPrediction(Solver):
             raise RequestError(
                 f"{self._sources[0]} and its like are zero in every layer; lesa has nothing to learn from. Use another base."
             )
-        with RowFile(place.scratch / f"{self._role}.rows", num_rows, num_layers, self._in) as rows:
+        with RowFile(place.scratch / f"{self.label}.rows", num_rows, num_layers, self._in) as rows:
             for layer in range(num_layers):
                 rows.write_layer(layer, basis.coordinates(matrix_of(layer)))
                 done()
@@ -240,7 +278,7 @@ class MatrixPrediction(Solver):
         self.measurements.append(
             {
                 "layer": index,
-                "tensor": self._role,
+                "tensor": self.label,
                 "norm_ratio": (matrix.norm() / neighbours).item() if neighbours else 1.0,
                 "cosine_to_mean": torch.dot(matrix.flatten(), middle.flatten()).item() / norms if norms else 0.0,
                 "directions_left_out": left_out,

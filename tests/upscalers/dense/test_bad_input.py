@@ -207,11 +207,12 @@ def test_a_request_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("chosen", "norm_init"),
     [
-        ([], "mean"),
+        ([], "layer0"),
+        (["norm_init=mean"], "mean"),
         (["preset=release"], "layer0"),
         (["preset=release", "norm_init=next"], "next"),
         (["norm_init=next", "preset=release"], "next"),
-        (["preset="], "mean"),
+        (["preset="], "layer0"),
     ],
     ids=str,
 )

@@ -124,8 +124,10 @@ def test_measurements_stand_in_the_record_the_card_and_inspect(base, tmp_path, c
     assert list(report.measurements[0]) == ["layer", "tensor", *(column.replace(" ", "_") for column in columns)]
 
 
-def test_the_preset_of_the_release_takes_the_norms_of_layer_zero_and_zeroes_nothing(base, tmp_path):
-    report, _ = predicted(base, tmp_path / "out", preset="release")
+@pytest.mark.parametrize("chosen", [{}, {"preset": "release"}], ids=str)
+def test_the_default_as_the_preset_is_what_the_release_does(chosen, base, tmp_path):
+    """Norms of layer 0, the released numbers, and nothing zeroed."""
+    report, _ = predicted(base, tmp_path / "out", **chosen)
     first, made = layer(read_tensors(base), 0), layer(read_tensors(tmp_path / "out"), 4)
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         assert torch.equal(made[name], first[name])
@@ -133,6 +135,7 @@ def test_the_preset_of_the_release_takes_the_norms_of_layer_zero_and_zeroes_noth
     options = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]["options"]
     assert (options["norm_init"], options["identity"]) == ("layer0", "none")
     assert (options["norm_weight"], options["learning_rate"], options["batch_size"]) == (5e-4, 1e-3, 64)
+    assert (options["hidden_size"], options["weight_decay"], options["neighbours"]) == (256, 0.01, "adjacent")
     assert not report.promises_identity
 
 

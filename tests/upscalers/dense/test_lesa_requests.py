@@ -1,5 +1,6 @@
 """What bad requests to LESA get, what it warns of, and what an interrupted run leaves: nothing."""
 
+import json
 import signal
 import threading
 import time
@@ -32,8 +33,12 @@ OPTIONS = [
     ("lambda=5e-4", "method lesa has no option 'lambda'."),
 ]  # fmt: skip
 COLLAPSED = (
-    r"predictions collapsed: their norm is below 0\.5 of their neighbours' \(.+\)\. Raise norm_weight or epochs, or use "
-    r"avg-deus\."
+    r"predictions collapsed: their norm is below 0\.5 of their neighbours' \(.+\); they do little at the start\. "
+    r"More epochs may predict more; a larger norm_weight gives predictions a norm, not a direction\."
+)
+UNRELATED = (
+    r"predictions have a norm but no direction: their cosine to their neighbours' mean is below 0\.1 \(.+\), so that the "
+    r"upscaled model begins far from the base\. Lower norm_weight, down to 0, or pass identity=auto\."
 )
 GUARDED = "the base's layers do not span all directions: query 5, gate 3 singular values lie under the guard and are left out."
 STRICT = "It is an error since strict is set."
@@ -155,6 +160,23 @@ def test_a_collapse_is_warned_of_with_the_worst_layer_of_each_matrix_and_refused
     assert told.status == 0 and told.err == f"upscale: warning: {warning}\n"
     strict = command(*usual, "--output", tmp_path / "strict", "--set", "strict=true")
     refused(strict, f"{COLLAPSED} {STRICT}", ["out", "second"])
+
+
+def test_noise_of_full_norm_is_warned_of_with_the_worst_layer_of_each_matrix_and_refused_under_strict(
+    base, tmp_path, command, refused
+):
+    """The tiny base's layers are random, so that there is nothing to predict."""
+    usual = ("--base", base, *request("norm_weight=1", "epochs=40"), "--no-verify")
+    told = command(*usual, "--output", tmp_path / "out")
+    assert told.status == 0
+    (warning,) = [line for line in told.err.splitlines() if "no direction" in line]
+    rows = json.loads((tmp_path / "out" / "upscale.json").read_text())["measurements"]
+    for role in {row["tensor"] for row in rows}:
+        cosine = min(row["cosine_to_mean"] for row in rows if row["tensor"] == role)
+        assert (f"{role} {cosine:.2g}" in warning) == (cosine < 0.1)
+    strict = (*usual, "--set", "strict=true")
+    refused(command(*strict, "--output", tmp_path / "strict"), f"{UNRELATED} {STRICT}", ["out"])
+    assert command(*strict, "--set", "identity=auto", "--output", tmp_path / "identity").status == 0
 
 
 def test_training_that_diverges_is_not_passed_over_in_silence(base, tmp_path):

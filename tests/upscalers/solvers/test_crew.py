@@ -95,6 +95,36 @@ def test_as_many_solvers_as_allowed_work_at_the_same_time(place):
     assert max(most) <= 2
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_files_of_one_name_are_not_shared_and_gone_when_their_solver_is_done(workers, place):
+    together = threading.Barrier(workers, timeout=PATIENCE)
+
+    class Writing(Steps):
+        def solve(self, place):
+            (place.scratch / "rows").write_text(self.label)
+            together.wait()
+            assert [path.name for path in place.scratch.iterdir()] == ["rows"]
+            yield (place.scratch / "rows").read_text(), torch.zeros(())
+
+    kept = []
+    solvers = [Writing(str(index), workers=workers) for index in range(4)]
+    solve_all(solvers, place, lambda solver, key, tensor: kept.append((solver.label, key)))
+    assert sorted(kept) == [(str(index), str(index)) for index in range(4)]
+    assert not any(place.scratch.iterdir())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_scratch_files_of_solvers_that_failed_or_were_stopped_are_gone_too(workers, place):
+    class Writing(Steps):
+        def solve(self, place):
+            (place.scratch / "rows").touch()
+            yield from super().solve(place)
+
+    with pytest.raises(RuntimeError, match="the third step failed"):
+        solve_all([Writing("failing", act=failing, workers=workers), Writing("long", LONG, slowly)], place, ignore)
+    assert not any(place.scratch.iterdir())
+
+
 def test_an_error_stops_the_others_at_their_next_step(place):
     started = threading.Event()
     taken = []
