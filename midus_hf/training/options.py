@@ -56,6 +56,8 @@ class TrainConfig:
     Args:
         model: Folder or Hub id of the model to train.
         output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
+        output_on_failure: Folder, best on another disk, for what was trained should writing to `output` fail; it must
+            not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
         corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them.
         sequence_length: T, tokens a sequence. Default: 2048.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
@@ -102,6 +104,7 @@ class TrainConfig:
     model: str
     output: str
     corpus: CorpusOptions
+    output_on_failure: str | None = None
     sequence_length: int = 2048
     document_mask: bool = False
     trainable: Trainable = "auto"

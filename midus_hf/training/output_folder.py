@@ -7,26 +7,21 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
 
 from midus_hf.training.options import TrainConfig
 
 CONFIG_NAME = "train_config.yaml"
 LOG_NAME = "log.jsonl"
 PARTIAL_NAME = ".partial_model"
+STATE_NAME = "trainer_state.json"
+"""What a Trainer writes last of a checkpoint."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FREE_ON_RESUME = (
     "output",
+    "output_on_failure",
     "activation_checkpointing",
     "save_every",
     "keep_checkpoints",
@@ -50,16 +45,14 @@ def check_output(config: TrainConfig) -> Path | None:
             if there is no checkpoint to resume from, or one of a different run.
     """
     output = Path(config.output)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {config.output!r}, a file; expected a folder.")
-    for name, value in (("model", config.model), ("corpus", config.corpus.path)):
-        if not Path(value).exists():
-            continue
-        for outer, inner, verb in ((output, Path(value), "holds"), (Path(value), output, "lies in")):
-            if inner.resolve().is_relative_to(outer.resolve()):
-                raise ValueError(
-                    f"output is {config.output!r}, which {verb} the {name} {value!r}; choose another folder."
-                )
+    _check_place("output", config.output, {"model": config.model, "corpus": config.corpus.path})
+    if config.output_on_failure is not None:
+        inputs = {"model": config.model, "corpus": config.corpus.path, "output": config.output}
+        _check_place("output_on_failure", config.output_on_failure, inputs)
+        if any(Path(config.output_on_failure).glob("*")):
+            raise ValueError(
+                f"output_on_failure is {config.output_on_failure!r}, which exists; choose another folder."
+            )
     if config.resume:
         checkpoint = _find_checkpoint(config)
         _check_same_run(config, checkpoint)
@@ -100,29 +93,36 @@ def as_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-class SavesTokenizer(TrainerCallback):
-    """Put the tokenizer beside every checkpoint.
-
-    A Trainer that is given the tokenizer does so too, but also rewrites the special tokens in the model's config.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.tokenizer.save_pretrained(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
-
-
 def last_checkpoint(output: str | os.PathLike) -> Path | None:
     """The latest checkpoint in `output` that was written to its end, or None."""
+    complete = {step: path for step, path in checkpoints(output).items() if _is_complete(path)}
+    return complete[max(complete)] if complete else None
+
+
+def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
+    """The checkpoints in `output` by their steps, those included that were not written to their end."""
     output = Path(output)
-    numbered = {
+    return {
         int(match[1]): path
         for path in (output.iterdir() if output.is_dir() else ())
-        if (match := _CHECKPOINT.fullmatch(path.name)) and _is_complete(path)
+        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
     }
-    return numbered[max(numbered)] if numbered else None
+
+
+def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None) -> None:
+    """Remove checkpoints until `keep` are left: first those that are not whole or lie beyond `step`, then the oldest.
+
+    Args:
+        output: The folder of the run.
+        step: Where the run is. A checkpoint beyond it is from before the run was resumed at an earlier one.
+        keep: How many to keep; None for all.
+    """
+    if keep is None:
+        return
+    found = checkpoints(output)
+    order = sorted(found, key=lambda number: (number <= step and _is_complete(found[number]), number))
+    for number in order[: max(len(order) - keep, 0)]:
+        shutil.rmtree(found[number], ignore_errors=True)
 
 
 def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
@@ -133,9 +133,9 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
         output: The folder of the run.
         extra_files: Contents, by name, of more files to put beside the model.
     """
-    (output / "config.json").unlink(missing_ok=True)
     for name, content in extra_files.items():
         (partial / name).write_bytes(content)
+    (output / "config.json").unlink(missing_ok=True)
     for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
         target = output / path.name
         if path.is_dir():
@@ -145,6 +145,25 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
                 os.fsync(written.fileno())
         path.replace(target)
     partial.rmdir()
+
+
+def _check_place(name: str, value: str, others: Mapping[str, str]) -> None:
+    """See that a folder can be made or written, and neither holds one of the others nor lies in it."""
+    place = Path(value)
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{name} is {value!r}, a file; expected a folder.")
+    ancestor = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise ValueError(f"{name} is {value!r}, but {str(ancestor)!r} is no folder to write in; choose another.")
+    for other_name, other in others.items():
+        # What is no path is the id of a model or dataset; an output need not exist yet.
+        if other_name != "output" and not Path(other).exists():
+            continue
+        for outer, inner, verb in ((place, Path(other), "holds"), (Path(other), place, "lies in")):
+            if inner.resolve().is_relative_to(outer.resolve()):
+                raise ValueError(
+                    f"{name} is {value!r}, which {verb} the {other_name} {other!r}; choose another folder."
+                )
 
 
 def _find_checkpoint(config: TrainConfig) -> Path:
@@ -167,7 +186,7 @@ def _find_checkpoint(config: TrainConfig) -> Path:
 def _is_complete(checkpoint: Path) -> bool:
     """Whether the file that a Trainer writes last is there and whole."""
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return True

@@ -2,8 +2,12 @@
 
 import dataclasses
 import importlib.util
+import math
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import PartialState
@@ -20,15 +24,29 @@ from transformers import (
 )
 
 from midus_hf.training.corpus import open_corpus
+from midus_hf.training.disk_room import RoomNeeded, check_room, room_needed, size_of
 from midus_hf.training.freezing import TrainableReport, set_trainable
+from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.loading import load_accompanying_files, load_config, load_model, load_tokenizer
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
-from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
+from midus_hf.training.output_folder import (
+    CONFIG_NAME,
+    LOG_NAME,
+    PARTIAL_NAME,
+    STATE_NAME,
+    as_yaml,
+    check_output,
+    checkpoints,
+    last_checkpoint,
+    publish,
+    start_output,
+)
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
-from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.run_trainer import RunTrainer
+from midus_hf.training.saving import SaveError, save_where_possible, say
 from midus_hf.training.training_log import TrainingLog
 
 
@@ -37,7 +55,7 @@ class TrainResult:
     """What a run did.
 
     Args:
-        output: Folder of the trained model.
+        output: Folder of the trained model: that of the run, unless it could not be saved there.
         steps: Optimizer steps, those before a resumption included.
         tokens: Tokens that all processes trained on, likewise.
         loss: Mean loss of the last log event; None if there was none.
@@ -61,17 +79,31 @@ class TrainingRun:
     checkpoint: Path | None
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    trainer: MemoryTrainer
+    trainer: RunTrainer
     report: TrainableReport
     dtypes: dict[str, torch.dtype]
     use_cache: bool
     accompanying_files: dict[str, bytes]
+    room: RoomNeeded
 
     def execute(self) -> TrainResult:
-        """Train, save the model, and say what was done."""
+        """Train, save the model, and say what was done.
+
+        Raises:
+            RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
+            SaveError: If the trained model could not be saved anywhere.
+        """
+        with self.trainer.interruption as interruption:
+            result = self._train()
+            if interruption.signal_number:
+                self._stop(interruption.signal_number)
+            place = self._save(result)
+            return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
+
+    def _train(self) -> TrainResult:
         trainer, before = self.trainer, TrainerState()
         if self.checkpoint is not None:
-            before = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
+            before = TrainerState.load_from_json(str(self.checkpoint / STATE_NAME))
         if self.checkpoint is not None and before.global_step >= before.max_steps:
             # A Trainer that resumes at the last step takes another one.
             self.model.load_state_dict(load_model(str(self.checkpoint)).state_dict())
@@ -81,7 +113,7 @@ class TrainingRun:
             seconds = output.metrics["train_runtime"]
         tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
         losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
-        result = TrainResult(
+        return TrainResult(
             output=self.config.output,
             steps=trainer.state.global_step,
             tokens=tokens,
@@ -89,24 +121,74 @@ class TrainingRun:
             seconds=seconds,
             tokens_per_second=(tokens - tokens_before) / seconds if tokens > tokens_before else None,
         )
-        self._save(result)
-        return result
 
-    def _save(self, result: TrainResult) -> None:
+    def _stop(self, signal_number: int) -> NoReturn:
+        """End an interrupted run, whose checkpoint is in the output unless that failed."""
+        step, output = self.trainer.state.global_step, Path(self.config.output)
+        place = output
+        if self.trainer.save_failure is not None:
+            try:
+                place = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
+            except SaveError as error:
+                latest = last_checkpoint(output)
+                raise RunInterrupted(
+                    f"interrupted after step {step:,}, without a checkpoint ({error}); "
+                    f"{f'resume=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
+                    signal_number,
+                ) from error
+        saved = place / f"checkpoint-{step}"
+        hint = "resume=true" if place == output else f"resume={saved}"
+        raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
+
+    def _save_interrupted(self, folder: Path) -> None:
+        self.trainer.save_checkpoint_in(folder)
+        if self.trainer.is_world_process_zero():
+            (folder / CONFIG_NAME).write_text(as_yaml(self.config), encoding="utf-8")
+
+    def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
-        trainer, folder = self.trainer, Path(self.config.output)
+        output = Path(self.config.output)
         restore_dtypes(self.model, self.dtypes)
         self.model.config.use_cache = self.use_cache
-        trainer.save_model(str(folder / PARTIAL_NAME))
-        if trainer.is_world_process_zero():
-            (folder / PARTIAL_NAME / "training_args.bin").unlink(missing_ok=True)
-            self.tokenizer.save_pretrained(folder / PARTIAL_NAME)
-            files = dict(self.accompanying_files)
-            if "README.md" in files:
-                files["README.md"] = add_training(
-                    files["README.md"], self.config, result.steps, result.tokens, result.loss
-                )
-            publish(folder / PARTIAL_NAME, folder, files)
+        try:
+            place = self._save_where_possible(partial(self._save_in, result), self.room.model)
+        except SaveError as error:
+            latest = last_checkpoint(output)
+            rest = f"resume=true goes on from {latest.name}" if latest else "no checkpoint was saved"
+            raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
+        if place != output:
+            say(
+                f"The trained model is in {place}, not in {output}. Move it there once there is room: "
+                f"cp -a {place}/. {output}/ && rm -r {place}"
+            )
+        return place
+
+    def _save_in(self, result: TrainResult, folder: Path) -> None:
+        partial_model = folder / PARTIAL_NAME
+        try:
+            self.trainer.save_model(str(partial_model))
+            if self.trainer.is_world_process_zero():
+                (partial_model / "training_args.bin").unlink(missing_ok=True)
+                self.tokenizer.save_pretrained(partial_model)
+                files = dict(self.accompanying_files)
+                if "README.md" in files:
+                    files["README.md"] = add_training(
+                        files["README.md"], self.config, result.steps, result.tokens, result.loss
+                    )
+                publish(partial_model, folder, files)
+        finally:
+            if self.trainer.is_world_process_zero():
+                shutil.rmtree(partial_model, ignore_errors=True)
+
+    def _save_where_possible(self, write: Callable[[Path], None], num_bytes: int) -> Path:
+        on_failure = self.config.output_on_failure
+        return save_where_possible(
+            write,
+            Path(self.config.output),
+            None if on_failure is None else Path(on_failure),
+            num_bytes,
+            self.trainer.interruption.lifted,
+        )
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -147,23 +229,29 @@ def prepare(config: TrainConfig) -> TrainingRun:
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)
     arguments = training_arguments(config)
+    room = _check_room(config, model, dtypes, _steps(arguments, dataset), checkpoint)
+    PartialState().wait_for_everyone()
     if PartialState().is_main_process:
         start_output(config)
         _show(config, report, dataset, model)
     PartialState().wait_for_everyone()
-    trainer = MemoryTrainer(
+    trainer = RunTrainer(
         model=model,
         args=arguments,
         train_dataset=dataset,
         data_collator=default_data_collator,
-        callbacks=[TrainingLog(Path(config.output, LOG_NAME)), SavesTokenizer(tokenizer)],
+        callbacks=[TrainingLog(Path(config.output, LOG_NAME))],
+        tokenizer=tokenizer,
+        keep_checkpoints=config.keep_checkpoints,
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
         balance_loss=config.balance_loss,
         usage_every=config.usage_every,
     )
-    return TrainingRun(config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache, accompanying_files)
+    return TrainingRun(
+        config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache, accompanying_files, room
+    )
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -193,7 +281,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         bf16=config.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),
         save_strategy="no" if config.save_every is None else "steps",
-        save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         include_num_input_tokens_seen="all",
@@ -211,6 +298,29 @@ def _check_reporting(config: TrainConfig) -> None:
             f"report_to is {config.report_to!r}, which is not installed; pip install {config.report_to}, "
             "or set report_to: none."
         )
+
+
+def _steps(arguments: TrainingArguments, dataset: PackedDataset | PackedStream) -> int:
+    """Optimizer steps of a run."""
+    if isinstance(dataset, PackedStream) or arguments.max_steps > 0:
+        return arguments.max_steps
+    sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    return math.ceil(arguments.num_train_epochs * math.ceil(len(dataset) / sequences))
+
+
+def _check_room(
+    config: TrainConfig, model: PreTrainedModel, dtypes: dict[str, torch.dtype], steps: int, checkpoint: Path | None
+) -> RoomNeeded:
+    """See that the disks have room for what the run will write."""
+    output = Path(config.output)
+    steps_before = 0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
+    saves = 0 if config.save_every is None else math.ceil(max(steps - steps_before, 0) / config.save_every)
+    existing = {} if config.overwrite else checkpoints(output)
+    room = room_needed(model, dtypes, config, saves, len(existing))
+    check_room("output", config.output, room, size_of(output) if config.overwrite else 0)
+    if config.output_on_failure is not None:
+        check_room("output_on_failure", config.output_on_failure, dataclasses.replace(room, written=0, kept=0))
+    return room
 
 
 def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> None:
