@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +10,18 @@ from pathlib import Path
 import yaml
 
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.written_files import (
+    CHECKPOINT_NAME,
+    CONFIG_NAME,
+    PARTIAL_NAME,
+    STATE_NAME,
+    foreign_files,
+    remove_written,
+)
 
-CONFIG_NAME = "train_config.yaml"
-LOG_NAME = "log.jsonl"
-PARTIAL_NAME = ".partial_model"
-STATE_NAME = "trainer_state.json"
-"""What a Trainer writes last of a checkpoint."""
+_NAMED = 5
+"""Files that a message names."""
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FREE_ON_RESUME = (
     "output",
     "output_on_failure",
@@ -67,19 +70,26 @@ def check_output(config: TrainConfig) -> Path | None:
                 f"output is {config.output!r}, which no run of ours wrote: it has no {CONFIG_NAME}. "
                 "Choose another folder, or remove it yourself."
             )
+        foreign = foreign_files(output)
+        if foreign:
+            more = f" and {len(foreign) - _NAMED} more" * (len(foreign) > _NAMED)
+            raise ValueError(
+                f"output is {config.output!r}, which also holds what no run of ours wrote: "
+                f"{', '.join(foreign[:_NAMED])}{more}. Move that away, or choose another folder."
+            )
     return None
 
 
 def start_output(config: TrainConfig) -> None:
-    """Create the output, empty unless resumed, and record the options in it.
+    """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
 
     Args:
         config: One that `check_output` has seen.
     """
     output = Path(config.output)
-    if config.overwrite and output.exists():
-        shutil.rmtree(output)
-    shutil.rmtree(output / PARTIAL_NAME, ignore_errors=True)
+    if config.overwrite:
+        remove_written(output, output)
+    remove_written(output, output / PARTIAL_NAME)
     output.mkdir(parents=True, exist_ok=True)
     (output / CONFIG_NAME).write_text(as_yaml(config), encoding="utf-8")
 
@@ -105,12 +115,14 @@ def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
     return {
         int(match[1]): path
         for path in (output.iterdir() if output.is_dir() else ())
-        if (match := _CHECKPOINT.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+        if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
     }
 
 
 def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None) -> None:
     """Remove checkpoints until `keep` are left: first those that are not whole or lie beyond `step`, then the oldest.
+
+    What a person has put into one stays.
 
     Args:
         output: The folder of the run.
@@ -122,7 +134,7 @@ def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | Non
     found = checkpoints(output)
     order = sorted(found, key=lambda number: (number <= step and _is_complete(found[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
-        shutil.rmtree(found[number], ignore_errors=True)
+        remove_written(output, found[number])
 
 
 def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,10 +30,6 @@ from midus_hf.training.loading import load_accompanying_files, load_config, load
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import (
-    CONFIG_NAME,
-    LOG_NAME,
-    PARTIAL_NAME,
-    STATE_NAME,
     as_yaml,
     check_output,
     checkpoints,
@@ -48,6 +43,7 @@ from midus_hf.training.precision import hold_for_training, restore_dtypes
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.saving import SaveError, save_where_possible, say
 from midus_hf.training.training_log import TrainingLog
+from midus_hf.training.written_files import CONFIG_NAME, LOG_NAME, PARTIAL_NAME, STATE_NAME, remove_written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +174,7 @@ class TrainingRun:
                 publish(partial_model, folder, files)
         finally:
             if self.trainer.is_world_process_zero():
-                shutil.rmtree(partial_model, ignore_errors=True)
+                remove_written(folder, partial_model)
 
     def _save_where_possible(self, write: Callable[[Path], None], num_bytes: int) -> Path:
         on_failure = self.config.output_on_failure

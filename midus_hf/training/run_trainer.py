@@ -1,6 +1,5 @@
 """The Trainer of a run: it goes on when a checkpoint cannot be written, and removes old ones itself."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,10 @@ from transformers import PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer_callback import PrinterCallback
 
 from midus_hf.training.interruption import Interruption
-from midus_hf.training.output_folder import STATE_NAME, last_checkpoint, remove_old_checkpoints
+from midus_hf.training.output_folder import last_checkpoint, remove_old_checkpoints
 from midus_hf.training.saving import say, write_failure
 from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.written_files import STATE_NAME, remove_written
 
 
 class RunTrainer(MemoryTrainer):
@@ -78,7 +78,7 @@ class RunTrainer(MemoryTrainer):
         if not self.args.should_save:
             return
         if failed:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_written(folder.parent, folder)
             latest = last_checkpoint(folder.parent)
             say(
                 f"checkpoint-{step} was not saved in {folder.parent}: {self.save_failure}. "
