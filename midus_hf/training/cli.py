@@ -1,6 +1,7 @@
 """The command line of continual pretraining: `train_cpt.py CONFIG.yaml [key=value ...]`."""
 
 import argparse
+import contextlib
 import inspect
 import os
 import signal
@@ -11,6 +12,7 @@ from midus_hf.config_file import read_config
 from midus_hf.documents import DocumentError
 from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.options import CorpusOptions, TrainConfig
+from midus_hf.training.progress import without_library_bars
 from midus_hf.training.run import prepare
 from midus_hf.training.saving import SaveError
 
@@ -30,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         try:
-            run = prepare(read_config(TrainConfig, options.config, options.overrides))
+            config = read_config(TrainConfig, options.config, options.overrides)
+            with contextlib.nullcontext() if sys.stderr.isatty() else without_library_bars():
+                run = prepare(config)
         except ValueError as error:
             return _fail(f"error: {error}", _WRONG_REQUEST)
         result = run.execute()

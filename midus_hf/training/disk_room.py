@@ -1,14 +1,19 @@
 """How much a run will write, and whether its disk has room for that: seen before training, not after it."""
 
 import dataclasses
+import math
 import os
 import shutil
+from collections.abc import Sized
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.output_folder import checkpoints
+from midus_hf.training.written_files import STATE_NAME
 
 _MARGIN = 1.02
 """For what stands beside the weights: tokenizer, code, log."""
@@ -41,6 +46,40 @@ class RoomNeeded:
         return max(self.written * self.checkpoint, self.kept * self.checkpoint + self.model)
 
 
+def check_room_of_run(
+    config: TrainConfig,
+    model: PreTrainedModel,
+    dtypes: dict[str, torch.dtype],
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    checkpoint: Path | None,
+) -> RoomNeeded:
+    """See that the disks of a run's folders have room for what it will write; nothing is written yet.
+
+    Args:
+        config: The options of the run.
+        model: As in `room_needed`.
+        dtypes: As in `room_needed`.
+        arguments: Of the run's Trainer.
+        dataset: The packed corpus.
+        checkpoint: The one that is resumed, if any.
+
+    Raises:
+        ValueError: If one of them has not.
+    """
+    steps = _steps(arguments, dataset)
+    output = Path(config.output)
+    steps_before = 0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
+    intervals = [config.save_every, config.eval_every if config.keep_best else None]
+    saves = sum(math.ceil(max(steps - steps_before, 0) / interval) for interval in intervals if interval is not None)
+    existing = {} if config.overwrite else checkpoints(output)
+    room = room_needed(model, dtypes, config, saves, len(existing))
+    _check_room("output", config.output, room, size_of(output) if config.overwrite else 0)
+    if config.output_on_failure is not None:
+        _check_room("output_on_failure", config.output_on_failure, dataclasses.replace(room, written=0, kept=0))
+    return room
+
+
 def room_needed(
     model: PreTrainedModel, dtypes: dict[str, torch.dtype], config: TrainConfig, saves: int, existing: int = 0
 ) -> RoomNeeded:
@@ -63,12 +102,12 @@ def room_needed(
         held += tensor.numel() * tensor.element_size() * (1 + _MOMENTS * tensor.requires_grad)
     kept = written = saves
     if config.keep_checkpoints is not None:
-        free_places = max(config.keep_checkpoints - existing, 0)
+        free_places = max(config.keep_checkpoints + config.keep_best - existing, 0)
         kept, written = min(saves, free_places), min(saves, free_places + 1)
     return RoomNeeded(model=int(final * _MARGIN), checkpoint=int(held * _MARGIN), written=written, kept=kept)
 
 
-def check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int = 0) -> None:
+def _check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int = 0) -> None:
     """See that the disk of a folder has room for what a run will write to it.
 
     Args:
@@ -112,3 +151,12 @@ def size_of(folder: str | os.PathLike) -> int:
 
 def _gigabytes(number: int) -> str:
     return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
+
+
+def _steps(arguments: TrainingArguments, dataset: Dataset) -> int:
+    """Optimizer steps of a run."""
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    assert isinstance(dataset, Sized), "what has no length has max_steps"
+    sequences_a_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    return math.ceil(arguments.num_train_epochs * math.ceil(len(dataset) / sequences_a_step))

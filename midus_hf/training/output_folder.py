@@ -30,6 +30,9 @@ _FREE_ON_RESUME = (
     "keep_checkpoints",
     "log_every",
     "usage_every",
+    "eval_every",
+    "keep_best",
+    "early_stop",
     "report_to",
     "resume",
     "overwrite",
@@ -48,10 +51,12 @@ def check_output(config: TrainConfig) -> Path | None:
             if there is no checkpoint to resume from, or one of a different run.
     """
     output = Path(config.output)
-    _check_place("output", config.output, {"model": config.model, "corpus": config.corpus.path})
+    inputs = {"model": config.model, "corpus": config.corpus.path}
+    if config.eval_text is not None:
+        inputs["eval_text"] = config.eval_text
+    _check_place("output", config.output, inputs)
     if config.output_on_failure is not None:
-        inputs = {"model": config.model, "corpus": config.corpus.path, "output": config.output}
-        _check_place("output_on_failure", config.output_on_failure, inputs)
+        _check_place("output_on_failure", config.output_on_failure, inputs | {"output": config.output})
         if any(Path(config.output_on_failure).glob("*")):
             raise ValueError(
                 f"output_on_failure is {config.output_on_failure!r}, which exists; choose another folder."
@@ -105,7 +110,7 @@ def as_yaml(config: TrainConfig) -> str:
 
 def last_checkpoint(output: str | os.PathLike) -> Path | None:
     """The latest checkpoint in `output` that was written to its end, or None."""
-    complete = {step: path for step, path in checkpoints(output).items() if _is_complete(path)}
+    complete = {step: path for step, path in checkpoints(output).items() if is_complete(path)}
     return complete[max(complete)] if complete else None
 
 
@@ -119,7 +124,7 @@ def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
     }
 
 
-def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None) -> None:
+def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None, best: int | None = None) -> None:
     """Remove checkpoints until `keep` are left: first those that are not whole or lie beyond `step`, then the oldest.
 
     What a person has put into one stays.
@@ -128,11 +133,12 @@ def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | Non
         output: The folder of the run.
         step: Where the run is. A checkpoint beyond it is from before the run was resumed at an earlier one.
         keep: How many to keep; None for all.
+        best: The step of one to keep beside these. Default: none.
     """
     if keep is None:
         return
-    found = checkpoints(output)
-    order = sorted(found, key=lambda number: (number <= step and _is_complete(found[number]), number))
+    found = {number: path for number, path in checkpoints(output).items() if number != best}
+    order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
         remove_written(output, found[number])
 
@@ -181,7 +187,7 @@ def _check_place(name: str, value: str, others: Mapping[str, str]) -> None:
 def _find_checkpoint(config: TrainConfig) -> Path:
     if isinstance(config.resume, str):
         checkpoint = Path(config.resume)
-        if not _is_complete(checkpoint):
+        if not is_complete(checkpoint):
             raise ValueError(
                 f"resume is {config.resume!r}, which is no complete checkpoint; expected a folder checkpoint-N."
             )
@@ -195,8 +201,12 @@ def _find_checkpoint(config: TrainConfig) -> Path:
     return latest
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    """Whether the file that a Trainer writes last is there and whole."""
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the file that a Trainer writes last is there and whole.
+
+    Args:
+        checkpoint: Its folder.
+    """
     try:
         json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,6 @@
 """One run of continual pretraining, from its options to the trained model."""
 
 import dataclasses
-import importlib.util
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,8 +21,9 @@ from transformers import (
 )
 
 from midus_hf.training.corpus import open_corpus
-from midus_hf.training.disk_room import RoomNeeded, check_room, room_needed, size_of
+from midus_hf.training.disk_room import RoomNeeded, check_room_of_run
 from midus_hf.training.freezing import TrainableReport, set_trainable
+from midus_hf.training.held_out import held_out_losses, is_stopped_early, prepare_held_out
 from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.loading import load_accompanying_files, load_config, load_model, load_tokenizer
 from midus_hf.training.model_card import add_training
@@ -32,7 +31,6 @@ from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import (
     as_yaml,
     check_output,
-    checkpoints,
     last_checkpoint,
     publish,
     start_output,
@@ -40,6 +38,8 @@ from midus_hf.training.output_folder import (
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
+from midus_hf.training.progress import without_library_bars
+from midus_hf.training.reporting import check_reporting
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.saving import SaveError, save_where_possible, say
 from midus_hf.training.training_log import TrainingLog
@@ -57,6 +57,7 @@ class TrainResult:
         loss: Mean loss of the last log event; None if there was none.
         seconds: Wall time of the training loop, without what came before a resumption.
         tokens_per_second: Tokens of all processes in these seconds, a second; None if the loop took no step.
+        best_step: The step whose model was saved, chosen by held-out text; None if that is simply the last one.
     """
 
     output: str
@@ -65,6 +66,7 @@ class TrainResult:
     loss: float | None
     seconds: float
     tokens_per_second: float | None
+    best_step: int | None = None
 
 
 @dataclasses.dataclass
@@ -89,10 +91,15 @@ class TrainingRun:
             RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
             SaveError: If the trained model could not be saved anywhere.
         """
-        with self.trainer.interruption as interruption:
-            result = self._train()
+        with self.trainer.interruption as interruption, without_library_bars():
+            try:
+                result = self._train()
+            finally:
+                self.trainer.progress.close()
             if interruption.signal_number:
                 self._stop(interruption.signal_number)
+            if self.config.keep_best:
+                result = dataclasses.replace(result, best_step=self.trainer.load_best())
             place = self._save(result)
             return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
 
@@ -100,7 +107,8 @@ class TrainingRun:
         trainer, before = self.trainer, TrainerState()
         if self.checkpoint is not None:
             before = TrainerState.load_from_json(str(self.checkpoint / STATE_NAME))
-        if self.checkpoint is not None and before.global_step >= before.max_steps:
+        ended = is_stopped_early(held_out_losses(before.log_history), self.config.early_stop)
+        if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
             self.model.load_state_dict(load_model(str(self.checkpoint)).state_dict())
             trainer.state, seconds = before, 0.0
@@ -169,7 +177,12 @@ class TrainingRun:
                 files = dict(self.accompanying_files)
                 if "README.md" in files:
                     files["README.md"] = add_training(
-                        files["README.md"], self.config, result.steps, result.tokens, result.loss
+                        files["README.md"],
+                        self.config,
+                        result.steps,
+                        result.tokens,
+                        result.loss,
+                        result.best_step,
                     )
                 publish(partial_model, folder, files)
         finally:
@@ -213,10 +226,11 @@ def prepare(config: TrainConfig) -> TrainingRun:
         ValueError: If the request is wrong; nothing has been written then.
     """
     checkpoint = check_output(config)
-    _check_reporting(config)
+    check_reporting(config.report_to)
     model_config = load_config(config.model, config.trainable)
     _check_has_memory(config, model_config)
     tokenizer = load_tokenizer(config.model)
+    held_out = prepare_held_out(config, tokenizer, model_config)
     dataset = _build_dataset(config, tokenizer, model_config.vocab_size)
     set_seed(config.seed)
     model = load_model(config.model, config.attn_implementation)
@@ -225,7 +239,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)
     arguments = training_arguments(config)
-    room = _check_room(config, model, dtypes, _steps(arguments, dataset), checkpoint)
+    room = check_room_of_run(config, model, dtypes, arguments, dataset, checkpoint)
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
         start_output(config)
@@ -239,6 +253,10 @@ def prepare(config: TrainConfig) -> TrainingRun:
         callbacks=[TrainingLog(Path(config.output, LOG_NAME))],
         tokenizer=tokenizer,
         keep_checkpoints=config.keep_checkpoints,
+        held_out=held_out,
+        eval_every=config.eval_every,
+        keep_best=config.keep_best,
+        early_stop=config.early_stop,
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
@@ -286,37 +304,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         seed=config.seed,
         **optional,
     )
-
-
-def _check_reporting(config: TrainConfig) -> None:
-    if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
-        raise ValueError(
-            f"report_to is {config.report_to!r}, which is not installed; pip install {config.report_to}, "
-            "or set report_to: none."
-        )
-
-
-def _steps(arguments: TrainingArguments, dataset: PackedDataset | PackedStream) -> int:
-    """Optimizer steps of a run."""
-    if isinstance(dataset, PackedStream) or arguments.max_steps > 0:
-        return arguments.max_steps
-    sequences = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    return math.ceil(arguments.num_train_epochs * math.ceil(len(dataset) / sequences))
-
-
-def _check_room(
-    config: TrainConfig, model: PreTrainedModel, dtypes: dict[str, torch.dtype], steps: int, checkpoint: Path | None
-) -> RoomNeeded:
-    """See that the disks have room for what the run will write."""
-    output = Path(config.output)
-    steps_before = 0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
-    saves = 0 if config.save_every is None else math.ceil(max(steps - steps_before, 0) / config.save_every)
-    existing = {} if config.overwrite else checkpoints(output)
-    room = room_needed(model, dtypes, config, saves, len(existing))
-    check_room("output", config.output, room, size_of(output) if config.overwrite else 0)
-    if config.output_on_failure is not None:
-        check_room("output_on_failure", config.output_on_failure, dataclasses.replace(room, written=0, kept=0))
-    return room
 
 
 def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> None:
