@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 DOCUMENT_SEPARATOR = "\n\n"
@@ -57,6 +57,34 @@ class _Window:
     end: int
 
 
+@dataclasses.dataclass(frozen=True)
+class PreparedText:
+    """A text as `measure` takes it, made by `prepare_text`.
+
+    Args:
+        lead: Token before each target, `[N]`.
+        targets: Tokens to predict, `[N]`.
+        characters: Characters that each target covers, `[N]`.
+        utf8_bytes: Bytes of UTF-8 that each target covers, `[N]`.
+        windows: What is given to the model at a time.
+        sequence_length: As in `perplexity`.
+        stride: As in `perplexity`.
+    """
+
+    lead: torch.Tensor
+    targets: torch.Tensor
+    characters: torch.Tensor
+    utf8_bytes: torch.Tensor
+    windows: list[_Window]
+    sequence_length: int
+    stride: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are predicted."""
+        return sum(window.end - window.first for window in self.windows)
+
+
 def perplexity(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -96,11 +124,48 @@ def perplexity(
         ValueError: If an option is out of range, the text is too short, or the tokenizer is not a fast one.
         RuntimeError: If the likelihood of the text is not a finite number.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+    text = prepare_text(
+        tokenizer,
+        documents,
+        model.config,
+        sequence_length=sequence_length,
+        stride=stride,
+        max_tokens=max_tokens,
+    )
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+    return measure(model, text, batch_size=batch_size, progress=progress)
+
+
+def prepare_text(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[str],
+    config: PreTrainedConfig,
+    *,
+    sequence_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+) -> PreparedText:
+    """Tokenize documents and lay out windows as `perplexity` does, so that they can be measured more than once.
+
+    Args:
+        tokenizer: As in `perplexity`.
+        documents: As in `perplexity`.
+        config: Of the models that will be measured.
+        sequence_length: As in `perplexity`.
+        stride: As in `perplexity`.
+        max_tokens: As in `perplexity`.
+
+    Raises:
+        ValueError: As `perplexity`.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if sequence_length is None:
         sequence_length = min(DEFAULT_SEQUENCE_LENGTH, limit or DEFAULT_SEQUENCE_LENGTH)
     stride = sequence_length if stride is None else stride
-    _check_options(sequence_length, stride, max_tokens, batch_size, limit)
+    _check_options(sequence_length, stride, max_tokens, limit)
 
     text = _tokenize(tokenizer, documents)
     bos = _automatic_bos(tokenizer)
@@ -118,10 +183,28 @@ def perplexity(
             "Give more text or lower sequence_length."
         )
     windows = _windows(len(targets), sequence_length, stride, max_tokens)
-    num_tokens = sum(window.end - window.first for window in windows)
+    return PreparedText(lead, targets, characters, utf8_bytes, windows, sequence_length, stride)
 
-    if device is not None:
-        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+
+def measure(
+    model: PreTrainedModel,
+    text: PreparedText,
+    *,
+    batch_size: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> PerplexityResult:
+    """Measure the perplexity of a model on a text that is laid out already.
+
+    Args:
+        model: As in `perplexity`.
+        text: From `prepare_text`.
+        batch_size: As in `perplexity`.
+        progress: As in `perplexity`.
+
+    Raises:
+        RuntimeError: If the likelihood of the text is not a finite number.
+    """
+    lead, targets, windows, num_tokens = text.lead, text.targets, text.windows, text.num_tokens
     was_training = model.training
     model.eval()
     loss = torch.zeros((), dtype=torch.float64)
@@ -151,19 +234,17 @@ def perplexity(
     bits = loss.item() / math.log(2)
     return PerplexityResult(
         perplexity=value,
-        bits_per_byte=bits / sum(int(utf8_bytes[w.first : w.end].sum()) for w in windows),
-        bits_per_character=bits / sum(int(characters[w.first : w.end].sum()) for w in windows),
+        bits_per_byte=bits / sum(int(text.utf8_bytes[w.first : w.end].sum()) for w in windows),
+        bits_per_character=bits / sum(int(text.characters[w.first : w.end].sum()) for w in windows),
         tokens=num_tokens,
-        sequence_length=sequence_length,
-        stride=stride,
+        sequence_length=text.sequence_length,
+        stride=text.stride,
         seconds=seconds,
         tokens_per_second=num_fed / seconds,
     )
 
 
-def _check_options(
-    sequence_length: int, stride: int, max_tokens: int | None, batch_size: int, limit: int | None
-) -> None:
+def _check_options(sequence_length: int, stride: int, max_tokens: int | None, limit: int | None) -> None:
     if sequence_length < 1:
         raise ValueError(f"sequence_length is {sequence_length}; expected at least 1.")
     if limit is not None and sequence_length > limit:
@@ -172,8 +253,6 @@ def _check_options(
         raise ValueError(f"stride is {stride}; expected 1 <= stride <= sequence_length = {sequence_length}.")
     if max_tokens is not None and max_tokens < stride:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least one window of {stride} tokens.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
 
 
 def _automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:

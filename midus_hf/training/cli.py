@@ -1,16 +1,22 @@
 """The command line of continual pretraining: `train_cpt.py CONFIG.yaml [key=value ...]`."""
 
 import argparse
+import contextlib
 import inspect
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from accelerate import PartialState
-
 from midus_hf.config_file import read_config
 from midus_hf.documents import DocumentError
+from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
+from midus_hf.training.progress import without_library_bars
 from midus_hf.training.run import prepare
+from midus_hf.training.saving import SaveError
+
+_FAILED, _WRONG_REQUEST = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,29 +26,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name. Default: those of the process.
 
     Returns:
-        Exit status: 0 done, 2 the request is wrong (one line on standard error says how). A failure of the work
-        raises.
+        Exit status: 0 done, 1 the trained model is not in the output, 2 the request is wrong, 130 or 143 interrupted
+        by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
     options = _parser().parse_args(arguments)
     try:
-        run = prepare(read_config(TrainConfig, options.config, options.overrides))
-    except ValueError as error:
-        return _refuse(error)
-    try:
+        try:
+            config = read_config(TrainConfig, options.config, options.overrides)
+            with contextlib.nullcontext() if sys.stderr.isatty() else without_library_bars():
+                run = prepare(config)
+        except ValueError as error:
+            return _fail(f"error: {error}", _WRONG_REQUEST)
         result = run.execute()
+    except RunInterrupted as interrupted:
+        return _fail(str(interrupted), 128 + interrupted.signal_number)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 128 + signal.SIGINT)
     except DocumentError as error:
-        return _refuse(error)
-    if not PartialState().is_main_process:
+        return _fail(f"error: {error}", _WRONG_REQUEST)
+    except SaveError as error:
+        return _fail(f"error: {error}", _FAILED)
+    if not _is_main_process():
         return 0
     speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
-    return 0
+    return 0 if result.output == run.config.output else _FAILED
 
 
-def _refuse(error: ValueError) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+def _fail(message: str, status: int) -> int:
+    if _is_main_process():
+        print(" ".join(message.split()), file=sys.stderr)
+    return status
+
+
+def _is_main_process() -> bool:
+    """By what launchers say, so that it is known before anything is set up."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,9 +18,7 @@ from transformers import (
 from midus_hf.documents import first_line
 from midus_hf.training.freezing import resolve_trainable
 from midus_hf.training.options import Trainable
-
-ACCOMPANYING = ("upscale.json", "README.md", "LICENSE*", "NOTICE*")
-"""What a trained model carries on from the one it came from: its record, its card, its terms."""
+from midus_hf.training.written_files import ACCOMPANYING
 
 
 def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:

@@ -89,6 +89,8 @@ class TrainConfig:
     Args:
         model: Folder or Hub id of the model to train.
         output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
+        output_on_failure: Folder, best on another disk, for what was trained should writing to `output` fail; it must
+            not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
         corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
             corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
         sequence_length: T, tokens a sequence. Default: 2048.
@@ -128,7 +130,16 @@ class TrainConfig:
         log_every: Steps between log events. Default: 10.
         usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
             evenly. Default: none.
-        report_to: `"tensorboard"`, `"trackio"` or `"none"`, beside `log.jsonl`. Default: `"none"`.
+        eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus-eval --text` does: before
+            the first step, every `eval_every` steps and after the last one. Column and encoding are those of the
+            corpus. Default: none.
+        eval_every: Steps between these evaluations. Default: none, only at the start and at the end.
+        eval_max_tokens: Tokens of the held-out text to predict, spread evenly over it. Default: all.
+        keep_best: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best
+            beside `keep_checkpoints` latest ones, and save its model in the end. Default: false, the last model.
+        early_stop: Evaluations without a lower held-out loss after which to stop. Default: none.
+        report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
+            `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
         seed: Seed of the order of sequences and of anything random. Default: 0.
         resume: True for the latest checkpoint in `output`, or the path of one. Default: false.
         overwrite: Whether to replace an earlier run in `output`. Default: false.
@@ -140,6 +151,7 @@ class TrainConfig:
     model: str
     output: str
     corpus: CorpusOptions | list[WeightedCorpus]
+    output_on_failure: str | None = None
     sequence_length: int = 2048
     document_mask: bool = False
     trainable: Trainable = "auto"
@@ -164,7 +176,12 @@ class TrainConfig:
     keep_checkpoints: int | None = 2
     log_every: int = 10
     usage_every: int | None = None
-    report_to: Literal["none", "tensorboard", "trackio"] = "none"
+    eval_text: str | None = None
+    eval_every: int | None = None
+    eval_max_tokens: int | None = None
+    keep_best: bool = False
+    early_stop: int | None = None
+    report_to: str | list[str] = "none"
     seed: int = 0
     resume: bool | str = False
     overwrite: bool = False
@@ -180,6 +197,9 @@ class TrainConfig:
             "keep_checkpoints",
             "log_every",
             "usage_every",
+            "eval_every",
+            "eval_max_tokens",
+            "early_stop",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -202,6 +222,14 @@ class TrainConfig:
             raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
         if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
+        for name, needed in (
+            ("eval_every", "eval_text"),
+            ("eval_max_tokens", "eval_text"),
+            ("keep_best", "eval_every"),
+            ("early_stop", "eval_every"),
+        ):
+            if getattr(self, name) and getattr(self, needed) is None:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}; set both or neither.")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")
 

@@ -3,35 +3,37 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
 
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.written_files import (
+    CHECKPOINT_NAME,
+    CONFIG_NAME,
+    PARTIAL_NAME,
+    STATE_NAME,
+    foreign_files,
+    remove_written,
+)
 
-CONFIG_NAME = "train_config.yaml"
-LOG_NAME = "log.jsonl"
-PARTIAL_NAME = ".partial_model"
+_NAMED = 5
+"""Files that a message names."""
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FREE_ON_RESUME = (
     "output",
+    "output_on_failure",
     "activation_checkpointing",
     "save_every",
     "keep_checkpoints",
     "log_every",
     "usage_every",
+    "eval_every",
+    "keep_best",
+    "early_stop",
     "report_to",
     "resume",
     "overwrite",
@@ -50,16 +52,16 @@ def check_output(config: TrainConfig) -> Path | None:
             if there is no checkpoint to resume from, or one of a different run.
     """
     output = Path(config.output)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {config.output!r}, a file; expected a folder.")
-    for name, value in (("model", config.model), *(("corpus", corpus.path) for corpus in config.corpora)):
-        if not Path(value).exists():
-            continue
-        for outer, inner, verb in ((output, Path(value), "holds"), (Path(value), output, "lies in")):
-            if inner.resolve().is_relative_to(outer.resolve()):
-                raise ValueError(
-                    f"output is {config.output!r}, which {verb} the {name} {value!r}; choose another folder."
-                )
+    inputs = [("model", config.model), *(("corpus", corpus.path) for corpus in config.corpora)]
+    if config.eval_text is not None:
+        inputs.append(("eval_text", config.eval_text))
+    _check_place("output", config.output, inputs)
+    if config.output_on_failure is not None:
+        _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output", config.output)])
+        if any(Path(config.output_on_failure).glob("*")):
+            raise ValueError(
+                f"output_on_failure is {config.output_on_failure!r}, which exists; choose another folder."
+            )
     if config.resume:
         checkpoint = _find_checkpoint(config)
         _check_same_run(config, checkpoint)
@@ -74,19 +76,26 @@ def check_output(config: TrainConfig) -> Path | None:
                 f"output is {config.output!r}, which no run of ours wrote: it has no {CONFIG_NAME}. "
                 "Choose another folder, or remove it yourself."
             )
+        foreign = foreign_files(output)
+        if foreign:
+            more = f" and {len(foreign) - _NAMED} more" * (len(foreign) > _NAMED)
+            raise ValueError(
+                f"output is {config.output!r}, which also holds what no run of ours wrote: "
+                f"{', '.join(foreign[:_NAMED])}{more}. Move that away, or choose another folder."
+            )
     return None
 
 
 def start_output(config: TrainConfig) -> None:
-    """Create the output, empty unless resumed, and record the options in it.
+    """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
 
     Args:
         config: One that `check_output` has seen.
     """
     output = Path(config.output)
-    if config.overwrite and output.exists():
-        shutil.rmtree(output)
-    shutil.rmtree(output / PARTIAL_NAME, ignore_errors=True)
+    if config.overwrite:
+        remove_written(output, output)
+    remove_written(output, output / PARTIAL_NAME)
     output.mkdir(parents=True, exist_ok=True)
     (output / CONFIG_NAME).write_text(as_yaml(config), encoding="utf-8")
 
@@ -100,29 +109,39 @@ def as_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-class SavesTokenizer(TrainerCallback):
-    """Put the tokenizer beside every checkpoint.
-
-    A Trainer that is given the tokenizer does so too, but also rewrites the special tokens in the model's config.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.tokenizer.save_pretrained(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
-
-
 def last_checkpoint(output: str | os.PathLike) -> Path | None:
     """The latest checkpoint in `output` that was written to its end, or None."""
+    complete = {step: path for step, path in checkpoints(output).items() if is_complete(path)}
+    return complete[max(complete)] if complete else None
+
+
+def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
+    """The checkpoints in `output` by their steps, those included that were not written to their end."""
     output = Path(output)
-    numbered = {
+    return {
         int(match[1]): path
         for path in (output.iterdir() if output.is_dir() else ())
-        if (match := _CHECKPOINT.fullmatch(path.name)) and _is_complete(path)
+        if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
     }
-    return numbered[max(numbered)] if numbered else None
+
+
+def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | None, best: int | None = None) -> None:
+    """Remove checkpoints until `keep` are left: first those that are not whole or lie beyond `step`, then the oldest.
+
+    What a person has put into one stays.
+
+    Args:
+        output: The folder of the run.
+        step: Where the run is. A checkpoint beyond it is from before the run was resumed at an earlier one.
+        keep: How many to keep; None for all.
+        best: The step of one to keep beside these. Default: none.
+    """
+    if keep is None:
+        return
+    found = {number: path for number, path in checkpoints(output).items() if number != best}
+    order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
+    for number in order[: max(len(order) - keep, 0)]:
+        remove_written(output, found[number])
 
 
 def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
@@ -133,9 +152,9 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
         output: The folder of the run.
         extra_files: Contents, by name, of more files to put beside the model.
     """
-    (output / "config.json").unlink(missing_ok=True)
     for name, content in extra_files.items():
         (partial / name).write_bytes(content)
+    (output / "config.json").unlink(missing_ok=True)
     for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
         target = output / path.name
         if path.is_dir():
@@ -147,10 +166,29 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
     partial.rmdir()
 
 
+def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> None:
+    """See that a folder can be made or written, and neither holds one of the others nor lies in it."""
+    place = Path(value)
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{name} is {value!r}, a file; expected a folder.")
+    ancestor = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise ValueError(f"{name} is {value!r}, but {str(ancestor)!r} is no folder to write in; choose another.")
+    for other_name, other in others:
+        # What is no path is the id of a model or dataset; an output need not exist yet.
+        if other_name != "output" and not Path(other).exists():
+            continue
+        for outer, inner, verb in ((place, Path(other), "holds"), (Path(other), place, "lies in")):
+            if inner.resolve().is_relative_to(outer.resolve()):
+                raise ValueError(
+                    f"{name} is {value!r}, which {verb} the {other_name} {other!r}; choose another folder."
+                )
+
+
 def _find_checkpoint(config: TrainConfig) -> Path:
     if isinstance(config.resume, str):
         checkpoint = Path(config.resume)
-        if not _is_complete(checkpoint):
+        if not is_complete(checkpoint):
             raise ValueError(
                 f"resume is {config.resume!r}, which is no complete checkpoint; expected a folder checkpoint-N."
             )
@@ -164,10 +202,14 @@ def _find_checkpoint(config: TrainConfig) -> Path:
     return latest
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    """Whether the file that a Trainer writes last is there and whole."""
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the file that a Trainer writes last is there and whole.
+
+    Args:
+        checkpoint: Its folder.
+    """
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return True

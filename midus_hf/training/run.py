@@ -1,9 +1,10 @@
 """One run of continual pretraining, from its options to the trained model."""
 
 import dataclasses
-import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import PartialState
@@ -19,7 +20,10 @@ from transformers import (
     set_seed,
 )
 
+from midus_hf.training.disk_room import RoomNeeded, check_room_of_run
 from midus_hf.training.freezing import TrainableReport, set_trainable
+from midus_hf.training.held_out import held_out_losses, is_stopped_early, prepare_held_out
+from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.loading import (
     check_sequence_length,
     load_accompanying_files,
@@ -30,12 +34,22 @@ from midus_hf.training.loading import (
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
-from midus_hf.training.output_folder import LOG_NAME, PARTIAL_NAME, SavesTokenizer, check_output, publish, start_output
+from midus_hf.training.output_folder import (
+    as_yaml,
+    check_output,
+    last_checkpoint,
+    publish,
+    start_output,
+)
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
-from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.progress import without_library_bars
+from midus_hf.training.reporting import check_reporting
+from midus_hf.training.run_trainer import RunTrainer
+from midus_hf.training.saving import SaveError, save_where_possible, say
 from midus_hf.training.training_data import TrainingData, build_dataset, describe_corpus, open_corpora
 from midus_hf.training.training_log import TrainingLog
+from midus_hf.training.written_files import CONFIG_NAME, LOG_NAME, PARTIAL_NAME, STATE_NAME, remove_written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +57,13 @@ class TrainResult:
     """What a run did.
 
     Args:
-        output: Folder of the trained model.
+        output: Folder of the trained model: that of the run, unless it could not be saved there.
         steps: Optimizer steps, those before a resumption included.
         tokens: Tokens that all processes trained on, likewise.
         loss: Mean loss of the last log event; None if there was none.
         seconds: Wall time of the training loop, without what came before a resumption.
         tokens_per_second: Tokens of all processes in these seconds, a second; None if the loop took no step.
+        best_step: The step whose model was saved, chosen by held-out text; None if that is simply the last one.
     """
 
     output: str
@@ -57,6 +72,7 @@ class TrainResult:
     loss: float | None
     seconds: float
     tokens_per_second: float | None
+    best_step: int | None = None
 
 
 @dataclasses.dataclass
@@ -67,18 +83,38 @@ class TrainingRun:
     checkpoint: Path | None
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    trainer: MemoryTrainer
+    trainer: RunTrainer
     report: TrainableReport
     dtypes: dict[str, torch.dtype]
     use_cache: bool
     accompanying_files: dict[str, bytes]
+    room: RoomNeeded
 
     def execute(self) -> TrainResult:
-        """Train, save the model, and say what was done."""
+        """Train, save the model, and say what was done.
+
+        Raises:
+            RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
+            SaveError: If the trained model could not be saved anywhere.
+        """
+        with self.trainer.interruption as interruption, without_library_bars():
+            try:
+                result = self._train()
+            finally:
+                self.trainer.progress.close()
+            if interruption.signal_number:
+                self._stop(interruption.signal_number)
+            if self.config.keep_best:
+                result = dataclasses.replace(result, best_step=self.trainer.load_best())
+            place = self._save(result)
+            return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
+
+    def _train(self) -> TrainResult:
         trainer, before = self.trainer, TrainerState()
         if self.checkpoint is not None:
-            before = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
-        if self.checkpoint is not None and before.global_step >= before.max_steps:
+            before = TrainerState.load_from_json(str(self.checkpoint / STATE_NAME))
+        ended = is_stopped_early(held_out_losses(before.log_history), self.config.early_stop)
+        if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
             self.model.load_state_dict(load_model(str(self.checkpoint)).state_dict())
             trainer.state, seconds = before, 0.0
@@ -87,7 +123,7 @@ class TrainingRun:
             seconds = output.metrics["train_runtime"]
         tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
         losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
-        result = TrainResult(
+        return TrainResult(
             output=self.config.output,
             steps=trainer.state.global_step,
             tokens=tokens,
@@ -95,24 +131,79 @@ class TrainingRun:
             seconds=seconds,
             tokens_per_second=(tokens - tokens_before) / seconds if tokens > tokens_before else None,
         )
-        self._save(result)
-        return result
 
-    def _save(self, result: TrainResult) -> None:
+    def _stop(self, signal_number: int) -> NoReturn:
+        """End an interrupted run, whose checkpoint is in the output unless that failed."""
+        step, output = self.trainer.state.global_step, Path(self.config.output)
+        place = output
+        if self.trainer.save_failure is not None:
+            try:
+                place = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
+            except SaveError as error:
+                latest = last_checkpoint(output)
+                raise RunInterrupted(
+                    f"interrupted after step {step:,}, without a checkpoint ({error}); "
+                    f"{f'resume=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
+                    signal_number,
+                ) from error
+        saved = place / f"checkpoint-{step}"
+        hint = "resume=true" if place == output else f"resume={saved}"
+        raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
+
+    def _save_interrupted(self, folder: Path) -> None:
+        self.trainer.save_checkpoint_in(folder)
+        if self.trainer.is_world_process_zero():
+            (folder / CONFIG_NAME).write_text(as_yaml(self.config), encoding="utf-8")
+
+    def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
-        trainer, folder = self.trainer, Path(self.config.output)
+        output = Path(self.config.output)
         restore_dtypes(self.model, self.dtypes)
         self.model.config.use_cache = self.use_cache
-        trainer.save_model(str(folder / PARTIAL_NAME))
-        if trainer.is_world_process_zero():
-            (folder / PARTIAL_NAME / "training_args.bin").unlink(missing_ok=True)
-            self.tokenizer.save_pretrained(folder / PARTIAL_NAME)
-            files = dict(self.accompanying_files)
-            if "README.md" in files:
-                files["README.md"] = add_training(
-                    files["README.md"], self.config, result.steps, result.tokens, result.loss
-                )
-            publish(folder / PARTIAL_NAME, folder, files)
+        try:
+            place = self._save_where_possible(partial(self._save_in, result), self.room.model)
+        except SaveError as error:
+            latest = last_checkpoint(output)
+            rest = f"resume=true goes on from {latest.name}" if latest else "no checkpoint was saved"
+            raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
+        if place != output:
+            say(
+                f"The trained model is in {place}, not in {output}. Move it there once there is room: "
+                f"cp -a {place}/. {output}/ && rm -r {place}"
+            )
+        return place
+
+    def _save_in(self, result: TrainResult, folder: Path) -> None:
+        partial_model = folder / PARTIAL_NAME
+        try:
+            self.trainer.save_model(str(partial_model))
+            if self.trainer.is_world_process_zero():
+                (partial_model / "training_args.bin").unlink(missing_ok=True)
+                self.tokenizer.save_pretrained(partial_model)
+                files = dict(self.accompanying_files)
+                if "README.md" in files:
+                    files["README.md"] = add_training(
+                        files["README.md"],
+                        self.config,
+                        result.steps,
+                        result.tokens,
+                        result.loss,
+                        result.best_step,
+                    )
+                publish(partial_model, folder, files)
+        finally:
+            if self.trainer.is_world_process_zero():
+                remove_written(folder, partial_model)
+
+    def _save_where_possible(self, write: Callable[[Path], None], num_bytes: int) -> Path:
+        on_failure = self.config.output_on_failure
+        return save_where_possible(
+            write,
+            Path(self.config.output),
+            None if on_failure is None else Path(on_failure),
+            num_bytes,
+            self.trainer.interruption.lifted,
+        )
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -141,7 +232,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
     checkpoint = check_output(config)
-    _check_reporting(config)
+    check_reporting(config.report_to)
     model_config = load_config(config.model, config.trainable)
     check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
@@ -151,22 +242,31 @@ def prepare(config: TrainConfig) -> TrainingRun:
     dataset = build_dataset(config, corpora, arguments.world_size)
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
+    held_out = prepare_held_out(config, tokenizer, model_config)
     set_seed(config.seed)
     model = load_model(config.model, config.attn_implementation)
     accompanying_files = load_accompanying_files(config.model)
     use_cache = model.config.use_cache
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)
+    room = check_room_of_run(config, model, dtypes, arguments, dataset, checkpoint)
+    PartialState().wait_for_everyone()
     if PartialState().is_main_process:
         start_output(config)
         _show(config, report, dataset, model)
     PartialState().wait_for_everyone()
-    trainer = MemoryTrainer(
+    trainer = RunTrainer(
         model=model,
         args=arguments,
         train_dataset=dataset,
         data_collator=default_data_collator,
-        callbacks=[TrainingLog(Path(config.output, LOG_NAME)), SavesTokenizer(tokenizer)],
+        callbacks=[TrainingLog(Path(config.output, LOG_NAME))],
+        tokenizer=tokenizer,
+        keep_checkpoints=config.keep_checkpoints,
+        held_out=held_out,
+        eval_every=config.eval_every,
+        keep_best=config.keep_best,
+        early_stop=config.early_stop,
         key_value_learning_rate=config.key_value_learning_rate,
         value_learning_rate=config.value_learning_rate,
         value_schedule=config.value_schedule,
@@ -174,7 +274,9 @@ def prepare(config: TrainConfig) -> TrainingRun:
         balance_loss=config.balance_loss,
         usage_every=config.usage_every,
     )
-    return TrainingRun(config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache, accompanying_files)
+    return TrainingRun(
+        config, checkpoint, model, tokenizer, trainer, report, dtypes, use_cache, accompanying_files, room
+    )
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -204,7 +306,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         bf16=config.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),
         save_strategy="no" if config.save_every is None else "steps",
-        save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         include_num_input_tokens_seen="all",
@@ -214,14 +315,6 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         seed=config.seed,
         **optional,
     )
-
-
-def _check_reporting(config: TrainConfig) -> None:
-    if config.report_to != "none" and importlib.util.find_spec(config.report_to) is None:
-        raise ValueError(
-            f"report_to is {config.report_to!r}, which is not installed; pip install {config.report_to}, "
-            "or set report_to: none."
-        )
 
 
 def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> None:

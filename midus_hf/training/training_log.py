@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from midus_hf.training.saving import say
+
 
 class TrainingLog(TrainerCallback):
     """Write every log event of a Trainer to a file; a resumed run continues the file from the step it resumes at.
@@ -14,12 +16,15 @@ class TrainingLog(TrainerCallback):
     Events also fall on the steps that save a checkpoint. A logged loss is the mean since the event before, so the
     losses of a resumed run are those of the uninterrupted one, event for event.
 
+    Where the file cannot be written, as on a full disk, events wait until it can, and a line on standard error says so.
+
     Args:
         path: The file, in a folder that exists.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
+        self._waiting = ""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -39,8 +44,35 @@ class TrainingLog(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            with self.path.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(state.log_history[-1]) + "\n")
+            first = not self._waiting
+            self._waiting += json.dumps(state.log_history[-1]) + "\n"
+            try:
+                append_whole(self.path, self._waiting)
+                self._waiting = ""
+            except OSError as error:
+                if first:
+                    say(f"{self.path} cannot be written: {error.strerror}. Its events wait until it can.")
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Add text to the end of a file, all of it or, if that fails, none.
+
+    Args:
+        path: The file; created if need be.
+        text: Written in UTF-8.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = text.encode()
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def read_log(path: str | os.PathLike) -> list[dict]:

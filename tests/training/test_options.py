@@ -106,6 +106,13 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
         ({"seed": -1}, "seed is -1; expected 0 or more."),
         ({"warmup_ratio": 1}, "warmup_ratio is 1.0; expected a share of the steps, 0 <= ratio < 1."),
         ({"max_steps": 2, "epochs": 1}, "max_steps is 2 and epochs is 1.0; give one of them."),
+        ({"eval_every": 0}, "eval_every is 0; expected at least 1."),
+        ({"eval_max_tokens": 0}, "eval_max_tokens is 0; expected at least 1."),
+        ({"early_stop": 0}, "early_stop is 0; expected at least 1."),
+        ({"eval_every": 5}, "eval_every is 5, which needs eval_text; set both or neither."),
+        ({"eval_max_tokens": 5}, "eval_max_tokens is 5, which needs eval_text; set both or neither."),
+        ({"eval_text": "t", "keep_best": True}, "keep_best is True, which needs eval_every; set both or neither."),
+        ({"eval_text": "t", "early_stop": 2}, "early_stop is 2, which needs eval_every; set both or neither."),
         ({"resume": True, "overwrite": True}, "resume and overwrite are both set"),
     ],
 )

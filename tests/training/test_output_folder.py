@@ -1,14 +1,17 @@
 """A run writes where it may, resumes what is whole and its own, and never leaves half a model."""
 
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 from training.tiny_run import tiny_config
 
 from midus_hf.training import train
-from midus_hf.training.output_folder import PARTIAL_NAME, check_output, last_checkpoint, publish
+from midus_hf.training.output_folder import check_output, last_checkpoint, publish, remove_old_checkpoints
 from midus_hf.training.run import prepare
+from midus_hf.training.written_files import PARTIAL_NAME, foreign_files
 
 
 def checkpoint(output: Path, step: int, state: str | None = "{}") -> Path:
@@ -44,13 +47,93 @@ def test_only_an_earlier_run_is_overwritten(upscaled, corpus, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "precious").touch()
-    options = {"max_steps": 1, "overwrite": True}
     with pytest.raises(ValueError, match=r"which no run of ours wrote: it has no train_config.yaml"):
-        train(tiny_config(upscaled("llama"), corpus, output, **options))
+        train(tiny_config(upscaled("llama"), corpus, output, max_steps=1, overwrite=True))
     assert (output / "precious").exists()
-    (output / "train_config.yaml").touch()
-    train(tiny_config(upscaled("llama"), corpus, output, **options))
-    assert not (output / "precious").exists() and (output / "config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def written(upscaled, corpus, tmp_path_factory) -> Path:
+    """The output of a run that wrote whatever a run may write."""
+    pytest.importorskip("tensorboard")
+    model = tmp_path_factory.mktemp("written") / "model"
+    shutil.copytree(upscaled("llama"), model)
+    (model / "LICENSE.txt").write_text("terms")
+    output = model.parent / "out"
+    train(tiny_config(model, corpus, output, max_steps=4, save_every=2, report_to="tensorboard"))
+    (output / PARTIAL_NAME).mkdir()
+    shutil.copy(output / "model.safetensors", output / PARTIAL_NAME)
+    (output / "log.jsonl.partial").touch()
+    return output
+
+
+def test_everything_that_a_run_writes_is_overwritten(written, corpus, tmp_path):
+    output = shutil.copytree(written, tmp_path / "out")
+    assert foreign_files(output) == []
+    train(tiny_config(written.parent / "model", corpus, output, max_steps=1, overwrite=True))
+    fresh = tmp_path / "fresh"
+    train(tiny_config(written.parent / "model", corpus, fresh, max_steps=1))
+    assert names(output) == names(fresh)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        ("notes.md", "notes.md"),
+        ("src/main.py", "src/"),
+        (".git/HEAD", ".git/"),
+        ("model/weights.safetensors", "model/"),
+        ("checkpoint-2/results.csv", "checkpoint-2/results.csv"),
+        ("checkpoint-2/runs/events.out.tfevents.1", "checkpoint-2/runs/events.out.tfevents.1"),
+        ("checkpoint-best/config.json", "checkpoint-best/"),
+        ("runs/plot.png", "runs/plot.png"),
+    ],
+)
+def test_what_a_person_put_there_is_named_and_stays(added, named, written, corpus, tmp_path):
+    output = shutil.copytree(written, tmp_path / "out")
+    (output / added).parent.mkdir(exist_ok=True, parents=True)
+    (output / added).write_text("precious")
+    before = names(output)
+    message = f"which also holds what no run of ours wrote: {named}. Move that away, or choose another folder."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(tiny_config(written.parent / "model", corpus, output, overwrite=True))
+    assert names(output) == before and (output / added).read_text() == "precious"
+
+
+def test_links_are_never_removed_and_many_files_are_named_in_part(written, tmp_path):
+    output = shutil.copytree(written, tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    (output / "checkpoint-9").symlink_to(tmp_path / "elsewhere")
+    (output / "model.safetensors").unlink()
+    (output / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "weights")
+    assert foreign_files(output) == ["checkpoint-9", "model.safetensors"]
+    for index in range(5):
+        (output / f"note-{index}").touch()
+    changed = config(tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match=r"checkpoint-9, model.safetensors, note-0, note-1, note-2 and 2 more\."):
+        check_output(changed)
+
+
+def test_old_checkpoints_are_removed_but_not_what_a_person_put_into_them(tmp_path):
+    for step in (1, 2, 3, 9):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 4, state=None)
+    (tmp_path / "checkpoint-1" / "notes.txt").touch()
+    remove_old_checkpoints(tmp_path, step=3, keep=None)
+    assert len(names(tmp_path)) == 5 + 4 + 1
+    remove_old_checkpoints(tmp_path, step=3, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    remove_old_checkpoints(tmp_path, step=3, keep=1)
+    assert names(tmp_path) == [
+        "checkpoint-1",
+        "checkpoint-1/notes.txt",
+        "checkpoint-3",
+        "checkpoint-3/trainer_state.json",
+    ]
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -48,27 +50,30 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
     assert [event["loss"] for event in relog] == [event["loss"] for event in log]
 
 
-def test_two_processes_share_a_batch_and_train_as_one_would(words, tmp_path):
-    words = [*words, "usage_every=2"]
+def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
+    words = [*words, "usage_every=2", f"eval_text={corpus}", "eval_every=2", "save_every=2", "keep_best=true"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     shared = run_script([*words, "batch_size=1", f"output={tmp_path / 'shared'}"], launcher)
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("Training the new layers alone: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
+    assert shared.stdout.count("perplexity\n") == shared.stderr.count("held-out perplexity") == 1
     assert main(words) == 0
-    losses = [
-        [event["loss"] for event in read_log(tmp_path / name / "log.jsonl") if "loss" in event]
-        for name in ("shared", "out")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 5
-    used = [
-        [
-            event["memory_used_share"]
-            for event in read_log(tmp_path / name / "log.jsonl")
-            if "memory_used_share" in event
-        ]
-        for name in ("shared", "out")
-    ]
-    assert used[0] == pytest.approx(used[1], rel=1e-2) and len(used[0]) == 2
+
+    def logged(folder: str, name: str) -> list[float]:
+        return [event[name] for event in read_log(tmp_path / folder / "log.jsonl") if name in event]
+
+    for name, count, rel in (("loss", 5, 1e-5), ("perplexity", 4, 1e-5), ("memory_used_share", 3, 1e-2)):
+        assert (
+            logged("shared", name) == pytest.approx(logged("out", name), rel=rel) and len(logged("out", name)) == count
+        )
+    folders = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("shared", "out")]
+    assert folders[0] == folders[1] and {"checkpoint-4", "checkpoint-5"} <= set(folders[0])
+    one, both = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "shared"))
+    assert one.keys() == both.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            both[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path):

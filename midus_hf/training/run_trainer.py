@@ -1,0 +1,167 @@
+"""The Trainer of a run: its table, its held-out text, and its checkpoints, which may fail to be written."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback
+
+from midus_hf.evaluation.perplexity import PreparedText, measure
+from midus_hf.training.held_out import LOSS_NAME, HeldOutEvents, best_step, held_out_losses, is_stopped_early
+from midus_hf.training.interruption import Interruption
+from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
+from midus_hf.training.progress import ProgressTable
+from midus_hf.training.saving import say, write_failure
+from midus_hf.training.trainer import MemoryTrainer
+from midus_hf.training.written_files import STATE_NAME, remove_written
+
+
+class RunTrainer(MemoryTrainer):
+    """A `MemoryTrainer` that prints a table, measures held-out text, and goes on if a checkpoint cannot be written.
+
+    Held-out text is measured whole by every process; where it is best, a checkpoint can be kept. The tokenizer is saved
+    here, since a Trainer that is given it also rewrites the special tokens in the model's config.
+
+    Args:
+        tokenizer: Saved beside every checkpoint.
+        keep_checkpoints: Latest checkpoints to keep; None keeps all. Default: all.
+        held_out: Text to measure. Default: none.
+        eval_every: As in `TrainConfig`. Default: none.
+        keep_best: As in `TrainConfig`. Default: false.
+        early_stop: As in `TrainConfig`. Default: none.
+        kwargs: What a `MemoryTrainer` takes. `save_total_limit` is not for this class.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        keep_checkpoints: int | None = None,
+        held_out: PreparedText | None = None,
+        eval_every: int | None = None,
+        keep_best: bool = False,
+        early_stop: int | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        assert self.args.save_total_limit is None, (
+            "checkpoints are removed here, once all processes have written theirs"
+        )
+        self.tokenizer = tokenizer
+        self.keep_checkpoints = keep_checkpoints
+        self.held_out, self.keep_best, self.early_stop = held_out, keep_best, early_stop
+        self.save_failure: str | None = None
+        """Why the last checkpoint could not be written; None if it was."""
+        self.interruption = Interruption(self._largest)
+        # Before the log, which has an event wherever there is a checkpoint.
+        self.callback_handler.callbacks.insert(0, self.interruption)
+        for talkative in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
+            self.remove_callback(talkative)
+        self.progress = ProgressTable(held_out is not None)
+        self.add_callback(self.progress)
+        if held_out is not None:
+            # Last, since it logs when training begins: by then the log and the table have begun.
+            self.add_callback(HeldOutEvents(eval_every, self.evaluate))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Measure the held-out text as `perplexity` does, and log `eval_loss` (nats a token) and `perplexity`.
+
+        What it takes beside that is a `Trainer`'s, and not looked at.
+        """
+        assert self.held_out is not None and isinstance(self.model, PreTrainedModel)
+        result = measure(self.model, self.held_out)
+        loss = torch.tensor(math.log(result.perplexity), dtype=torch.float64)
+        if self.args.world_size > 1:
+            # They measure the same, but must not disagree by a rounding on which step was best.
+            loss = self.accelerator.reduce(loss.float().to(self.args.device), reduction="mean")
+        metrics = {LOSS_NAME: loss.item(), "perplexity": math.exp(loss.item())}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        losses = held_out_losses(self.state.log_history)
+        step = self.state.global_step
+        if step and self.keep_best and best_step(losses) == step:
+            self.control.should_save = True
+        if step and is_stopped_early(losses, self.early_stop):
+            self.control.should_training_stop = True
+            # To be resumed, as it were, like a run that has taken its last step.
+            self.control.should_save = self.control.should_save or self.args.save_strategy != "no"
+        return metrics
+
+    def load_best(self) -> int:
+        """Give the model the weights of the step whose held-out text was best, of those whose checkpoint was kept.
+
+        Returns:
+            That step. For the last step nothing is loaded.
+        """
+        losses, last = held_out_losses(self.state.log_history), self.state.global_step
+        kept = {step: path for step, path in checkpoints(str(self.args.output_dir)).items() if is_complete(path)}
+        step = best_step({step: loss for step, loss in losses.items() if step == last or step in kept})
+        assert step is not None, "the last step is always measured"
+        if step != last:
+            self._load_from_checkpoint(str(kept[step]))
+        overall = best_step(losses)
+        assert overall is not None
+        if overall != step:
+            say(f"The best model, after step {overall:,}, has no checkpoint any more; the best that is left is saved.")
+        score = f"held-out perplexity {math.exp(losses[step]):.4f}"
+        if step == last:
+            say(f"The last model is the best by held-out text: {score}.")
+        else:
+            say(f"Saved is the model after step {step:,}, the best: {score}, at the end {math.exp(losses[last]):.4f}.")
+        return step
+
+    def save_checkpoint_in(self, folder: Path) -> None:
+        """Save a checkpoint of the current step as `checkpoint-N` in a folder, which need not be that of the run.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        assert isinstance(self.model, nn.Module)
+        home, self.args.output_dir = self.args.output_dir, str(folder)
+        try:
+            self._save_checkpoint(self.model)
+        finally:
+            self.args.output_dir = home
+        if self.save_failure is not None:
+            raise OSError(self.save_failure)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """As `Trainer._save_checkpoint`; where a file cannot be written, what there is of the checkpoint is removed."""
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(trial), f"checkpoint-{step}")
+        failure = None
+        try:
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / STATE_NAME).unlink(missing_ok=True)  # written last: with it a checkpoint is whole
+                self.tokenizer.save_pretrained(folder)
+            super()._save_checkpoint(model, trial)
+        except Exception as error:
+            failure = write_failure(error)
+            if failure is None:
+                raise
+        failed = self._largest(failure is not None)
+        self.save_failure = (failure or "another process could not write its part") if failed else None
+        if not self.args.should_save:
+            return
+        if failed:
+            remove_written(folder.parent, folder)
+            latest = last_checkpoint(folder.parent)
+            say(
+                f"checkpoint-{step} was not saved in {folder.parent}: {self.save_failure}. "
+                f"{f'The latest there is {latest.name}' if latest else 'There is none yet'}."
+            )
+        else:
+            best = best_step(held_out_losses(self.state.log_history)) if self.keep_best else None
+            remove_old_checkpoints(folder.parent, step, self.keep_checkpoints, best)
+
+    def _largest(self, number: int) -> int:
+        """The largest of the numbers of all processes."""
+        if self.args.world_size == 1:
+            return int(number)
+        numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
+        return int(numbers.max())

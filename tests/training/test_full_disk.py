@@ -1,0 +1,300 @@
+"""A disk that fills up costs a checkpoint at most: room is seen to before, and what was trained is kept after."""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.test_run import exact_log
+from training.tiny_run import save_upscaled, tiny_config
+from transformers import AutoModelForCausalLM, modeling_utils
+
+from midus_hf.training import disk_room, saving, train
+from midus_hf.training.cli import main
+from midus_hf.training.disk_room import room_needed
+from midus_hf.training.output_folder import last_checkpoint
+from midus_hf.training.run import prepare
+from midus_hf.training.saving import SaveError, write_failure
+from midus_hf.training.training_log import append_whole, read_log
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Folders whose disk is full: writing weights in one fails. `full.add(folder)` fills one up."""
+    folders: set[Path] = set()
+    honest = modeling_utils.safe_save_file
+
+    def save_file(tensors, filename, metadata=None):
+        if any(Path(filename).resolve().is_relative_to(folder.resolve()) for folder in folders):
+            Path(filename).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        honest(tensors, filename, metadata=metadata)
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", save_file)
+    return folders
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The system's folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def free(monkeypatch, num_bytes: int) -> None:
+    for module in (disk_room, saving):
+        monkeypatch.setattr(module, "free_bytes", lambda folder: num_bytes)
+
+
+def equal(first: Path, second: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_room_that_is_counted_is_the_room_that_is_taken(family, precision, corpus, tmp_path):
+    model = save_upscaled(family, tmp_path, dtype=torch.bfloat16)
+    config = tiny_config(model, corpus, tmp_path / "out", max_steps=4, save_every=1, precision=precision)
+    run = prepare(config)
+    run.execute()
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    moments = torch.load(checkpoint / "optimizer.pt")["state"].values()
+    held = [*load_file(checkpoint / "model.safetensors").values()]
+    held += [state[name] for state in moments for name in ("exp_avg", "exp_avg_sq")]
+    saved = load_file(tmp_path / "out" / "model.safetensors").values()
+    assert run.room.model == int(1.02 * sum(tensor.nbytes for tensor in saved))
+    assert run.room.checkpoint == int(1.02 * sum(tensor.nbytes for tensor in held))
+    assert (run.room.written, run.room.kept) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("saves", "keep", "existing", "written", "kept"),
+    [(0, 2, 0, 0, 0), (1, 2, 0, 1, 1), (9, 2, 0, 3, 2), (9, None, 0, 9, 9), (9, 2, 2, 1, 0), (9, 2, 1, 2, 1)],
+)
+def test_checkpoints_are_counted_at_the_worst_moment(saves, keep, existing, written, kept, tmp_path):
+    model = torch.nn.Linear(10, 10)
+    config = tiny_config(tmp_path, tmp_path, tmp_path, keep_checkpoints=keep)
+    room = room_needed(model, {"weight": torch.bfloat16, "bias": torch.bfloat16}, config, saves, existing)
+    assert (room.written, room.kept) == (written, kept)
+    assert (room.model, room.checkpoint) == (int(220 * 1.02), int(3 * 440 * 1.02))
+    assert room.peak == max(written * room.checkpoint, kept * room.checkpoint + room.model)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(upscaled, corpus, tmp_path, monkeypatch):
+    free(monkeypatch, 1000)
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=5)
+    message = (
+        r"the run needs \S+ MB on the disk of output '.*out', for a model of \S+ MB and 3 checkpoints of \S+ MB, but "
+        r"0\.001 MB are free there\. Save less often \(save_every\), keep fewer \(keep_checkpoints\), or choose a folder "
+        r"on another disk\."
+    )
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    with pytest.raises(ValueError, match=r"for a model of \S+ MB, but .* Make room, or choose"):
+        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_cannot_be_saved_does_not_end_the_run(upscaled, corpus, tmp_path, full, capsys):
+    options = {"save_every": 4, "max_steps": 12}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    full.add(tmp_path / "out" / "checkpoint-4")
+    full.add(tmp_path / "out" / "checkpoint-12")
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "was not saved" in line]
+    where = f"was not saved in {tmp_path / 'out'}: No space left on device."
+    assert lines == [
+        f"checkpoint-4 {where} There is none yet.",
+        f"checkpoint-12 {where} The latest there is checkpoint-8.",
+    ]
+    assert exact_log(tmp_path / "out") == exact_log(tmp_path / "whole")
+    assert equal(tmp_path / "out", tmp_path / "whole")
+
+
+def test_an_optimizer_that_cannot_be_saved_costs_its_checkpoint_alone(upscaled, corpus, tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+    monkeypatch.setattr("transformers.trainer.Trainer._save_optimizer_and_scheduler", fail)
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=4, max_steps=4))
+    assert last_checkpoint(tmp_path / "out") is None and not list((tmp_path / "out").glob("checkpoint-*"))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_failure_of_another_kind_while_saving_is_no_full_disk(upscaled, corpus, tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("transformers.trainer.Trainer._save_optimizer_and_scheduler", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=4, max_steps=4))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["output_on_failure", "temporary"])
+def test_a_model_that_does_not_fit_is_saved_elsewhere(named, upscaled, corpus, tmp_path, full, temporary, capsys):
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole"))
+    full.add(tmp_path / "out")
+    options = {"output_on_failure": str(tmp_path / "spare")} if named else {}
+    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    place = Path(result.output)
+    assert place == tmp_path / "spare" if named else place.parent == temporary and place.name.startswith("out-")
+    assert equal(place, tmp_path / "whole")
+    assert AutoModelForCausalLM.from_pretrained(place) and (place / "upscale.json").exists()
+    assert not (tmp_path / "out" / "config.json").exists() and not list(tmp_path.rglob(".partial_model"))
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'out'}: No space left on device. What was trained is still in memory" in err
+    move = f"cp -a {place}/. {tmp_path / 'out'}/ && rm -r {place}"
+    assert f"The trained model is in {place}, not in {tmp_path / 'out'}." in err and move in err
+    full.clear()
+    assert os.system(move) == 0
+    assert equal(tmp_path / "out", tmp_path / "whole") and not place.exists()
+
+
+def test_the_command_says_by_its_status_that_the_model_is_elsewhere(
+    upscaled, corpus, tmp_path, full, temporary, capsys
+):
+    full.add(tmp_path / "out")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 2\nsequence_length: 16\nbatch_size: 2\nprecision: fp32\n")
+    words = [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]
+    assert main(words) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{temporary / 'out-'}")
+    full.add(temporary)
+    assert main([*words, "overwrite=true", "save_every=1"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        f"error: the trained model could not be saved ({tmp_path / 'out'}: No space left on device; "
+    )
+    assert error.endswith("; no checkpoint was saved") and len(list(temporary.iterdir())) == 1
+
+
+def test_where_nothing_has_room_the_latest_checkpoint_is_named(
+    upscaled, corpus, tmp_path, full, temporary, monkeypatch
+):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=5, max_steps=12))
+    full.add(tmp_path / "out" / ".partial_model")
+    free(monkeypatch, 10)
+    with pytest.raises(SaveError, match=r"no room for [\d,]+ bytes\); resume=true goes on from checkpoint-12"):
+        run.execute()
+    assert not any(temporary.iterdir())
+
+
+def test_at_a_terminal_it_waits_for_room(upscaled, corpus, tmp_path, full, temporary, monkeypatch, capsys):
+    full |= {tmp_path / "out", temporary}
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+        def readline(self):
+            full.clear()
+            return "\n"
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(saving.select, "select", lambda *arguments: ([sys.stdin], [], []))
+    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+    assert result.output == str(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert re.search(
+        r"Make room for [\d,]+ bytes in .*out, then press Enter; Ctrl-C gives up", capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("out", "which holds the output"),
+        ("out/spare", "which lies in the output"),
+        ("file", "a file; expected a folder."),
+        ("file/spare", "is no folder to write in; choose another."),
+        ("used", "which exists; choose another folder."),
+    ],
+)
+def test_a_spare_folder_is_checked_at_the_start(value, message, upscaled, corpus, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "precious").touch()
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", output_on_failure=str(tmp_path / value))
+    with pytest.raises(ValueError, match=f"output_on_failure is '.*', .*{re.escape(message)}"):
+        train(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_spare_folder_has_room_for_the_model(upscaled, corpus, tmp_path, monkeypatch):
+    spare = tmp_path / "spare"
+    monkeypatch.setattr(disk_room, "free_bytes", lambda folder: 10 if Path(folder) == spare else 10**12)
+    with pytest.raises(ValueError, match=r"on the disk of output_on_failure '.*spare', for a model of \S+ MB, but"):
+        train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", output_on_failure=str(spare)))
+
+
+def test_events_wait_while_the_log_cannot_be_written(upscaled, corpus, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def append(path, text):
+        calls.append(text)
+        if len(calls) in (2, 3):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_whole(path, text)
+
+    monkeypatch.setattr("midus_hf.training.training_log.append_whole", append)
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=5))
+    assert [event["step"] for event in exact_log(tmp_path / "out")] == [1, 2, 3, 4, 5]
+    err = capsys.readouterr().err
+    assert err.count("log.jsonl cannot be written: No space left on device. Its events wait until it can.") == 1
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path):
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    path = tmp_path / "log.jsonl"
+    append_whole(path, '{"step": 1}\n')
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+        with contextlib.suppress(OSError):
+            append_whole(path, '{"step": 2}\n')
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert path.read_text() == '{"step": 1}\n' and read_log(path) == [{"step": 1}]
+
+
+def test_what_the_libraries_raise_on_a_full_disk_is_known(tmp_path):
+    """A limit on the size of files fails as a full disk does."""
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.zeros(100_000)}
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+            reasons = []
+            for save in (save_file, torch.save, lambda _, path: Path(path).write_bytes(b"x" * 20_000)):
+                try:
+                    save(tensors, str(tmp_path / "file"))
+                except Exception as error:
+                    reasons.append(write_failure(error) or "")
+            known = ["File too large", "a file could not be written to its end", "File too large"]
+            status = 0 if [reason.partition(" (")[0] for reason in reasons] == known else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert write_failure(ValueError("No space left on device")) is None
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,195 @@
+"""Ctrl-C and SIGTERM end a run in order, and what is resumed goes on as if nothing had happened."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.test_run import exact_log
+from training.tiny_run import tiny_config
+from transformers import TrainerCallback
+
+from midus_hf.training import train
+from midus_hf.training.cli import main
+from midus_hf.training.interruption import RunInterrupted
+from midus_hf.training.output_folder import last_checkpoint
+from midus_hf.training.run import prepare
+from midus_hf.training.saving import SaveError
+
+REPOSITORY = Path(__file__).parents[2]
+HINT = "Stopping after this step, with a checkpoint; once more stops at once."
+
+
+class SignalAt(TrainerCallback):
+    """Signal this process in the middle of a step."""
+
+    def __init__(self, step: int, number: signal.Signals = signal.SIGINT):
+        self.step, self.number = step, number
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step - 1:
+            signal.raise_signal(self.number)
+
+
+def interrupted(config, step: int, number: signal.Signals = signal.SIGINT) -> RunInterrupted:
+    run = prepare(config)
+    run.trainer.add_callback(SignalAt(step, number))
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(RunInterrupted) as raised:
+        run.execute()
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    return raised.value
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_resumes_exactly(number, upscaled, corpus, tmp_path, capsys):
+    options = {"gradient_accumulation": 2, "max_steps": 12}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    stopped = interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", **options), 7, number)
+    saved = tmp_path / "parts" / "checkpoint-7"
+    assert str(stopped) == f"interrupted after step 7; resume=true goes on from {saved}"
+    assert stopped.signal_number == number
+    assert last_checkpoint(tmp_path / "parts") == saved and not (tmp_path / "parts" / "config.json").exists()
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", resume=True, **options))
+    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(upscaled, corpus, tmp_path):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=3))
+    run.trainer.add_callback(SignalAt(3))
+    assert run.execute().steps == 3
+    assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
+
+
+def test_a_checkpoint_that_does_not_fit_is_saved_elsewhere_and_resumed_from_there(
+    upscaled, corpus, tmp_path, monkeypatch, capsys
+):
+    spare, output = tmp_path / "spare", tmp_path / "out"
+    options = {"max_steps": 6, "output_on_failure": str(spare)}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", max_steps=6))
+
+    with monkeypatch.context() as patch:
+        fail_in(output, patch)
+        stopped = interrupted(tiny_config(upscaled("llama"), corpus, output, **options), 4)
+    saved = spare / "checkpoint-4"
+    assert str(stopped) == f"interrupted after step 4; resume={saved} goes on from {saved}"
+    assert not list(output.glob("checkpoint-*"))
+    with pytest.raises(ValueError, match=r"learning_rate is 0\.5, but the run to resume has 0\.01"):
+        prepare(tiny_config(upscaled("llama"), corpus, output, max_steps=6, resume=str(saved), learning_rate=0.5))
+    train(tiny_config(upscaled("llama"), corpus, output, max_steps=6, resume=str(saved)))
+    assert exact_log(output) == exact_log(tmp_path / "whole")
+
+
+def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(upscaled, corpus, tmp_path, monkeypatch):
+    def nowhere(*args, **kwargs):
+        raise SaveError("everything is full")
+
+    fail_in(tmp_path / "out" / "checkpoint-4", monkeypatch)
+    monkeypatch.setattr("midus_hf.training.run.save_where_possible", nowhere)
+    stopped = interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=3), 4)
+    assert str(stopped) == (
+        "interrupted after step 4, without a checkpoint (everything is full); resume=true goes on from checkpoint-3"
+    )
+
+
+def fail_in(folder: Path, patch) -> None:
+    honest = torch.save
+
+    def save(value, path, *args, **kwargs):
+        if Path(path).is_relative_to(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        honest(value, path, *args, **kwargs)
+
+    patch.setattr(torch, "save", save)
+
+
+class Process:
+    """The script in a process of its own, which minds signals as one at a terminal does."""
+
+    def __init__(self, words: list[str], launcher: list[str] | None = None):
+        self.process = subprocess.Popen(
+            [*(launcher or [sys.executable]), REPOSITORY / "scripts" / "train_cpt.py", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            # Shells start what runs in the background with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def signal_after_first_event(self, log: Path, number: signal.Signals) -> tuple[int, str]:
+        deadline = time.monotonic() + 120
+        while not (log.exists() and log.stat().st_size):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+        self.process.send_signal(number)
+        return self.process.wait(timeout=120), self.process.communicate()[1]
+
+
+@pytest.fixture
+def words(upscaled, corpus, tmp_path) -> list[str]:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sequence_length: 16\nbatch_size: 2\nprecision: fp32\nlog_every: 1\nmax_steps: 100000\n")
+    return [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path):
+    result, err = Process(words).signal_after_first_event(tmp_path / "out" / "log.jsonl", number)
+    assert result == status, err
+    saved = last_checkpoint(tmp_path / "out")
+    step = int(saved.name.rpartition("-")[2])
+    assert err.splitlines()[-1] == f"interrupted after step {step:,}; resume=true goes on from {saved}"
+    assert HINT in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_stops_at_once(number, upscaled, corpus, tmp_path):
+    class Twice(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # a launcher that passes on what the terminal has sent already
+            time.sleep(1.1)
+            signal.raise_signal(number)
+            pytest.fail("nothing stopped")
+
+    def terminated(*arguments):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out"))
+        run.trainer.add_callback(Twice())
+        with pytest.raises(KeyboardInterrupt) as raised:
+            run.execute()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert raised.type is KeyboardInterrupt and last_checkpoint(tmp_path / "out") is None
+
+
+def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("midus_hf.training.run.load_model", interrupt)
+    assert main(words) == 130
+    assert capsys.readouterr().err == "interrupted\n" and not (tmp_path / "out").exists()
+
+
+def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path):
+    """A launcher gets the signal and passes it on, here as if the terminal had sent it to all of them at once."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    _, err = Process(words, launcher).signal_after_first_event(tmp_path / "out" / "log.jsonl", signal.SIGINT)
+    saved = last_checkpoint(tmp_path / "out")
+    step = int(saved.name.rpartition("-")[2])
+    assert err.count(f"interrupted after step {step:,}; resume=true goes on from {saved}") == 1
+    assert err.count(HINT) == 1
+    assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}

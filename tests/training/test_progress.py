@@ -1,0 +1,124 @@
+"""What a run prints: one row an event that fits the terminal, and nothing of what libraries would print."""
+
+import re
+import sys
+
+import pytest
+from training.tiny_run import tiny_config
+from transformers import TrainerControl, TrainerState
+from transformers.utils import logging
+
+from midus_hf.training import train
+from midus_hf.training.progress import ProgressTable, short_count, short_time, without_library_bars
+from midus_hf.training.training_log import read_log
+
+
+@pytest.fixture
+def library_bars():
+    """Libraries show bars, as they do by themselves."""
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    yield
+    if not shown:
+        logging.disable_progress_bar()
+
+
+LOGS = {"loss": 12.3456789, "learning_rate": 1.234e-5, "grad_norm": 1234567.8, "usage": 1.0}
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if re.match(r" +[\d,]+  |.* step  ", line)]
+
+
+def test_a_run_prints_a_row_an_event_and_no_more(upscaled, corpus, tmp_path, library_bars, capsys):
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=7, log_every=3, save_every=5)
+    capsys.readouterr()
+    train(config)
+    out, err = capsys.readouterr()
+    header, *events = rows(out)
+    assert header == ["step", "tokens", "loss", "rate", "grad", "norm", "tokens/s", "left"]
+    log = [event for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event]
+    assert [row[0] for row in events] == ["3", "5", "6", "7"] == [str(event["step"]) for event in log]
+    for row, event in zip(events, log, strict=True):
+        assert row[1:4] == [str(32 * event["step"]), f"{event['loss']:.4f}", f"{event['learning_rate']:.2e}"]
+        assert float(row[4]) == pytest.approx(event["grad_norm"], rel=5e-3)
+    assert "{" not in out and "Writing model shards" not in err
+
+
+def test_the_widest_row_fits_80_columns(capsys):
+    table = ProgressTable(held_out=True)
+    state = TrainerState(max_steps=999_999, global_step=0, num_input_tokens_seen=0)
+    table.on_train_begin(None, state, TrainerControl())
+    table._started -= 300 * 86400
+    state.global_step, state.num_input_tokens_seen = 999_998, 998_765_432_109
+    table._last_time -= 99_999
+    table.on_log(None, state, TrainerControl(should_evaluate=True), logs=dict(LOGS))
+    assert len(capsys.readouterr().out.splitlines()) == 1, "the row waits for the perplexity"
+    table.on_log(None, state, TrainerControl(should_evaluate=True), logs={"perplexity": 12345.67891})
+    line = capsys.readouterr().out
+    assert line == "999,998    999B  12.3457  1.23e-05   1.23e+06  9,987,754   0:00:26  12345.6789\n"
+    assert len(line.rstrip()) <= 80
+
+
+def test_a_step_is_one_row_with_its_perplexity(upscaled, corpus, tmp_path, capsys):
+    held_out = {"eval_text": str(corpus), "eval_every": 2}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=3, **held_out))
+    header, *events = rows(capsys.readouterr().out)
+    assert header[-1] == "perplexity"
+    assert [(row[0], len(row)) for row in events] == [("0", 2), ("1", 7), ("2", 8), ("3", 8)]
+    measured = [event["perplexity"] for event in read_log(tmp_path / "out" / "log.jsonl") if "perplexity" in event]
+    assert [row[-1] for row in events if row[0] != "1"] == [f"{value:.4f}" for value in measured]
+
+
+def test_at_a_terminal_rows_stand_above_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    table = ProgressTable(held_out=False)
+    state = TrainerState(max_steps=100, global_step=40)
+    table.on_train_begin(None, state, TrainerControl())
+    state.global_step = 50
+    table.on_step_end(None, state, TrainerControl())
+    table.on_log(None, state, TrainerControl(), logs=dict(LOGS))
+    table.close()
+    out, err = capsys.readouterr()
+    assert [row[0] for row in rows(out)] == ["step", "50"]
+    assert " 40 %|" in err and "40/100" in err
+
+
+def test_only_the_first_process_prints(capsys):
+    table = ProgressTable(held_out=False)
+    state = TrainerState(max_steps=100, is_world_process_zero=False)
+    table.on_train_begin(None, state, TrainerControl())
+    table.on_log(None, state, TrainerControl(), logs=dict(LOGS))
+    table.close()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.00K"),
+        (9994, "9.99K"),
+        (99_960, "100K"),
+        (999_600, "1.00M"),
+        (1.64e9, "1.64B"),
+    ],
+)
+def test_counts_are_short(number, text):
+    assert short_count(int(number)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00:00"), (3723, "1:02:03"), (359_999, "99:59:59"), (360_000, "4d 04h")]
+)
+def test_times_are_short(seconds, text):
+    assert short_time(seconds) == text
+
+
+def test_bars_of_libraries_come_back(library_bars):
+    assert logging.is_progress_bar_enabled()
+    with pytest.raises(KeyError), without_library_bars():
+        assert not logging.is_progress_bar_enabled()
+        raise KeyError
+    assert logging.is_progress_bar_enabled()
