@@ -72,7 +72,6 @@ def test_every_stage_tells_of_all_its_steps(shared_base, tmp_path, method, verif
 
 
 def test_so_does_taking_out(shared_base, tmp_path):
-    upscale(base=shared_base(), method="solar", output=tmp_path / "out", verify=False, num_new_layers=2)
     upscale(base=shared_base(), method="llama-pro", output=tmp_path / "pro", verify=False)
     progress = Stages()
     strip(tmp_path / "pro", tmp_path / "stripped", progress=progress)

@@ -8,7 +8,7 @@ import torch
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import RequestError, VerificationError, upscale
-from upscalers.engine import job
+from upscalers.engine import job, streamed_model
 from upscalers.engine.job import Job
 from upscalers.engine.method import get_method
 from upscalers.engine.recipes import Copy, Fill
@@ -187,6 +187,22 @@ def test_who_insists_is_refused_before_the_first_byte(command, base, tmp_path, m
         "--verify away to have what can be checked with less.\n"
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    base = save_base(tmp_path / "base")
+    honest = streamed_model.read_tensor
+
+    def read_tensor(place):
+        if place.file.parent.name.startswith(".out"):
+            raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
+        return honest(place)
+
+    monkeypatch.setattr(streamed_model, "read_tensor", read_tensor)
+    message = r"cannot run the upscaled model \(RuntimeError: can't allocate .* pass --no-verify\."
+    with pytest.raises(VerificationError, match=message):
+        upscaled(base, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_memory_that_suffices_is_no_reason_to_ask(base, tmp_path, monkeypatch):

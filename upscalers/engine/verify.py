@@ -88,8 +88,8 @@ def compare_logits(
 
     Raises:
         RequestError: If transformers cannot run the base.
-        VerificationError: If a tensor was not loaded as saved, or identity is promised and a hidden state or a logit
-            differs; says where the models part.
+        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is promised
+            and a hidden state or a logit differs; says where the models part.
     """
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
     generator = torch.Generator().manual_seed(0)
@@ -123,7 +123,14 @@ def compare_logits(
             "it only does not fit in memory, pass --no-verify."
         ) from None
     progress.advance()
-    new_logits = StreamedModel(folder, tensors, torch_dtype).logits(tokens, follow).flatten(0, 1)
+    model = StreamedModel(folder, tensors, torch_dtype)
+    try:
+        new_logits = model.logits(tokens, follow).flatten(0, 1)
+    except (RuntimeError, MemoryError) as error:
+        raise VerificationError(
+            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
+            "memory, pass --no-verify."
+        ) from None
     equal = _are_same(base_logits, new_logits)
     if identity and (partings or not equal):
         what = "hidden states" if equal else "logits"
