@@ -121,7 +121,7 @@ def checkpoints(output: str | os.PathLike) -> dict[int, Path]:
     return {
         int(match[1]): path
         for path in (output.iterdir() if output.is_dir() else ())
-        if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+        if (match := CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir()
     }
 
 

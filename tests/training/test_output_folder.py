@@ -118,6 +118,17 @@ def test_links_are_never_removed_and_many_files_are_named_in_part(written, tmp_p
         check_output(changed)
 
 
+def test_a_checkpoint_that_is_a_link_is_resumed_and_not_removed(tmp_path):
+    elsewhere = checkpoint(tmp_path / "elsewhere", 9)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoint-9").symlink_to(elsewhere)
+    checkpoint(tmp_path / "out", 10)
+    remove_old_checkpoints(tmp_path / "out", step=10, keep=1)
+    assert (elsewhere / "trainer_state.json").exists()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-10")
+    assert last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-9"
+
+
 def test_old_checkpoints_are_removed_but_not_what_a_person_put_into_them(tmp_path):
     for step in (1, 2, 3, 9):
         checkpoint(tmp_path, step)
