@@ -68,8 +68,10 @@ def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
         Whether nothing is left there.
     """
     output, path = Path(output), Path(path)
+    if not os.path.lexists(path):
+        return True
     try:
-        if _is_folder(path):
+        if path == output or _is_folder(path):
             removed = [remove_written(output, entry) for entry in path.iterdir()]
             if path == output or not all(removed):
                 return False

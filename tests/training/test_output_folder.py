@@ -76,6 +76,17 @@ def test_everything_that_a_run_writes_is_overwritten(written, corpus, tmp_path):
     assert names(output) == names(fresh)
 
 
+@pytest.mark.parametrize("place", ["absent", "link"])
+def test_an_output_that_is_not_there_or_is_a_link_may_be_asked_to_be_overwritten(written, corpus, tmp_path, place):
+    output = tmp_path / "out"
+    if place == "link":
+        shutil.copytree(written, tmp_path / "elsewhere")
+        output.symlink_to(tmp_path / "elsewhere")
+    train(tiny_config(written.parent / "model", corpus, output, max_steps=1, overwrite=True))
+    assert output.is_symlink() == (place == "link")
+    assert (output / "model.safetensors").is_file() and not list(output.glob("checkpoint-*"))
+
+
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
