@@ -67,12 +67,14 @@ class RunTrainer(MemoryTrainer):
             # Last, since it logs when training begins: by then the log and the table have begun.
             self.add_callback(HeldOutEvents(eval_every, self.evaluate))
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the held-out text as `perplexity` does, and log `eval_loss` (nats a token) and `perplexity`.
 
-        What it takes beside that is a `Trainer`'s, and not looked at.
+        As `Trainer.evaluate` where a dataset is given, or the run has no held-out text.
         """
-        assert self.held_out is not None and isinstance(self.model, PreTrainedModel)
+        if eval_dataset is not None or self.held_out is None:
+            return super().evaluate(eval_dataset, *args, **kwargs)
+        assert isinstance(self.model, PreTrainedModel)
         result = measure(self.model, self.held_out)
         loss = torch.tensor(math.log(result.perplexity), dtype=torch.float64)
         if self.args.world_size > 1:
