@@ -4,18 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
-from rich.table import Table
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerState,
-    TrainingArguments,
     default_data_collator,
     set_seed,
 )
@@ -41,13 +38,14 @@ from midus_hf.training.output_folder import (
     publish,
     start_output,
 )
-from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.precision import hold_for_training, restore_dtypes
 from midus_hf.training.progress import without_library_bars
 from midus_hf.training.reporting import check_reporting
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.saving import SaveError, save_where_possible, say
-from midus_hf.training.training_data import TrainingData, build_dataset, describe_corpus, open_corpora
+from midus_hf.training.start_summary import print_start
+from midus_hf.training.trainer_arguments import training_arguments
+from midus_hf.training.training_data import build_dataset, open_corpora
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.written_files import CONFIG_NAME, LOG_NAME, PARTIAL_NAME, STATE_NAME, remove_written
 
@@ -253,7 +251,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
         start_output(config)
-        _show(config, report, dataset, model)
+        print_start(config, report, dataset, model)
     PartialState().wait_for_everyone()
     trainer = RunTrainer(
         model=model,
@@ -279,44 +277,6 @@ def prepare(config: TrainConfig) -> TrainingRun:
     )
 
 
-def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """The Trainer's own arguments for a run.
-
-    Args:
-        config: The options of the run.
-    """
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    optional: dict[str, Any] = {}
-    if config.activation_checkpointing:
-        optional |= {checkpointing: True, f"{checkpointing}_kwargs": {"use_reentrant": False}}
-    if config.save_every is not None:
-        optional["save_steps"] = config.save_every
-    return TrainingArguments(
-        output_dir=config.output,
-        max_steps=-1 if config.max_steps is None else config.max_steps,
-        num_train_epochs=1.0 if config.epochs is None else config.epochs,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        lr_scheduler_type=config.schedule,
-        warmup_steps=config.warmup_ratio,
-        max_grad_norm=config.max_grad_norm,
-        bf16=config.precision == "bf16",
-        use_cpu=not torch.accelerator.is_available(),
-        save_strategy="no" if config.save_every is None else "steps",
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,
-        include_num_input_tokens_seen="all",
-        report_to=config.report_to,
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.accelerator.is_available(),
-        seed=config.seed,
-        **optional,
-    )
-
-
 def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> None:
     for name, is_set in (("balance_loss", config.balance_loss), ("usage_every", config.usage_every)):
         if is_set and not getattr(model_config, "memory", None):
@@ -324,30 +284,3 @@ def _check_has_memory(config: TrainConfig, model_config: PreTrainedConfig) -> No
                 f"{name} is {is_set}, but this {model_config.model_type} model has no memory layers; train one that has, "
                 f"or leave {name} out."
             )
-
-
-def _show(config: TrainConfig, report: TrainableReport, dataset: TrainingData, model: PreTrainedModel) -> None:
-    console = Console()
-    console.print(report)
-    groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
-    courses = {"schedule": config.schedule, "constant": "constant", "4x-to-1x": f"{config.schedule}, 4x to 1x"}
-    for group in parameter_groups(
-        model,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        key_value_learning_rate=config.key_value_learning_rate,
-        value_learning_rate=config.value_learning_rate,
-        value_schedule=config.value_schedule,
-        value_transforms=config.value_transforms,
-    ):
-        groups.add_row(
-            group["name"].replace("_", " "),
-            str(len(group["params"])),
-            f"{sum(parameter.numel() for parameter in group['params']):,}",
-            f"{group['lr']:g}",
-            courses[group["course"]],
-            f"{group['weight_decay']:g}",
-        )
-    console.print(groups)
-    for line in describe_corpus(config, dataset):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

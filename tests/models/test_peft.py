@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models.optimizer_steps import train_steps
 from models.upscaled import upscaled_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import prompt
@@ -13,17 +14,6 @@ def lora(family: str, target_modules: str | list[str] = "all-linear", **options)
     torch.manual_seed(0)
     config = LoraConfig(target_modules=target_modules, r=4, lora_alpha=16, task_type="CAUSAL_LM", **options)
     return get_peft_model(upscaled_model(family), config)
-
-
-def train_two_steps(model: PeftModel) -> None:
-    """Two, since the B matrices of LoRA start at zero and hold back the A matrices for one."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model.train()
-    for _ in range(2):
-        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
 
 
 def adapted(model: PeftModel, layer: int) -> set[str]:
@@ -59,7 +49,7 @@ def test_a_trained_adapter_survives_saving_and_merging(family, targets, tmp_path
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         untrained = model(prompt()).logits
-    train_two_steps(model)
+    train_steps(model, 2)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) != ("lora_" in name), name
     with torch.no_grad():
@@ -84,7 +74,7 @@ def test_memories_train_whole_beside_adapters(family, tmp_path):
     model = lora(family, ["q_proj", "v_proj"], modules_to_save=["memory"])
     before = {name: parameter.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert sum(name.endswith(".memory.modules_to_save.default.value_bank") for name in before) == 2
-    train_two_steps(model)
+    train_steps(model, 2)
     assert all(not torch.equal(model.get_parameter(name), value) for name, value in before.items())
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(upscaled_model(family), tmp_path).eval()
@@ -98,7 +88,7 @@ def test_a_memory_with_batch_norm_is_after_saving_what_it_was(memory_type, whole
     """Frozen, its statistics stand still; trained whole, they are saved with it."""
     config = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=whole, r=4, task_type="CAUSAL_LM")
     model = get_peft_model(upscaled_model("llama", memory_type=memory_type), config)
-    train_two_steps(model)
+    train_steps(model, 2)
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(upscaled_model("llama", memory_type=memory_type), tmp_path).eval()
     with torch.no_grad():

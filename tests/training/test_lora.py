@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from models.optimizer_steps import train_steps
 from models.upscaled import SIZES, upscaled_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import constants
@@ -41,14 +42,7 @@ def logits(model) -> torch.Tensor:
 
 
 def train_four_steps(model, **rates) -> None:
-    """Four, since keys wait for values to leave zero, and A matrices for B matrices."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, learning_rate=1e-2, weight_decay=0.1, **rates))
-    model.train()
-    for _ in range(4):
-        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
+    train_steps(model, 4, parameter_groups(model, learning_rate=1e-2, weight_decay=0.1, **rates))
 
 
 @pytest.mark.parametrize("memory_type", SIZES)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from models.optimizer_steps import train_steps
 from tiny import prompt
 
 from midus_hf.training import set_trainable
@@ -113,10 +114,7 @@ def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_
     upscaled(once, tmp_path / "twice", placement="0,2")
     model = load(tmp_path / "twice").train()
     report = set_trainable(model, "auto")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(2):
-        model(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
-        optimizer.step()
+    train_steps(model, 2)
     model.save_pretrained(tmp_path / "twice-trained")
     assert report.layers == [0, 2]
     strip(tmp_path / "twice-trained", tmp_path / "stripped")

@@ -1,0 +1,47 @@
+"""The options of a run as the Trainer takes them."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from midus_hf.training.options import TrainConfig
+
+
+def training_arguments(config: TrainConfig) -> TrainingArguments:
+    """The Trainer's own arguments for a run.
+
+    Args:
+        config: The options of the run.
+    """
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    optional: dict[str, Any] = {}
+    if config.activation_checkpointing:
+        optional |= {checkpointing: True, f"{checkpointing}_kwargs": {"use_reentrant": False}}
+    if config.save_every is not None:
+        optional["save_steps"] = config.save_every
+    return TrainingArguments(
+        output_dir=config.output,
+        max_steps=-1 if config.max_steps is None else config.max_steps,
+        num_train_epochs=1.0 if config.epochs is None else config.epochs,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        lr_scheduler_type=config.schedule,
+        warmup_steps=config.warmup_ratio,
+        max_grad_norm=config.max_grad_norm,
+        bf16=config.precision == "bf16",
+        use_cpu=not torch.accelerator.is_available(),
+        save_strategy="no" if config.save_every is None else "steps",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all",
+        report_to=config.report_to,
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        seed=config.seed,
+        **optional,
+    )
