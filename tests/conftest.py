@@ -1,7 +1,9 @@
 """Fixtures that several test folders share."""
 
 import os
+import signal
 import tempfile
+from collections.abc import Iterator
 
 # Before anything imports datasets, which reads it once: tests leave nothing in the cache of who runs them.
 _cache = tempfile.TemporaryDirectory(prefix="datasets-cache-")
@@ -42,3 +44,11 @@ def family(request) -> str:
 def native_family(request) -> str:
     """Each family that is upscaled as its own kind, in turn."""
     return request.param
+
+
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """SIGINT is taken as from a keyboard, also where the tests run in the background of a shell that has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

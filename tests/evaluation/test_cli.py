@@ -286,7 +286,7 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
 
 
 @needs_harness
-def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path):
+def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path, keyboard):
     words = write_task(tmp_path, stop_at=6)  # in the second model's questions
     models = [room / "base", room / "upscaled"]
     done = run(*models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
@@ -311,7 +311,7 @@ def test_a_termination_ends_with_one_line_too(room, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interruption_before_the_first_model_says_so(room, capsys, monkeypatch, number, status):
+def test_an_interruption_before_the_first_model_says_so(room, capsys, monkeypatch, keyboard, number, status):
     monkeypatch.setattr("midus_hf.evaluation.settings.read_settings", lambda *_: os.kill(os.getpid(), number))
     before = signal.getsignal(signal.SIGTERM)
     assert refusal(capsys, room / "base") == (status, "midus-eval: interrupted; nothing was measured")

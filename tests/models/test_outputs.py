@@ -121,9 +121,12 @@ def test_a_copy_of_a_model_computes_the_same_and_learns_apart(family):
 def test_half_precision_models_compute_nearly_what_float32_ones_do(family, dtype):
     model, reference = upscaled_model(family, dtype=dtype), upscaled_model(family)
     reference.load_state_dict(model.state_dict())
+    tokens = prompt(batch=24)
     with torch.no_grad():
-        logits, expected = model(prompt()).logits, reference(prompt()).logits
+        logits, expected = model(tokens).logits, reference(tokens).logits
     assert logits.dtype == dtype
-    # Where two scores are close, rounded queries may retrieve another slot. Few tokens meet that, so look at the median.
+    # Where two scores are close, rounded queries retrieve another slot, and every later token of the prompt sees that. A
+    # quarter of the tokens meets none of it.
     errors = (logits.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert errors.median() < 0.05
+    assert errors.quantile(0.25) < 0.02
+    assert errors.median() < 0.06

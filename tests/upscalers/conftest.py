@@ -1,7 +1,6 @@
 """Settings and fixtures of the upscaler tests."""
 
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,14 +45,6 @@ class Outcome:
     def json(self) -> Any:
         """The one object on standard output."""
         return json.loads(self.out)
-
-
-@pytest.fixture
-def keyboard() -> Iterator[None]:
-    """SIGINT is taken as from a keyboard, also where the tests run in the background of a shell that has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from midus_hf.models.export import write_code
-from midus_hf.training.output_folder import CONFIG_NAME, LOG_NAME
+from midus_hf.training.written_files import CONFIG_NAME, LOG_NAME
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer

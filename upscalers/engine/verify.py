@@ -104,10 +104,11 @@ def compare_logits(
             progress.advance()
 
     def follow(number: int, hidden: torch.Tensor) -> None:
-        if identity and not partings:
+        # What is not finite spreads with each attention that reads it, a new layer's earlier than the base's own: there only
+        # predictions can be compared.
+        if identity and base_is_finite and not partings:
             expected = hidden_states[counterparts[number]]
-            # What is not finite spreads with each attention that reads it, so there only predictions can be compared.
-            if expected.isfinite().all() and not _are_same(expected, hidden):
+            if not _are_same(expected, hidden):
                 partings.append((number, _largest_difference(expected, hidden)))
         if number:
             progress.advance()
@@ -123,6 +124,7 @@ def compare_logits(
             "it only does not fit in memory, pass --no-verify."
         ) from None
     progress.advance()
+    base_is_finite = all(bool(values.isfinite().all()) for values in (*hidden_states, base_logits))
     model = StreamedModel(folder, tensors, torch_dtype)
     try:
         new_logits = model.logits(tokens, follow).flatten(0, 1)
