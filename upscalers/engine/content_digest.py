@@ -51,7 +51,7 @@ class TensorDigests:
         self._begun = False
         self._futures: dict[str, Future[str]] = {}
         self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(max(1, num_processors() // 2), thread_name_prefix="digest")
+        self._pool = ThreadPoolExecutor(num_processors(), thread_name_prefix="digest")
 
     def __enter__(self) -> "TensorDigests":
         return self

@@ -192,11 +192,12 @@ class Job:
                 progress.advance()
             self._write_siblings(partial, progress)
             identity = self._verify(partial, shards, compares_logits, progress)
+            folder.flush(progress)  # which takes as long as the digests, and no processor
             progress.stage("recording what was done", 1)
             self.digests = digests.finish()
             self._write_provenance(partial, identity, progress)
+            folder.commit()
             progress.advance()
-            folder.commit(progress)
         return identity, Bytes(written.bytes_read, written.bytes_written)
 
     def _write_config(self, partial: Path) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from upscalers.engine.errors import RequestError
 from upscalers.engine.ownership import check_replaceable, is_replaceable, listed
-from upscalers.engine.progress import NoProgress, Progress
+from upscalers.engine.progress import Progress
 
 MARK = ".written-by-upscale"
 """A file in folders that are half written or half deleted: the next run to the same output may remove them."""
@@ -131,21 +131,26 @@ class OutputFolder:
             raise
         self._lock = lock
 
-    def commit(self, progress: Progress | None = None) -> None:
-        """Force the folder's files to the disk and put it in its place.
+    def flush(self, progress: Progress) -> None:
+        """Force what has been written so far to the disk; what is written afterwards is left to `commit`.
 
         Args:
-            progress: Told of every byte that is on the disk. Default: silent.
-
-        Raises:
-            RequestError: If what is at its place has become something that may not be replaced.
+            progress: Told of every byte that is on the disk.
         """
-        progress = progress or NoProgress()
         sizes = {file: file.stat().st_size for file in self.partial.rglob("*")}
         progress.stage("waiting for the disk", sum(sizes.values()), "bytes")
         for file, num_bytes in sizes.items():
             sync(file)
             progress.advance(num_bytes)
+
+    def commit(self) -> None:
+        """Force the folder's files to the disk and put it in its place.
+
+        Raises:
+            RequestError: If what is at its place has become something that may not be replaced.
+        """
+        for file in self.partial.rglob("*"):
+            sync(file)
         self._check()  # again, since the work may have taken hours
         (self.partial / MARK).unlink()
         sync(self.partial)

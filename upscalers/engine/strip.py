@@ -76,6 +76,7 @@ def strip(
             digests.begin()
             writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
             written = writer.write(partial, shards)
+            folder.flush(progress)  # which takes as long as the digests, and no processor
             progress.stage("checking what was written", 1)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
@@ -90,8 +91,8 @@ def strip(
             write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
                 _write_code(partial)
+            folder.commit()
             progress.advance()
-            folder.commit(progress)
     return {
         "model": str(model),
         "output": str(output),
