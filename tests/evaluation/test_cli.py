@@ -15,7 +15,8 @@ from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscale
 from evaluation.questions import write_questions
 from transformers import AutoModelForCausalLM
 
-from midus_hf.evaluation import cli, perplexity
+from midus_commands import evaluate as cli
+from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
@@ -37,7 +38,7 @@ def room(tmp_path_factory):
 def run(*arguments, **environment: str) -> subprocess.CompletedProcess:
     """Run the command in a process of its own, offline, with its data sets prepared anew."""
     return subprocess.run(
-        [sys.executable, "-m", "midus_hf.evaluation.cli", *map(str, arguments)],
+        [sys.executable, "-m", "midus_commands.evaluate", *map(str, arguments)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment},
         capture_output=True,
         text=True,

@@ -17,8 +17,8 @@ from training.test_run import exact_log
 from training.tiny_run import save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
 
+from midus_commands.train import main
 from midus_hf.training import disk_room, saving, train
-from midus_hf.training.cli import main
 from midus_hf.training.disk_room import room_needed
 from midus_hf.training.output_folder import last_checkpoint
 from midus_hf.training.run import prepare

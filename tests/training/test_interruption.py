@@ -15,8 +15,8 @@ from training.test_run import exact_log
 from training.tiny_run import tiny_config
 from transformers import TrainerCallback
 
+from midus_commands.train import main
 from midus_hf.training import train
-from midus_hf.training.cli import main
 from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.output_folder import last_checkpoint
 from midus_hf.training.run import prepare

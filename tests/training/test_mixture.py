@@ -14,9 +14,9 @@ from training.test_run import exact_log
 from training.test_train_cpt import run_script
 from training.tiny_run import tiny_config, tiny_tokenizer, write_corpus
 
+from midus_commands.train import main
 from midus_hf.config_file import from_mapping, read_config
 from midus_hf.training import TrainConfig, WeightedCorpus, train
-from midus_hf.training.cli import main
 from midus_hf.training.mixture import Mixture, split_by_weights
 from midus_hf.training.model_card import add_training
 from midus_hf.training.output_folder import check_output

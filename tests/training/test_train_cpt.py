@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.cli import main
+from midus_commands.train import main
 from midus_hf.training.training_log import read_log
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,20 +1,14 @@
 """The command line of continual pretraining: `train_cpt.py CONFIG.yaml [key=value ...]`."""
 
 import argparse
+import ast
 import contextlib
-import inspect
+import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Sequence
-
-from midus_hf.config_file import read_config
-from midus_hf.documents import DocumentError
-from midus_hf.training.interruption import RunInterrupted
-from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
-from midus_hf.training.progress import without_library_bars
-from midus_hf.training.run import prepare
-from midus_hf.training.saving import SaveError
+from pathlib import Path
 
 _FAILED, _WRONG_REQUEST = 1, 2
 
@@ -30,6 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
     options = _parser().parse_args(arguments)
+    try:
+        from midus_hf.config_file import read_config
+        from midus_hf.documents import DocumentError
+        from midus_hf.training.interruption import RunInterrupted
+        from midus_hf.training.options import TrainConfig
+        from midus_hf.training.progress import without_library_bars
+        from midus_hf.training.run import prepare
+        from midus_hf.training.saving import SaveError
+    except KeyboardInterrupt:
+        return _fail("interrupted", 128 + signal.SIGINT)
     try:
         try:
             config = read_config(TrainConfig, options.config, options.overrides)
@@ -69,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_cpt.py",
         description="Continue the pretraining of a model, by default of the layers that its upscaling method trains.",
-        epilog=f"{_keys(TrainConfig)}\n\nkeys of corpus:\n{_keys(CorpusOptions)}\n\n"
-        f"and, where corpus is a list, of each of its corpora:\n{_keys(WeightedCorpus)}",
+        epilog=_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file of options; the recipes are in configs/train")
@@ -78,6 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _keys(options_class: type) -> str:
-    """The part of a docstring that describes the keys."""
-    return (inspect.getdoc(options_class) or "").partition("Args:\n")[2].partition("\n\nRaises:")[0]
+def _keys() -> str:
+    """What the docstrings of the options say of their keys, read from the source: importing it takes seconds."""
+    package = importlib.util.find_spec("midus_hf")
+    assert package is not None and package.submodule_search_locations
+    source = Path(package.submodule_search_locations[0], "training", "options.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+    def keys_of(name: str) -> str:
+        documentation = ast.get_docstring(classes[name]) or ""
+        return documentation.partition("Args:\n")[2].partition("\n\nRaises:")[0]
+
+    return (
+        f"{keys_of('TrainConfig')}\n\nkeys of corpus:\n{keys_of('CorpusOptions')}\n\n"
+        f"and, where corpus is a list, of each of its corpora:\n{keys_of('WeightedCorpus')}"
+    )

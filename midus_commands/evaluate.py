@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from midus_hf.evaluation.quiet import quiet_libraries
-
 _INTERRUPTED, _TERMINATED = 130, 143
 _status_of_interruption = _INTERRUPTED
 
@@ -128,6 +126,8 @@ def midus_eval(
 
         if (line := describe_files(settings.text)) is not None:
             print(line, file=sys.stderr)
+    from midus_hf.evaluation.quiet import quiet_libraries
+
     words = None
     with _loud_libraries() if verbose else quiet_libraries():
         from midus_hf.evaluation.evaluate import EvaluationInterrupted, evaluate
