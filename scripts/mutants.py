@@ -25,11 +25,17 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 REPOSITORY = Path(__file__).parent.parent
 FOLDERS = ["midus_hf/ops", "midus_hf/memory", "upscalers/engine"]
 
+ENGINE = "tests/upscalers --ignore=tests/upscalers/test_interruption.py"
+OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
+
 NEAREST = {
-    "midus_hf/ops": "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py",
+    "midus_hf/ops": f"{OPS} -k 'not triton'",  # which Triton's interpreter runs slowly
+    "midus_hf/ops/headwise_lookup_triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/product_key_triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
-    "upscalers/engine": "tests/upscalers --ignore=tests/upscalers/dense --ignore=tests/upscalers/test_interruption.py",
+    "upscalers/engine": f"{ENGINE} --ignore=tests/upscalers/dense",
     "upscalers/engine/solver.py": "tests/upscalers/solvers tests/upscalers/dense",
     "upscalers/engine/recipes.py": "tests/upscalers/dense tests/upscalers/test_identity.py",
 }
@@ -93,11 +99,13 @@ def source_files(paths: list[str]) -> list[Path]:
 
 
 def nearest_tests(file: Path) -> str:
-    """Arguments for pytest."""
+    """Arguments for pytest; tests of the file's own name, where there are any, come first, to notice what they can."""
     prefixes = [prefix for prefix in NEAREST if file.is_relative_to(prefix)]
     if not prefixes:
         raise SystemExit(f"error: {file}: no tests are known for it; add its folder to NEAREST in scripts/mutants.py.")
-    return NEAREST[max(prefixes, key=len)]
+    tests = NEAREST[max(prefixes, key=len)]
+    named = Path(tests.split()[0], f"test_{file.stem}.py")
+    return f"{named} {tests}" if named.is_file() else tests
 
 
 def sampled(file: Path, size: int, seed: int) -> list[MutationSpec]:
