@@ -323,6 +323,13 @@ def test_it_is_not_kept_where_parameters_come_and_go(memory, inputs):
         assert torch.equal(offloaded(inputs), expected)
 
 
+@pytest.mark.parametrize("left", [torch.empty(0), torch.empty(64, 8, device="meta")], ids=["sharded-away", "meta"])
+def test_it_is_not_kept_of_parameters_that_are_not_there(memory, left):
+    memory.value_bank = torch.nn.Parameter(left)
+    with kept_values(memory):
+        assert memory.kept.is_empty
+
+
 def test_it_does_not_serve_what_only_stands_for_a_parameter(memory, inputs):
     with torch.no_grad(), kept_values(memory):
         stand_in = {"value_bank": memory.value_bank + 1}

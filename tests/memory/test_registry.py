@@ -1,6 +1,8 @@
 """The table of memory types and the entries that configs name them by."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -108,6 +110,12 @@ def test_a_memory_that_does_not_say_how_it_is_built_or_filled_is_refused():
         Unfinished.from_config(None, MemoryOptions(layers=[0]))
     with pytest.raises(TypeError, match="Unfinished does not say how table is initialised"):
         Unfinished().init_parameter("table", torch.empty(1))
+
+
+def test_importing_the_package_registers_every_type():
+    code = "from midus_hf.memory import MEMORY_TYPES; print(*sorted(MEMORY_TYPES))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["headwise", "linear", "product-key"]
 
 
 @pytest.mark.parametrize("name", sorted(MEMORY_TYPES))

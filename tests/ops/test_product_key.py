@@ -121,6 +121,7 @@ def test_one_token_without_a_batch_is_a_query():
         ({"query": (3, 2, 6)}, r"query ends in \(2, 6\); expected \(heads, 2 \* sub-key width\) = \(2, 8\)"),
         ({"query": (3, 4, 8)}, r"query ends in \(4, 8\)"),
         ({"query": (8,)}, r"query ends in \(8,\)"),
+        ({"row_keys": (1, 2, 5, 4)}, r"row_keys is \(1, 2, 5, 4\); expected \[heads, n, sub-key width\]"),
         ({"row_keys": (2, 5)}, r"row_keys is \(2, 5\); expected \[heads, n, sub-key width\]"),
         ({"column_keys": (2, 6, 4)}, r"column_keys is \(2, 6, 4\); expected the shape of row_keys, \(2, 5, 4\)"),
         ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5\. Lower k or raise n"),

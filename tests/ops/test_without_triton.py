@@ -1,0 +1,22 @@
+"""Ops where triton is not installed."""
+
+import subprocess
+import sys
+
+
+def test_ops_run_by_pytorch_and_kernels_are_refused():
+    code = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import pytest, torch
+from midus_hf.ops import weighted_gather
+from midus_hf.ops.triton_import import HAS_TRITON
+
+assert not HAS_TRITON
+arguments = torch.eye(3), torch.tensor([[2, 0]]), torch.tensor([[0.5, 2.0]])
+assert torch.equal(weighted_gather(*arguments), torch.tensor([[2.0, 0.0, 0.5]]))
+with pytest.raises(ValueError, match="backend is 'triton', but triton is not installed; install it, or choose 'torch'"):
+    weighted_gather(*arguments, backend="triton")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
