@@ -1,0 +1,14 @@
+"""Names that ops are registered under."""
+
+import pytest
+import torch
+
+import midus_hf.ops  # noqa: F401 - registers them
+
+
+@pytest.mark.parametrize(
+    "name", ["headwise_lookup", "headwise_lookup_backward", "product_key_select", "weighted_gather"]
+)
+def test_ops_of_the_package_have_its_name_and_no_suffix(name):
+    """Which only copies of the code that checkpoints bring along have."""
+    assert hasattr(torch.ops.midus_hf, name)
