@@ -24,16 +24,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
     options = _parser().parse_args(arguments)
+    group_is_ours = not _is_in_process_group()
     try:
-        from midus_hf.config_file import read_config
-        from midus_hf.documents import DocumentError
-        from midus_hf.training.interruption import RunInterrupted
-        from midus_hf.training.options import TrainConfig
-        from midus_hf.training.progress import without_library_bars
-        from midus_hf.training.run import prepare
-        from midus_hf.training.saving import SaveError
+        status = _train(options)
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT)
+    if group_is_ours:
+        _leave_process_group()
+    return status
+
+
+def _train(options: argparse.Namespace) -> int:
+    from midus_hf.config_file import read_config
+    from midus_hf.documents import DocumentError
+    from midus_hf.training.interruption import RunInterrupted
+    from midus_hf.training.options import TrainConfig
+    from midus_hf.training.progress import without_library_bars
+    from midus_hf.training.run import prepare
+    from midus_hf.training.saving import SaveError
+
     try:
         try:
             config = read_config(TrainConfig, options.config, options.overrides)
@@ -44,8 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = run.execute()
     except RunInterrupted as interrupted:
         return _fail(str(interrupted), 128 + interrupted.signal_number)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 128 + signal.SIGINT)
     except DocumentError as error:
         return _fail(f"error: {error}", _WRONG_REQUEST)
     except SaveError as error:
@@ -56,6 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
     return 0 if result.output == run.config.output else _FAILED
+
+
+def _is_in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
+def _leave_process_group() -> None:
+    """Leave the group of a launcher's processes: one that is left at exit may abort the process (gloo), or warn (NCCL).
+
+    An interrupted process does not: the others may be waiting for it.
+    """
+    if _is_in_process_group():
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 def _fail(message: str, status: int) -> int:
