@@ -25,7 +25,6 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 REPOSITORY = Path(__file__).parent.parent
 FOLDERS = ["midus_hf/ops", "midus_hf/memory", "upscalers/engine"]
 
-ENGINE = "tests/upscalers --ignore=tests/upscalers/test_interruption.py"
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 
 NEAREST = {
@@ -35,11 +34,49 @@ NEAREST = {
     "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
-    "upscalers/engine": f"{ENGINE} --ignore=tests/upscalers/dense",
-    "upscalers/engine/solver.py": "tests/upscalers/solvers tests/upscalers/dense",
-    "upscalers/engine/recipes.py": "tests/upscalers/dense tests/upscalers/test_identity.py",
 }
 """The tests that judge a file: those of its longest prefix."""
+
+NEAREST_TO_ENGINE = {
+    "attention_pattern": "whole_periods placements",
+    "base_model": "bad_input pickled_base checkpoint_layouts families gguf",
+    "block_check": "verification",
+    "card_metadata": "base_card provenance",
+    "content_digest": "confirmation strip",
+    "errors": "options bad_input command_line push",
+    "families": "families layer_config dense/layer_tables dense/attention_types",
+    "free_memory": "free_memory verification",
+    "gguf": "gguf",
+    "hub": "hub push",
+    "inspection": "confirmation strip dense/opt_deus_report command_line",
+    "job": "recipe_check verification ownership push command_line identity",
+    "layer_config": "layer_config families",
+    "measurements": "solvers/measurements",
+    "memory_shapes": "dry_run families options",
+    "method": "options default_count recipe_check dense/identity_declared",
+    "model_card": "base_card provenance strip",
+    "options": "options command_line",
+    "output_folder": "output_folder ownership",
+    "ownership": "ownership output_folder",
+    "placements": "placements default_count whole_periods",
+    "plan": "plan dense/layer_tables stacking",
+    "progress": "progress safetensors_format",
+    "provenance": "provenance stacking strip",
+    "recipe_check": "recipe_check",
+    "recipes": "recipe_check dense identity",
+    "report": "dry_run command_line verification",
+    "run": "command_line bad_input hub_bases push",
+    "safetensors_format": "safetensors_format checkpoint_layouts",
+    "sizes": "options dry_run verification",
+    "solver": "solvers dense",
+    "source": "hub_bases hub bad_input checkpoint_layouts",
+    "streamed_model": "streamed_model verification",
+    "strip": "strip confirmation stacking",
+    "tokenizer": "tokenizer",
+    "verify": "verification streamed_model memory_use",
+    "writer": "safetensors_format checkpoint_layouts identity",
+}
+"""The tests in `tests/upscalers` that judge a file of the engine, the nearest first: `test_NAME.py`, or a folder."""
 
 NOISE = "core/ReplaceBinaryOperator_BitOr"
 """Operators left out: they change type annotations."""
@@ -100,12 +137,24 @@ def source_files(paths: list[str]) -> list[Path]:
 
 def nearest_tests(file: Path) -> str:
     """Arguments for pytest; tests of the file's own name, where there are any, come first, to notice what they can."""
+    if file.parent == Path("upscalers/engine") and file.stem in NEAREST_TO_ENGINE:
+        return " ".join(map(_engine_test, NEAREST_TO_ENGINE[file.stem].split()))
     prefixes = [prefix for prefix in NEAREST if file.is_relative_to(prefix)]
     if not prefixes:
         raise SystemExit(f"error: {file}: no tests are known for it; add its folder to NEAREST in scripts/mutants.py.")
     tests = NEAREST[max(prefixes, key=len)]
     named = Path(tests.split()[0], f"test_{file.stem}.py")
     return f"{named} {tests}" if named.is_file() else tests
+
+
+def _engine_test(name: str) -> str:
+    path = Path("tests/upscalers", name)
+    path = path if path.is_dir() else path.with_name(f"test_{path.name}.py")
+    if not path.exists():
+        raise SystemExit(
+            f"error: {path}: expected a test file or folder; mend NEAREST_TO_ENGINE in scripts/mutants.py."
+        )
+    return str(path)
 
 
 def sampled(file: Path, size: int, seed: int) -> list[MutationSpec]:
