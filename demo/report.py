@@ -148,7 +148,7 @@ def _loss_curve(log: Path) -> bytes:
     axes.plot(tokens, losses, color="#9db7dd", linewidth=1, label="a step")
     axes.plot(tokens, means, color="#2458a8", linewidth=2, label=f"mean of the last {_MEAN_OVER} steps")
     axes.set_xlabel("thousand tokens")
-    axes.set_ylabel("training loss (nats a token)")
+    axes.set_ylabel("training loss (nats per token)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

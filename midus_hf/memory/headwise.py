@@ -22,9 +22,9 @@ class HeadwiseOptions(RetrievalOptions):
     """Options of a head-wise memory, beside those of `RetrievalOptions`.
 
     Args:
-        n: Sub-keys a side; every head addresses `n * n` slots. Default: 64.
+        n: Sub-keys per side; every head addresses `n * n` slots. Default: 64.
         values: `"expanded"`, one bank that each head transforms (HIVE, equation 16); `"shared"`, one bank that all
-            heads read as it is; or `"own"`, a bank a head. Default: `"expanded"`.
+            heads read as it is; or `"own"`, a bank per head. Default: `"expanded"`.
         output_projection: Whether the attention in front keeps its output projection. Default: false.
 
     Raises:
@@ -63,7 +63,7 @@ class HeadwiseMemory(RetrievalMemory):
         hidden_size: D, the width of the residual stream; a multiple of `num_heads`.
         num_heads: H, query heads of the attention in front.
         head_dim: d, width of one head's share of the attention output; even. It need not be D / H.
-        n: Sub-keys a side. Default: 64.
+        n: Sub-keys per side. Default: 64.
         k: Slots retrieved a head and token. Default: 4.
         values: As in `HeadwiseOptions`. Default: `"expanded"`.
         norm_and_gate: `query_norm`, `temperature` and `gate`, as in `RetrievalOptions`.

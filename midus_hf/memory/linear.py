@@ -18,7 +18,7 @@ class LinearOptions(SharedValueOptions):
     """Options of a linear memory, beside those of `SharedValueOptions`.
 
     Args:
-        slots: N, values and keys a head. Default: 4096.
+        slots: N, values and keys per head. Default: 4096.
 
     Raises:
         ValueError: If `slots` or `k` is not a whole number or not positive, `k` exceeds `slots`, or another value is
@@ -40,7 +40,7 @@ class LinearMemory(SharedValueMemory):
 
     Args:
         hidden_size: D; a multiple of `num_heads`.
-        num_heads: H, lookups a token.
+        num_heads: H, lookups per token.
         slots: N. Default: 4096.
         k: Slots retrieved a head and token. Default: 4.
         norm_and_gate: `query_norm`, `temperature` and `gate`, as in `RetrievalOptions`.

@@ -17,7 +17,7 @@ class ProductKeyOptions(SharedValueOptions):
     """Options of a product-key memory, beside those of `SharedValueOptions`.
 
     Args:
-        n: Sub-keys a side; every head addresses the same `n * n` values. Default: 64.
+        n: Sub-keys per side; every head addresses the same `n * n` values. Default: 64.
 
     Raises:
         ValueError: If `n` or `k` is not a whole number or not positive, `k` exceeds `n`, or another value is not one
@@ -37,12 +37,12 @@ class ProductKeyOptions(SharedValueOptions):
 
 @register_memory("product-key", ProductKeyOptions)
 class ProductKeyMemory(SharedValueMemory):
-    """Product keys a head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019).
+    """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019).
 
     Args:
         hidden_size: D; a multiple of `num_heads`, each of whose shares is even.
-        num_heads: H, lookups a token.
-        n: Sub-keys a side. Default: 64.
+        num_heads: H, lookups per token.
+        n: Sub-keys per side. Default: 64.
         k: Slots retrieved a head and token. Default: 4.
         norm_and_gate: `query_norm`, `temperature` and `gate`, as in `RetrievalOptions`.
 

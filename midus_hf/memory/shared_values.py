@@ -38,11 +38,11 @@ class SharedValueOptions(RetrievalOptions):
 
 
 class SharedValueMemory(RetrievalMemory):
-    """A memory with a query projection, keys a head, and one table of values that all heads read and sum over.
+    """A memory with a query projection, keys per head, and one table of values that all heads read and sum over.
 
     Args:
         hidden_size: D; a multiple of `num_heads`.
-        num_heads: H, lookups a token.
+        num_heads: H, lookups per token.
         slots: N, values.
         k: Slots retrieved a head and token. Default: 4.
         norm_and_gate: `query_norm`, `temperature` and `gate`, as in `RetrievalOptions`.

@@ -49,7 +49,7 @@ def headwise_memory(
         query: `[..., H, d]`, floating point: the attention output of each head.
         row_keys: `[H, n, d / 2]`, the sub-keys K^row.
         column_keys: `[H, n, d / 2]`, the sub-keys K^col.
-        value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS; or `[H, n * n, v]`, a bank a head.
+        value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS; or `[H, n * n, v]`, a bank per head.
         value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper. None where
             values are used as they are.
         k: Slots retrieved a head, `1 <= k <= n`.
@@ -197,7 +197,7 @@ def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None
     if value_transform is None:
         return
     if value_bank.dim() == 3:
-        raise ValueError("value_transform is given with a bank a head; expected None, or a bank that heads share.")
+        raise ValueError("value_transform is given with a bank per head; expected None, or a bank that heads share.")
     if value_transform.shape != (heads, width, width):
         raise ValueError(
             f"value_transform is {tuple(value_transform.shape)}; expected (H, v, v) = {(heads, width, width)}."

@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 
 _DOCUMENTS_A_BATCH = 64
 _CHARACTERS_A_BATCH = 2**20
-"""Both bound what a tokenizer holds at a time, about a hundred bytes a token."""
+"""Both bound what a tokenizer holds at a time, about a hundred bytes per token."""
 
 
 class PackedSequence(NamedTuple):
@@ -170,7 +170,7 @@ class CorpusPass:
 
 
 class PackedDataset(Dataset):
-    """A corpus packed in memory, five bytes a token.
+    """A corpus packed in memory, five bytes per token.
 
     Args:
         corpus: One pass over it, which is made here.

@@ -68,7 +68,7 @@ class RunTrainer(MemoryTrainer):
             self.add_callback(HeldOutEvents(eval_every, self.evaluate))
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the held-out text as `perplexity` does, and log `eval_loss` (nats a token) and `perplexity`.
+        """Measure the held-out text as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.
 
         As `Trainer.evaluate` where a dataset is given, or the run has no held-out text.
         """

@@ -115,7 +115,7 @@ def test_equal_scores_give_one(make):
 
 
 def chooser(scale: float) -> HeadwiseMemory:
-    """A memory of 4 sub-keys a side, of which a query of one-hot halves picks the one it names."""
+    """A memory of 4 sub-keys per side, of which a query of one-hot halves picks the one it names."""
     memory = HeadwiseMemory(hidden_size=8, num_heads=1, head_dim=8, n=4, k=1).double()
     with torch.no_grad():
         memory.row_keys.copy_(scale * torch.eye(4))

@@ -259,7 +259,7 @@ def test_no_unknown_architecture_is_said_to_be_another(model_type):
         ({"head_dim": -8}, "head_dim = -8; expected a positive integer"),
         ({"vocab_size": 0}, "vocab_size = 0; expected a positive integer"),
         ({"intermediate_size": []}, r"intermediate_size = \[\]; expected a positive integer"),
-        ({"layer_types": "full_attention"}, "layer_types = 'full_attention'; expected a list of names, one a layer"),
+        ({"layer_types": "full_attention"}, "layer_types = 'full_attention'; expected a list of names, one per layer"),
         ({"layer_types": [1, 2]}, r"layer_types = \[1, 2\]; expected a list of names"),
     ],
 )

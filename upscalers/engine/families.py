@@ -104,7 +104,7 @@ class Family:
             return self.layer_types(config)
         if not isinstance(listed, list) or not all(isinstance(layer_type, str) for layer_type in listed):
             raise RequestError(
-                f"config.json has layer_types = {listed!r}; expected a list of names, one a layer. "
+                f"config.json has layer_types = {listed!r}; expected a list of names, one per layer. "
                 "Repair the base checkpoint."
             )
         return listed

@@ -87,7 +87,7 @@ class _Followed:
     def _check_length(self, values: list[Any], path: str) -> None:
         if len(values) != self._num_layers:
             raise RequestError(
-                f"config.json lists {len(values)} {path}; expected {self._num_layers}, one a layer. Repair the base "
+                f"config.json lists {len(values)} {path}; expected {self._num_layers}, one per layer. Repair the base "
                 "checkpoint."
             )
 

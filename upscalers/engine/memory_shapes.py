@@ -88,7 +88,7 @@ def register_memory_shapes(name: str) -> Callable[[MemoryShapes], MemoryShapes]:
 
 @register_memory_shapes("headwise")
 def headwise(family: Family, config: Config, entry: Config) -> dict[str, Shape]:
-    """Head-wise memory: sub-keys a head, values of width D / H, a transform a head (MIDUS, section 4.2)."""
+    """Head-wise memory: sub-keys per head, values of width D / H, a transform per head (MIDUS, section 4.2)."""
     heads, n, values = family.num_heads(config), _size(entry, "n", 64), _choice(entry, "values", _VALUES, "expanded")
     width = config["hidden_size"] // heads
     shapes: dict[str, Shape] = {
@@ -100,7 +100,7 @@ def headwise(family: Family, config: Config, entry: Config) -> dict[str, Shape]:
 
 @register_memory_shapes("product-key")
 def product_key(family: Family, config: Config, entry: Config) -> dict[str, Shape]:
-    """Product-key memory: sub-keys a head, values of width D that all heads read."""
+    """Product-key memory: sub-keys per head, values of width D that all heads read."""
     hidden, n = config["hidden_size"], _size(entry, "n", 64)
     return {
         "query_projection.weight": (hidden, hidden),

@@ -14,10 +14,10 @@ from upscalers.methods.memory_block import MemoryMethod, RetrievalOptions
 class HeadwiseMemoryOptions(RetrievalOptions):
     """Size and kind of the memory of each head."""
 
-    n: int = option(64, "sub-keys a side; every head addresses n * n slots")
+    n: int = option(64, "sub-keys per side; every head addresses n * n slots")
     values: Literal["expanded", "shared", "own"] = option(
         "expanded",
-        "expanded: one bank that each head transforms (HIVE); shared: one bank, read as it is; own: a bank a head",
+        "expanded: one bank that each head transforms (HIVE); shared: one bank, read as it is; own: a bank per head",
     )
     output_projection: bool = option(False, "whether the attention in front keeps its output projection")
 
@@ -30,7 +30,7 @@ class HeadwiseMemoryOptions(RetrievalOptions):
 class MidusHml(MemoryMethod):
     """Each attention head asks a memory of its own (section 4.2)."""
 
-    summary = "memory blocks: attention of the next layer, then a product-key memory a head (identity at start)"
+    summary = "memory blocks: attention of the next layer, then a product-key memory per head (identity at start)"
     options_class = HeadwiseMemoryOptions
     memory_type = "headwise"
 

@@ -11,7 +11,7 @@ from upscalers.methods.memory_block import MemoryMethod, SharedValueOptions
 class LinearMemoryOptions(SharedValueOptions):
     """Size of the memory."""
 
-    slots: int = option(4096, "values, and keys a head")
+    slots: int = option(4096, "values, and keys per head")
 
     def __post_init__(self) -> None:
         super().__post_init__()

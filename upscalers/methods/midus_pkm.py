@@ -12,7 +12,7 @@ from upscalers.methods.memory_block import MemoryMethod, SharedValueOptions
 class ProductKeyMemoryOptions(SharedValueOptions):
     """Size of the memory."""
 
-    n: int = option(64, "sub-keys a side; every head addresses the same n * n values")
+    n: int = option(64, "sub-keys per side; every head addresses the same n * n values")
 
     def __post_init__(self) -> None:
         super().__post_init__()
