@@ -63,6 +63,7 @@ class LoopbackHub:
         account: What `whoami` tells the holder of `TOKEN`.
         dies_in: A part of the path of those uploads whose connection is cut after half of their body.
         refuses_commits: The status that commits are refused with.
+        fails_access: The status that every question for access is answered with; 0 cuts the connection instead.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]):
@@ -71,6 +72,7 @@ class LoopbackHub:
         self.account: dict = ACCOUNT
         self.dies_in: str | None = None
         self.refuses_commits: int | None = None
+        self.fails_access: int | None = None
         self.requests: list[tuple[str, str]] = []
         hub = self
 
@@ -130,6 +132,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": f"no such page {path}"})
 
     def _check_access(self, rest: str) -> None:
+        if self.hub.fails_access == 0:
+            self.close_connection = True
+            return
+        if self.hub.fails_access is not None:
+            self._send(self.hub.fails_access, {"error": "broken"})
+            return
         name, _, kind = rest.partition("/auth-check")
         repository = self._repository(name)
         if repository is not None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from midus_hf.memory import MEMORY_TYPES
-from upscalers.engine.errors import RequestError
+from upscalers.engine.errors import RequestError, near_matches
 from upscalers.engine.method import METHODS, get_method, register_method
 from upscalers.engine.options import describe_options, option, parse_options
 from upscalers.engine.sizes import parse_size
@@ -115,6 +115,11 @@ def test_each_memory_type_is_inserted_by_one_method():
     get_method("midus-hml")
     types = [method.memory_type for method in METHODS.values() if hasattr(method, "memory_type")]
     assert sorted(types) == sorted(MEMORY_TYPES)
+
+
+def test_at_most_three_near_matches_are_named_the_nearest_first():
+    known = ["abcd--", "abcde-", "abcdef", "abcdex", "xyz"]
+    assert near_matches("abcdef", known) == "Did you mean 'abcdef' or 'abcdex' or 'abcde-'?"
 
 
 def test_an_unknown_method_is_refused_with_near_matches():

@@ -102,6 +102,14 @@ def test_the_right_to_write_is_checked(hub, account, repository, message):
         assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize("status", [0, 500], ids=["a cut connection", "an error of the hub"])
+def test_a_hub_that_fails_while_access_is_checked_is_named(hub, monkeypatch, status):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the client's own attempts
+    hub.fails_access = status
+    with pytest.raises(RequestError, match=r"push-to-hub is 'me/x', but the hub does not answer .*Try again later"):
+        check_write_access("me/x", private=False)
+
+
 def test_a_repository_that_cannot_be_written_to_is_refused_before_work_begins(base, hub, command, tmp_path):
     hub.repositories["others/x"] = Repository(read_only=True)
     done = command("--base", base, *REQUEST, "--push-to-hub", "others/x")
