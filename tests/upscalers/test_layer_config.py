@@ -89,6 +89,12 @@ def test_what_has_nothing_to_do_with_layers_is_kept_inside_mappings_too():
         assert result[key] == config[key]
 
 
+@pytest.mark.parametrize("numbers", [("0", "4"), ("0", "9"), ("9",)])
+def test_a_mapping_by_numbers_that_no_layer_has_is_kept(numbers):
+    sizes = dict.fromkeys(numbers, 8)
+    assert followed(tiny_config("llama", expert_sizes=sizes), [1])["expert_sizes"] == sizes
+
+
 def test_memory_entries_of_an_earlier_upscaling_keep_their_layers():
     config = tiny_config("llama", memory=[{"type": "headwise", "layers": [1, 3], "n": 4, "k": 2}])
     assert followed(config, [0, 2])["memory"] == [{"type": "headwise", "layers": [3, 5], "n": 4, "k": 2}]

@@ -6,21 +6,25 @@ import resource
 from pathlib import Path
 
 
-def available_bytes() -> int:
-    """What the machine has free, or less where the container or a limit on the process's address space allows less."""
+def available_bytes(root: Path = Path("/")) -> int:
+    """What the machine has free, or less where the container or a limit on the process's address space allows less.
+
+    Args:
+        root: Folder of `proc` and `sys`, where the kernel says so. Default: the machine's.
+    """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" where the container has no limit
-        group = Path("/sys/fs/cgroup")
+        group = root / "sys/fs/cgroup"
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         of_files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
         available = min(available, max(0, limit - used + int(of_files)))  # what files take is given back on demand
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with contextlib.suppress(OSError):
-            taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            taken = int((root / "proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             available = min(available, max(0, limit - taken))
     return available

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.upscalers.checkpoints import logits
+from tests.upscalers.checkpoints import logits, read_tensors
 from tests.upscalers.dense.requests import OUTPUT_NORMS
 from upscalers import VerificationError, upscale
 from upscalers.engine.base_model import open_base
@@ -41,6 +41,17 @@ def test_a_class_that_promises_identity_and_has_no_option_is_the_identity(
     assert report.promises_identity
     assert report.identity.checked == ("logits" if verify else "blocks")
     assert torch.equal(logits(base), logits(tmp_path / "out"))
+
+
+def test_a_class_that_names_no_sources_takes_the_next_layer_and_behind_the_last_the_one_before(
+    registry, base, tmp_path
+):
+    register_method("plain-copies")(type("PlainCopies", (Copies,), {"identity": False}))
+    upscale(base=base, method="plain-copies", output=tmp_path / "out", placement=[2, 5])
+    old, new = read_tensors(base), read_tensors(tmp_path / "out")
+    name = "model.layers.{}.self_attn.q_proj.weight"
+    for index, source in {2: 2, 3: 2, 5: 3}.items():
+        assert torch.equal(new[name.format(index)], old[name.format(source)])
 
 
 def test_a_class_that_promises_none_copies(registry, base, tmp_path):
