@@ -114,3 +114,13 @@ def test_a_file_that_ends_early_is_an_error(tmp_path):
         file.truncate(place.start + place.num_bytes - 3)
     with pytest.raises(OSError, match=r"model\.safetensors ended 3 bytes early"):
         read_tensor(place)
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(family, shared_base, tmp_path):
+    folder = tmp_path / "upscaled"
+    upscale(base=shared_base(family), method="midus-hml", output=folder, options={"n": 8, "k": 2}, verify=False)
+    brought = list(folder.glob("*.py"))
+    assert brought
+    for file in brought:
+        file.write_text("raise SystemExit('the code of a checkpoint was run')\n")
+    assert torch.isfinite(streamed_logits(folder)).all()
