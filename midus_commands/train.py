@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import gc
 import importlib.util
 import os
 import signal
@@ -71,12 +72,13 @@ def _is_in_process_group() -> bool:
 
 
 def _leave_process_group() -> None:
-    """Leave the group of a launcher's processes: one that is left at exit may abort the process (gloo), or warn (NCCL).
+    """Leave the group of a launcher's processes: a thread of it that is left at exit may abort the process (gloo).
 
     An interrupted process does not: the others may be waiting for it.
     """
     if _is_in_process_group():
         sys.modules["torch.distributed"].destroy_process_group()
+        gc.collect()  # Trainer and model are cycles, and hold the group and so its threads
 
 
 def _fail(message: str, status: int) -> int:
