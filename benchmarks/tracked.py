@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,10 @@ def commit() -> str:
     return f"{described}-dirty" if changed else described
 
 
+def _sameness(run: Run) -> dict[str, str]:
+    return {name: value for name, value in asdict(run).items() if name != "date"}
+
+
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
 
@@ -81,6 +85,19 @@ def this_run(device: str) -> Run:
         triton=triton_version,
         transformers=transformers.__version__,
     )
+
+
+def resumed(this: Run, results: Path) -> Run:
+    """The newest run of a CSV with the same commit, machine, device and versions, to go on with; else `this`."""
+    found = [
+        row["date"] for row in read(results) if all(row[name] == value for name, value in _sameness(this).items())
+    ]
+    return replace(this, date=max(found)) if found else this
+
+
+def rows_of(this: Run, results: Path) -> list[dict[str, str]]:
+    """What a CSV holds of one run, as text."""
+    return [row for row in read(results) if all(row[name] == value for name, value in asdict(this).items())]
 
 
 def append(rows: Sequence[Any], results: Path) -> None:
