@@ -1,6 +1,6 @@
-"""`python -m benchmarks ops | model | report`, from the root of the repository.
+"""`python -m benchmarks gpu | ops | model | kernels | report`, from the root of the repository.
 
-Needs torch and transformers, on a GPU triton; `report` draws with matplotlib.
+Needs torch and transformers, on a GPU and for `kernels` triton; `report` draws with matplotlib.
 """
 
 import argparse
@@ -13,10 +13,12 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     # What a command imports is imported when it is asked for: `report` runs where torch is not installed.
     from benchmarks import report
+    from benchmarks.gpu import options as gpu_options
+    from benchmarks.kernels import options as kernel_options
     from benchmarks.models import options as model_options
     from benchmarks.ops import options as op_options
 
-    for module in (op_options, model_options, report):
+    for module in (gpu_options, op_options, model_options, kernel_options, report):
         module.add_command(commands)
     chosen = parser.parse_args(arguments)
     return chosen.run(chosen)

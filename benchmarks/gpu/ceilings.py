@@ -1,0 +1,66 @@
+"""What a device can do at most, to set beside what is measured: bytes copied and bfloat16 products a second.
+
+python -m benchmarks.gpu.ceilings --device cuda --results FOLDER
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.device import add_device, chosen_device
+from benchmarks.ops.options import add_results
+from benchmarks.timing import Task, interleaved
+from benchmarks.tracked import append, this_run
+
+FILE = "ceilings.csv"
+_SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512)}
+"""Bytes that are copied, and rows and columns of the matrices."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results; `per_second` counts bytes read and written, or floating-point operations."""
+
+    date: str
+    commit: str
+    machine: str
+    device: str
+    torch: str
+    triton: str
+    transformers: str
+    what: str
+    median_ms: float
+    per_second: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and append to `ceilings.csv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device(parser)
+    add_results(parser)
+    chosen = parser.parse_args(arguments)
+    with chosen_device(chosen) as device:
+        size, width = _SIZES[device]
+        source = torch.randint(256, (size // 8,), device=device)
+        target = torch.empty_like(source)
+        left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+        work = {"bytes copied": 2.0 * size, "bfloat16 operations": 2.0 * width**3}
+        tasks = {
+            "bytes copied": Task(lambda _: target.copy_(source)),
+            "bfloat16 operations": Task(lambda _: left @ right),
+        }
+        this = this_run(device)
+        rows = []
+        for what, timing in interleaved(tasks, device, seconds=2.0).items():
+            per_second = 1e3 * work[what] / timing.median_ms
+            rows.append(Row(**asdict(this), what=what, median_ms=round(timing.median_ms, 4), per_second=per_second))
+            print(f"{what}: {per_second:.3g} a second", file=sys.stderr)
+    if not chosen.no_append:
+        append(rows, chosen.results / FILE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Run the steps one after the other, each with its log and its limit."""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.gpu.options import STEPS
+from benchmarks.gpu.steps import Done, Step, steps
+from benchmarks.gpu.summary import write_summary
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run what the command line asks for; returns 1 if a step failed or was ended."""
+    for name in arguments.steps:
+        if name not in STEPS:
+            raise SystemExit(f"step is {name!r}; expected some of {', '.join(STEPS)}.")
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    done: list[Done] = []
+    for step in steps(out, arguments.seconds, arguments.rehearse):
+        if step.name in arguments.steps:
+            done.append(run_step(step, out, arguments.seconds))
+            write_summary(out, done)
+    return 0 if all(one.status == 0 for one in done) else 1
+
+
+def run_step(step: Step, out: Path, seconds: float) -> Done:
+    """Run one step; what it prints is shown as it comes, and appended to `STEP.log`.
+
+    Args:
+        step: What to run.
+        out: Folder of the log.
+        seconds: After which it is ended, with all processes that it began.
+    """
+    print(f"{step.name}: {' '.join(step.command)}", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    process = subprocess.Popen(
+        step.command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        _kill(process)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    last_line = ""
+    try:
+        with (out / f"{step.name}.log").open("a", encoding="utf-8") as log:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                print(line, end="", file=sys.stderr, flush=True)
+                last_line = line.strip() or last_line
+        status = process.wait()
+    finally:
+        timer.cancel()
+        _kill(process)
+    return Done(step, None if is_late.is_set() else status, time.monotonic() - began, last_line)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End a process and those that it began, which are a group of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

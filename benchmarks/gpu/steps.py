@@ -1,0 +1,72 @@
+"""The steps: what each runs, and in how long."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+METHODS = "base,llama-pro,opt-deus,midus-hml"
+_MARGIN_SECONDS = 60
+"""Between the last case that a step begins and its end."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Args:
+        name: As on the command line.
+        command: What is run, in the root of the repository.
+        teaches: What is known afterwards.
+    """
+
+    name: str
+    command: list[str]
+    teaches: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a step ended.
+
+    Args:
+        step: Which one.
+        status: Its exit status; None where its time was up.
+        seconds: That it took.
+        last_line: Of what it printed.
+    """
+
+    step: Step
+    status: int | None
+    seconds: float
+    last_line: str
+
+
+def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
+    """All of them, in the order of what they teach.
+
+    Args:
+        out: Folder of the results.
+        seconds: That a step may take.
+        rehearse: Whether the GPU is pretended.
+    """
+    budget = str(max(seconds - _MARGIN_SECONDS, seconds // 2))
+    device = ["--rehearse"] if rehearse else ["--device", "cuda"]
+    common = [*device, "--resume", "--profile", "--budget", budget, "--results", str(out)]
+
+    def model(base: str) -> list[str]:
+        return [*_python("benchmarks", "model", "--base", base, "--methods", METHODS, "--rounds", "2"), *common]
+
+    return [
+        Step("ceilings", [*_python("benchmarks.gpu.ceilings"), *device], "what the device can do at most"),
+        Step("tests", _python("pytest", "tests/ops", "-q", *_NOT_FOR_THE_DEVICE), "whether the kernels are right"),
+        Step("ops", [*_python("benchmarks", "ops"), *common], "what the ops take, beside the roofline and rivals"),
+        Step("1b", model("llama-3.2-1b"), "what a whole model takes"),
+        Step("8b", model("llama-3.1-8b"), "the same where kernels weigh most"),
+    ]
+
+
+_NOT_FOR_THE_DEVICE = ["-p", "no:cacheprovider", "--ignore", "tests/ops/kernels/test_offline_compilation.py"]
+
+
+def _python(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", module, *words]

@@ -1,0 +1,78 @@
+"""One page of what the steps found, made anew after each."""
+
+from pathlib import Path
+
+from benchmarks.gpu.steps import Done
+from benchmarks.report import sections
+from benchmarks.report.rows import Record, groups, short, table
+from benchmarks.tracked import read
+
+FILE = "summary.md"
+_HOTTEST = 8
+"""Kernels that are shown of a profile."""
+_LAST_LINES = 15
+"""Of the log of a step that failed."""
+
+
+def write_summary(out: Path, done: list[Done]) -> None:
+    """Write `summary.md`.
+
+    Args:
+        out: Folder of the CSV files and logs.
+        done: The steps that were run; rows of earlier calls are shown as well.
+    """
+    made = sections(out)
+    parts = [
+        "# Measured on a GPU",
+        _steps(done),
+        *(_end_of_log(out, one) for one in done if one.status != 0),
+        f"## Ceilings\n\n{_ceilings(read(out / 'ceilings.csv'))}",
+        f"## Goals\n\n{made['goals']}",
+        f"## Ops\n\n{made['ops']}",
+        f"## Models\n\n{made['models']}",
+        f"## Kernels\n\n{_profiles(read(out / 'profile.csv'))}",
+    ]
+    (out / FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _steps(done: list[Done]) -> str:
+    return table(
+        ["step", "ended", "seconds", "teaches", "last line"],
+        [[one.step.name, _ending(one), f"{one.seconds:.0f}", one.step.teaches, one.last_line] for one in done],
+    )
+
+
+def _ending(one: Done) -> str:
+    if one.status is None:
+        return "out of time"
+    return "well" if one.status == 0 else f"with status {one.status}"
+
+
+def _end_of_log(out: Path, one: Done) -> str:
+    lines = (out / f"{one.step.name}.log").read_text(encoding="utf-8").splitlines()
+    return f"The end of `{one.step.name}.log`:\n\n```\n" + "\n".join(lines[-_LAST_LINES:]) + "\n```"
+
+
+def _ceilings(rows: list[Record]) -> str:
+    if not rows:
+        return "Not measured."
+    last = max(row["date"] for row in rows)
+    return table(
+        ["what", "a second", "device"],
+        [[row["what"], f"{float(row['per_second']):.3g}", row["device"]] for row in rows if row["date"] == last],
+    )
+
+
+def _profiles(rows: list[Record]) -> str:
+    """Of each profile the kernels that took longest, with their share of all."""
+    if not rows:
+        return "Not profiled."
+    lines = []
+    for (_, subject), found in groups(rows, "benchmark", "subject").items():
+        total = sum(float(row["device_us"]) for row in found)
+        launches = sum(int(row["launches"]) for row in found)
+        lines.append([f"**{subject}**", f"**{launches:,}**", f"**{short(str(total))}**", ""])
+        for row in sorted(found, key=lambda row: -float(row["device_us"]))[:_HOTTEST]:
+            share = f"{float(row['device_us']) / total:.0%}" if total else ""
+            lines.append([f"`{row['kernel'][:80]}`", row["launches"], short(row["device_us"]), share])
+    return table(["profile and kernel", "launches", "us", "share"], lines)

@@ -1,0 +1,66 @@
+"""What the kernels are asked for, and the launches that this makes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
+from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.product_key_triton import triton_select
+from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The shapes of the papers' models, wide and odd heads, large banks, each dtype."""
+    for name, heads, dim, n, k, dtype in (
+        ("llama-3.2-1b", 32, 64, 64, 4, torch.bfloat16),
+        ("llama-3.1-8b", 32, 128, 64, 4, torch.bfloat16),
+        ("llama-3.2-1b float32", 32, 64, 64, 4, torch.float32),
+        ("llama-3.2-1b float16", 32, 64, 64, 4, torch.float16),
+        ("head 16", 4, 16, 16, 1, torch.bfloat16),
+        ("head 80", 4, 80, 48, 8, torch.bfloat16),
+        ("head 96, k 32", 4, 96, 64, 32, torch.bfloat16),
+        ("head 256", 4, 256, 64, 4, torch.bfloat16),
+        ("n 1024", 2, 64, 1024, 16, torch.bfloat16),
+    ):
+        yield name, lambda heads=heads, dim=dim, n=n, k=k, dtype=dtype: _lookup(heads, dim, n, k, dtype)
+    for dtype in (torch.bfloat16, torch.float32):
+        name = f"32 heads of 4 over width 2048, {str(dtype).removeprefix('torch.')}"
+        yield name, lambda dtype=dtype: _gather(2048, 128, dtype)
+
+
+def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
+    tokens = 64
+    query, keys = torch.zeros(tokens, heads, dim, dtype=dtype), torch.zeros(heads, n, dim // 2, dtype=dtype)
+    bank = torch.zeros(heads if n <= 64 else 1, n * n, dim, dtype=dtype)
+    bank = bank if n <= 64 else bank[0]
+    output, slots, weights = triton_forward(query, keys, keys, bank, query, k, 1.0)
+    slots.zero_()
+    triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
+    for atomic in (False, True):
+        rows = slots.flatten(0, 1).long()
+        triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=atomic)
+    triton_select(torch.zeros(tokens, n), torch.zeros(tokens, n), k)
+
+
+def _gather(width: int, m: int, dtype: torch.dtype) -> None:
+    bank, slots = torch.zeros(4096, width, dtype=dtype), torch.zeros(64, m, dtype=torch.int64)
+    weights = torch.zeros(64, m, dtype=dtype)
+    output = triton_weighted_rows(bank, slots, weights)
+    triton_weight_gradients(output, bank, slots)
+    for atomic in (False, True):
+        triton_row_sums(output, slots, weights, 4096, atomic=atomic)
+
+
+def launches() -> list[Launch]:
+    """Every launch of every case; those that compile alike once."""
+    found: dict[tuple, Launch] = {}
+    for case, ask in cases():
+        with caught_launches() as caught:
+            ask()
+        for launch in caught:
+            key = (launch.kernel.__name__, str((specialisation(launch), launch.options)))
+            found.setdefault(key, replace(launch, case=case))
+    return list(found.values())

@@ -1,0 +1,129 @@
+"""Compile kernels for GPUs that are not here, as they would be launched."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that was caught.
+
+    Args:
+        kernel: The kernel.
+        case: What was asked for when it was launched.
+        arguments: Its arguments by name.
+        options: Of the compiler, such as `num_warps`, where the launch names any.
+    """
+
+    kernel: JITFunction
+    case: str
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, kernel: JITFunction, arguments: Sequence[Any], keywords: dict[str, Any]) -> "Launch":
+        """What triton's launcher was called with, with an empty `case`."""
+        named = dict(zip((parameter.name for parameter in kernel.params), arguments, strict=False)) | keywords
+        return cls(kernel, "", {parameter.name: named.pop(parameter.name) for parameter in kernel.params}, named)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel needs.
+
+    Args:
+        kernel: Its name.
+        case: What it was launched for.
+        target: The GPU.
+        shared_bytes: Shared memory a program.
+        registers: Registers a thread; None where no tool tells (AMD).
+        spilled_bytes: Of a thread's stack; None where no tool tells.
+    """
+
+    kernel: str
+    case: str
+    target: str
+    shared_bytes: int
+    registers: int | None
+    spilled_bytes: int | None
+
+
+@contextmanager
+def caught_launches() -> Iterator[list[Launch]]:
+    """Catch launches instead of running them, with an empty `case`."""
+    caught: list[Launch] = []
+
+    def catch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        caught.append(Launch.of(self, arguments, keywords))
+
+    before, JITFunction.run = JITFunction.run, catch
+    try:
+        yield caught
+    finally:
+        JITFunction.run = before
+
+
+def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
+    """Signature, constants and attributes, as triton's own launcher derives them from arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    for place, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or (type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def compile_for(launch: Launch, target: str) -> Compiled:
+    """Compile one launch for one target."""
+    signature, constants, attributes = specialisation(launch)
+    if target.startswith("gfx"):  # what `precise_product` says there
+        constants = {name: "ieee" if value == "tf32x3" else value for name, value in constants.items()}
+    number = re.sub(r"\D", "", target)
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(number), 32)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=gpu, options={"num_warps": 4, **launch.options})
+    registers, spilled = _registers(compiled.asm["cubin"]) if "cubin" in compiled.asm else (None, None)
+    return Compiled(launch.kernel.__name__, launch.case, target, compiled.metadata.shared, registers, spilled)
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    text = printed.stdout + printed.stderr
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers and stack, text
+    return int(registers[1]), int(stack[1])

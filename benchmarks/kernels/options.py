@@ -1,0 +1,32 @@
+"""The command line of `kernels`."""
+
+import argparse
+import os
+
+from benchmarks.ops.options import words
+
+MOST_SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+"""Bytes that one program may use, by target."""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `kernels`."""
+    parser = commands.add_parser(
+        "kernels",
+        help="compile every kernel for GPUs that are not here: registers, shared memory",
+        description="Compile every kernel as it would be launched, and print its shared memory and registers. Ends with "
+        "status 1 if one needs more shared memory than its target has.",
+    )
+    parser.add_argument("--targets", type=words, default=list(MOST_SHARED_MEMORY), help="default: all")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    unknown = sorted(set(arguments.targets) - set(MOST_SHARED_MEMORY))
+    if unknown:
+        raise SystemExit(f"no target {', '.join(unknown)}; expected some of {', '.join(MOST_SHARED_MEMORY)}.")
+    os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted cannot be compiled
+    from benchmarks.kernels.run import run
+
+    return run(arguments.targets, arguments.json)
