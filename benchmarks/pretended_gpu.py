@@ -102,18 +102,35 @@ class _Graph:
 
 
 class _Capture(TorchDispatchMode):
-    """Notes calls; values that the host asks for end the capture with an error, as they would on a GPU."""
+    """Notes calls, and takes back what they wrote: a capture runs nothing.
+
+    Values that the host asks for end it with an error, as they would on a GPU.
+    """
 
     def __init__(self, graph: _Graph):
         super().__init__()
         self.graph = graph
+        self.written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
             raise RuntimeError("the host waits for a value of the device while a graph is captured.")
+        named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | (
+            kwargs or {}
+        )
+        for argument in function._schema.arguments:
+            value = named.get(argument.name)
+            if argument.is_write and isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self.written.setdefault(storage.data_ptr(), (storage, storage.clone()))
         results = function(*args, **(kwargs or {}))
         self.graph.calls.append((function, args, kwargs or {}, results))
         return results
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for storage, before in self.written.values():
+            storage.copy_(before)
 
 
 def _stand_ins() -> list[tuple[Any, str, Any]]:

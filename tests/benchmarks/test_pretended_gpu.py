@@ -29,6 +29,7 @@ def test_a_captured_graph_is_called_again_on_the_same_tensors():
             result = count * 2
             doubled.copy_(result)
         assert not torch.cuda.is_current_stream_capturing()
+        assert (count.item(), doubled.item()) == (0.0, 0.0)  # a capture runs nothing
         count.fill_(10.0)
         graph.replay()
         graph.replay()
