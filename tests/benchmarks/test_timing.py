@@ -1,17 +1,19 @@
-"""Times and peaks on a CPU."""
+"""Times and peaks on a CPU, and times on a GPU that is simulated."""
 
+import dataclasses
 import time
 
 import pytest
 import torch
 
-from benchmarks.timing import Task, Timing, interleaved, is_out_of_memory, peak_bytes, percentile
+from benchmarks.timing import Lap, Stopwatch, Task, Timing, interleaved, is_out_of_memory, peak_bytes, percentile
 from benchmarks.tracked import append, commit, read, this_run
+from tests.benchmarks.simulated_gpu import SimulatedGpu
 
 
 def test_percentiles_are_interpolated():
     assert [percentile([1.0, 2.0, 3.0], percent) for percent in (0, 25, 50, 100)] == [1.0, 1.5, 2.0, 3.0]
-    assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, pytest.approx(1.4), pytest.approx(2.6), 3)
+    assert Timing.of(map(Lap, [3.0, 1.0, 2.0])) == Timing(2.0, pytest.approx(1.4), pytest.approx(2.6), 3)
 
 
 def test_tasks_take_turns_and_preparation_is_not_timed():
@@ -25,6 +27,53 @@ def test_tasks_take_turns_and_preparation_is_not_timed():
     assert timings["slow to prepare"].median_ms < 10
     assert timings["slow to run"].median_ms >= 20
     assert timings["slow to run"].runs == 3
+    assert timings["slow to run"].host_ms is timings["slow to run"].wall_ms is None  # they would repeat the median
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return SimulatedGpu(monkeypatch)
+
+
+def _launches(gpu, *times: tuple[float, float]) -> Task:
+    return Task(lambda _: [gpu.issue(*each) for each in times])
+
+
+@pytest.mark.parametrize(
+    ("launches", "device_ms", "host_ms", "wall_ms"),
+    [
+        ([(0.3, 0.02), (0.15, 0.03)], 0.05, 0.45, 0.48),  # the host decides: it issues for longer than the device runs
+        ([(0.01, 2.0), (0.01, 3.0)], 5.0, 0.02, 5.01),  # the device decides
+        ([(400.0, 0.1)], 0.1, 400.0, 400.1),  # as long as any host takes
+    ],
+)
+def test_device_host_and_wall_time_are_told_apart(launches, device_ms, host_ms, wall_ms, gpu):
+    timing = interleaved({"op": _launches(gpu, *launches)}, "cuda", seconds=0)["op"]
+    expected = Timing(*[device_ms] * 3, runs=5, host_ms=host_ms, wall_ms=wall_ms, queued=True)
+    assert dataclasses.astuple(timing) == pytest.approx(dataclasses.astuple(expected))
+
+
+def test_a_host_that_is_slower_than_just_before_gets_a_longer_sleep(gpu):
+    hosts = iter([1.0, 5.0, 5.0])
+    lap = Stopwatch("cuda").lap(Task(lambda _: gpu.issue(next(hosts), 0.1)))
+    assert lap.queued
+    assert (lap.ms, lap.host_ms) == (pytest.approx(0.1), pytest.approx(1.0))
+    assert next(hosts, None) is None  # the run that the device waited in was not taken
+
+
+def test_a_call_that_waits_for_the_device_is_known_by_it(gpu):
+    task = Task(lambda _: (gpu.issue(0.1, 0.2), gpu.synchronize(), gpu.issue(0.1, 0.2)))
+    timing = interleaved({"waits": task}, "cuda", seconds=0)["waits"]
+    assert not timing.queued
+    assert timing.median_ms == pytest.approx(0.5)  # both kernels, and the second launch, which nothing hides
+
+
+def test_what_prepares_a_run_is_part_of_no_time(gpu):
+    prepared = []
+    task = Task(lambda _: gpu.issue(0.1, 0.2), prepare=lambda: prepared.append(gpu.issue(3.0, 30.0)))
+    lap = Stopwatch("cuda").lap(task)
+    assert len(prepared) == 2  # one run by the clock and, as it was queued up at once, one by events
+    assert (lap.ms, lap.host_ms, lap.wall_ms) == (pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.3))
 
 
 def test_the_peak_is_what_was_held_at_once():
