@@ -35,6 +35,17 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="what this project's ops run, to try kernels (on a CPU with TRITON_INTERPRET=1); its rows are not kept",
     )
     parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest run of the same commit, machine, device and versions: what has a row is not measured",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also write the kernels of a run of this project's default and of the compiled rivals, on the first popularity, "
+        "to profile.csv",
+    )
     add_results(parser)
     parser.set_defaults(run=_run)
 

@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.ops.gate import Expected, rms_ratio
 from benchmarks.ops.registry import PROVIDERS, Provider, Unavailable, make_inputs, provider
-from benchmarks.ops.run import FILE, run
+from benchmarks.ops.row import FILE
+from benchmarks.ops.run import run
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.tracked import read
 from midus_hf.ops import headwise_memory, product_key_topk

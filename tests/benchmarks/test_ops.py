@@ -5,16 +5,19 @@ import dataclasses
 import importlib.util
 
 import pytest
+import torch
 
 from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
 from benchmarks.ops.gate import Expected
-from benchmarks.ops.registry import OPS, PROVIDERS, Unavailable, make_inputs, roofline_microseconds
-from benchmarks.ops.run import FILE, Row, run
-from benchmarks.ops.shapes import SHAPES, Case
-from benchmarks.report.goals import OURS
+from benchmarks.ops.names import COMPILED, OURS
+from benchmarks.ops.providers import expand_then_gather
+from benchmarks.ops.registry import OPS, PROVIDERS, Provider, Unavailable, make_inputs, roofline_microseconds
+from benchmarks.ops.row import FILE, Row
+from benchmarks.ops.run import run
+from benchmarks.ops.shapes import MODES, SHAPES, Case
 from midus_hf.ops.backend import resolve
 
-SLOW = {"compiled"}
+SLOW = set(COMPILED)
 """Minutes of C compiler; the benchmark itself judges it before it is timed."""
 
 
@@ -34,6 +37,26 @@ def test_every_provider_passes_the_gate(op, name, dtype):
         return
     verdict = Expected(case, inputs).judge(provider, call, inputs)
     assert verdict.passes, verdict
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_expanding_before_gathering_is_right_and_one_graph(backend, dtype):
+    case = Case("headwise_memory", SHAPES["tiny"], 33, "zipf", dtype, "cpu")
+    inputs = make_inputs(case)
+    function = expand_then_gather
+    if backend != "eager":  # what the compiler is given, without the minutes that it takes
+        function = torch.compile(expand_then_gather, backend=backend, fullgraph=True, dynamic=False)
+    provider = Provider("headwise_memory", "expand", lambda case, inputs: None, MODES, {})
+    verdict = Expected(case, inputs).judge(provider, lambda: function(**inputs, k=case.shape.k), inputs)
+    assert verdict.passes, verdict
+
+
+def test_a_search_for_kernels_of_a_gpu_is_not_made_on_a_cpu():
+    case = Case("headwise_memory", SHAPES["tiny"], 1, "uniform", "float32", "cpu")
+    with pytest.raises(Unavailable, match="max-autotune tries kernels of a GPU; on a CPU it compiles what expand-"):
+        PROVIDERS["headwise_memory"]["expand-max-autotune"].build(case, make_inputs(case))
+    assert set(COMPILED) <= set(PROVIDERS["headwise_memory"])
 
 
 def test_ours_is_what_ops_choose_by_themselves():
@@ -62,6 +85,7 @@ def test_a_run_appends_one_row_a_provider_and_mode(ops_arguments, tmp_path):
         assert 0 < float(row["error"]) < 1e-5
         assert row["device"] == row["backend"] == "cpu"
         assert row["roofline_us"] == row["roofline_fraction"] == ""
+        assert row["host_ms"] == row["wall_ms"] == row["launches"] == ""
         assert row["torch"] and row["transformers"] and row["commit"] and row["date"] == rows[0]["date"]
 
 

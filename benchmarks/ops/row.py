@@ -1,0 +1,133 @@
+"""One line of `ops.csv`."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from benchmarks.ops.gate import Verdict
+from benchmarks.ops.registry import roofline_microseconds
+from benchmarks.ops.shapes import Case
+from benchmarks.timing import Timing
+from benchmarks.tracked import Run
+
+FILE = "ops.csv"
+
+Key = tuple[str, ...]
+"""What a row is about: the case as text, the provider and the mode."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the results: a provider, a case and a mode.
+
+    `status` is "ok", "refused" by the gate, "out of memory" or "failed"; only "ok" has times. `median_ms`, `p20_ms` and
+    `p80_ms` are the device's time on a GPU and the wall time on a CPU. `host_ms` is the time until a call has been issued,
+    `wall_ms` that from an idle device to the end, both medians, and `launches` counts the kernels of a run: on a GPU alone.
+    `peak_mb` is what tensors held beyond the inputs, `error` the largest RMS ratio against float64 on the small and on
+    the timed shape.
+    """
+
+    date: str
+    commit: str
+    machine: str
+    device: str
+    backend: str
+    op: str
+    provider: str
+    mode: str
+    shape: str
+    tokens: int
+    popularity: str
+    dtype: str
+    status: str
+    median_ms: float | None
+    p20_ms: float | None
+    p80_ms: float | None
+    host_ms: float | None
+    wall_ms: float | None
+    runs: int | None
+    launches: int | None
+    peak_mb: float | None
+    error: float | None
+    error_of: str | None
+    roofline_us: float | None
+    roofline_fraction: float | None
+    torch: str
+    triton: str
+    transformers: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one provider in one mode.
+
+    Args:
+        timing: Its times.
+        peak_bytes: The most that tensors held beyond the inputs.
+        launches: Kernels of a run; None where they were not counted.
+    """
+
+    timing: Timing
+    peak_bytes: int
+    launches: int | None
+
+
+def row_of(
+    this: Run,
+    case: Case,
+    provider: str,
+    mode: str,
+    status: str,
+    verdict: Verdict | None = None,
+    measured: Measured | None = None,
+) -> Row:
+    """Make a row.
+
+    Args:
+        this: The run that it belongs to.
+        case: Of what.
+        provider: By what.
+        mode: Of `MODES`, or nothing where the provider came to no mode at all.
+        status: As in `Row`.
+        verdict: Of the gate. Default: none, as where the provider failed before.
+        measured: Default: nothing, as with any status but "ok".
+    """
+    timing = None if measured is None else measured.timing
+    least = None if timing is None else roofline_microseconds(case, mode, this.device)
+    return Row(
+        **dataclasses.asdict(this),
+        backend=case.device,
+        op=case.op,
+        provider=provider,
+        mode=mode,
+        shape=case.shape.name,
+        tokens=case.tokens,
+        popularity=case.popularity,
+        dtype=case.dtype,
+        status=status,
+        median_ms=_rounded(timing and timing.median_ms),
+        p20_ms=_rounded(timing and timing.p20_ms),
+        p80_ms=_rounded(timing and timing.p80_ms),
+        host_ms=_rounded(timing and timing.host_ms),
+        wall_ms=_rounded(timing and timing.wall_ms),
+        runs=timing and timing.runs,
+        launches=measured and measured.launches,
+        peak_mb=None if measured is None else round(measured.peak_bytes / 1e6, 2),
+        error=None if verdict is None else float(f"{verdict.error:.3g}"),
+        error_of=None if verdict is None else verdict.error_of,
+        roofline_us=None if least is None else round(least, 2),
+        roofline_fraction=None if least is None or timing is None else round(least / 1e3 / timing.median_ms, 4),
+    )
+
+
+def key(case: Case, provider: str, mode: str) -> Key:
+    """What the row of a case, a provider and a mode is about."""
+    return (case.op, case.shape.name, str(case.tokens), case.popularity, case.dtype, provider, mode)
+
+
+def key_of(row: dict[str, str]) -> Key:
+    """What a row that was read is about."""
+    return tuple(row[name] for name in ("op", "shape", "tokens", "popularity", "dtype", "provider", "mode"))
+
+
+def _rounded(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else round(milliseconds, 4)
