@@ -1,4 +1,4 @@
-"""The device of a benchmark: a CPU, a GPU, or a GPU that is pretended."""
+"""The device of a benchmark."""
 
 import argparse
 import contextlib
@@ -7,16 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.pretended_gpu import pretended_gpu
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add `--device` and `--rehearse`."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="every case on a GPU that is pretended, at tiny sizes: nothing that is measured means anything",
-    )
 
 
 @contextlib.contextmanager

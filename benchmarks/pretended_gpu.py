@@ -6,7 +6,6 @@ it again. Sizes should be tiny, and times mean nothing.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,13 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import timing
+
 NAME = "pretended NVIDIA H200"
 """Of the device, in rows as well; the roofline of an H200 is known by it."""
-
-
-def interpret_kernels() -> None:
-    """Have triton interpret kernels; to be called before anything imports them."""
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @contextlib.contextmanager
@@ -32,7 +28,7 @@ def pretended_gpu() -> Iterator[None]:
     """Pretend that there is a GPU while the context lasts.
 
     `torch.compile` does nothing within: it would be told of a CPU. This project's ops run the kernels that they would run on
-    a GPU, if triton's interpreter was chosen before (`interpret_kernels`).
+    a GPU, if `TRITON_INTERPRET` was set before they were imported.
     """
     from midus_hf.ops import op_choices
     from midus_hf.ops.triton_import import HAS_TRITON
@@ -73,6 +69,9 @@ class _Event:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return False
 
     def elapsed_time(self, end: "_Event") -> float:
         return 1e3 * (end.time - self.time)
@@ -172,5 +171,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         *((torch.cuda, name, stand_in) for name, stand_in in cuda.items()),
         (torch, "Generator", _Generator),
+        (timing, "_FLUSHED_BYTES", 1 << 10),
+        (timing, "_FEWEST_ROUNDS", 1),
         (torch, "compile", lambda function=None, **keywords: function),
     ]

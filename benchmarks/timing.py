@@ -21,6 +21,8 @@ _SLEEP_MARGIN = 3.0
 
 _SHORTEST_SLEEP_MS = 0.2
 
+_FEWEST_ROUNDS = 5
+
 _SLEEPS = 2
 """Of growing length, until one outlasts the host. None does where a call waits for the device on its way."""
 
@@ -150,7 +152,7 @@ class Stopwatch:
 
 
 def interleaved(
-    tasks: Mapping[str, Task], device: str, *, seconds: float, fewest: int = 5, most: int = 100
+    tasks: Mapping[str, Task], device: str, *, seconds: float, fewest: int | None = None, most: int = 100
 ) -> dict[str, Timing]:
     """Time tasks in turn, round after round, so that what disturbs one disturbs all.
 
@@ -166,6 +168,7 @@ def interleaved(
     for task in tasks.values():
         stopwatch.lap(task)  # warms up, and says how long a round takes
     taken = time.perf_counter() - began
+    fewest = _FEWEST_ROUNDS if fewest is None else fewest
     rounds = min(most, max(fewest, int(seconds / max(taken, 1e-6)) - 1))
     laps: dict[str, list[Lap]] = {name: [] for name in tasks}
     for _ in range(rounds):

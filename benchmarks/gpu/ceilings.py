@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from benchmarks.device import add_device, chosen_device
+from benchmarks.device import chosen_device
+from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results
 from benchmarks.timing import Task, interleaved
 from benchmarks.tracked import append, this_run
 
 FILE = "ceilings.csv"
-_SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512)}
+_SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512), "rehearsal": (1 << 10, 8)}
 """Bytes that are copied, and rows and columns of the matrices."""
 
 
@@ -41,8 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     add_device(parser)
     add_results(parser)
     chosen = parser.parse_args(arguments)
+    prepare_device(chosen)
     with chosen_device(chosen) as device:
-        size, width = _SIZES[device]
+        size, width = _SIZES["rehearsal" if chosen.rehearse else device]
         source = torch.randint(256, (size // 8,), device=device)
         target = torch.empty_like(source)
         left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -3,11 +3,12 @@
 import argparse
 from pathlib import Path
 
+from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.shapes import MODES, POPULARITIES, SHAPES
 from benchmarks.tracked import RESULTS
 
-DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8b"]}
-DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1]}
+DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8b"], "rehearsal": ["tiny"]}
+DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1], "rehearsal": [70, 1]}
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -19,7 +20,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         description="Compare implementations of ops; rows are appended to ops.csv. Ends with status 1 if one of them is "
         "wrong or fails; that one gets no timing.",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device(parser)
     parser.add_argument("--ops", type=words, help="default: all, most important first")
     parser.add_argument("--providers", type=words, help="default: all")
     parser.add_argument("--shapes", type=words, help=f"of {', '.join(SHAPES)}; default: what fits the device")
@@ -67,6 +68,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    prepare_device(arguments)
     from benchmarks.ops.run import run
 
     return run(arguments)

@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
+from benchmarks.device import chosen_device
 from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
 from benchmarks.ops.bench import Bench, say
 from benchmarks.ops.options import DEFAULT_DTYPES, DEFAULT_SHAPES, DEFAULT_TOKENS
@@ -22,16 +21,19 @@ from midus_hf.ops import op_choices
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the command line asks for; returns 1 if a provider was wrong or failed."""
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with chosen_device(arguments) as device:
+        return _run(arguments, device)
+
+
+def _run(arguments: argparse.Namespace, device: str) -> int:
     cases = list(_cases(arguments, device))
     began = time.perf_counter()
     bench = _bench(arguments, this_run(device))
     if device == "cuda":
         # A profiler leaves something behind that slows every later launch a little: all rows shall have it alike.
         kernels(lambda: None, device)
-    with op_choices(backend=arguments.backend):
+    chosen = {} if arguments.backend == "auto" else {"backend": arguments.backend}
+    with op_choices(**chosen):
         for number, case in enumerate(cases):
             if arguments.budget is not None and time.perf_counter() - began > arguments.budget:
                 say(f"out of time; not measured: {', '.join(map(str, cases[number:]))}")
@@ -68,13 +70,14 @@ def _bench(arguments: argparse.Namespace, this: Run) -> Bench:
 def _cases(arguments: argparse.Namespace, device: str) -> Iterator[Case]:
     """All combinations, the ops that matter most and the many tokens first."""
     ops = _known(arguments.ops or list(OPS), OPS, "op")
-    shapes = _known(arguments.shapes or DEFAULT_SHAPES[device], SHAPES, "shape")
+    defaults = "rehearsal" if arguments.rehearse else device
+    shapes = _known(arguments.shapes or DEFAULT_SHAPES[defaults], SHAPES, "shape")
     popularities = _known(arguments.popularity, POPULARITIES, "popularity")
     _known(arguments.modes, MODES, "mode")
     _known(arguments.providers or [], {name for op in ops for name in PROVIDERS[op]}, "provider")
     dtype = arguments.dtype or DEFAULT_DTYPES[device]
     for op in ops:
-        for tokens in arguments.tokens or DEFAULT_TOKENS[device]:
+        for tokens in arguments.tokens or DEFAULT_TOKENS[defaults]:
             for shape in shapes:
                 for popularity in popularities if tokens > 1 else popularities[:1]:
                     yield Case(op, SHAPES[shape], tokens, popularity, dtype, device)
