@@ -8,6 +8,7 @@ from benchmarks.ops.options import add_results, numbers, words
 CONFIGS = Path(__file__).parent / "configs"
 METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "solar"]
 PHASES = ["train", "generate", "prefill"]
+DECODINGS = ["eager", "graph", "compiled"]
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -16,7 +17,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "model",
         help="whole models with random weights: memory, training steps, generation, prefill",
         description="Compare a base with what upscaling methods make of it, from its config.json alone; rows are appended "
-        "to model.csv. Defaults follow the paper's efficiency experiments on a GPU and are smaller on a CPU.",
+        "to model.csv as soon as they are measured. Defaults follow the paper's efficiency experiments on a GPU and are "
+        "smaller on a CPU.",
     )
     known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
     parser.add_argument("--base", type=words, default=["smollm2-135m"], help=f"of {known}, or a config.json")
@@ -39,14 +41,26 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--decoding",
         type=words,
-        help="eager, as generate() does, or graph, a captured CUDA graph a token (default: eager; both on a GPU)",
+        help="eager, as generate() does; graph, a static cache and one captured step, replayed; compiled, the same with "
+        "the step compiled first, which takes a minute a model and batch (default: eager; on a GPU eager,graph)",
+    )
+    parser.add_argument(
+        "--generate-batches",
+        type=numbers,
+        help="sequences generated at once by graph and compiled; eager generates one (default: 1,8,32; CPU 1)",
     )
     parser.add_argument(
         "--prompts", type=numbers, help="prompt lengths of prefill (default: 512,2048,8192; CPU 64,256)"
     )
     parser.add_argument("--prefill-batches", type=numbers, default=[1], help="default: 1")
     parser.add_argument("--rounds", type=int, default=3, help="over all models in turn (default: 3)")
-    parser.add_argument("--budget", type=float, help="seconds after which no further model is begun")
+    parser.add_argument("--budget", type=float, help="seconds after which no further measurement is begun")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest run of the same commit, machine, device and versions, without what it has measured",
+    )
+    parser.add_argument("--profile", action="store_true", help="append what ran, kernel by kernel, to profile.csv")
     parser.add_argument("--quick", action="store_true", help="one round of almost nothing, to see that it runs")
     add_results(parser)
     parser.set_defaults(run=_run)

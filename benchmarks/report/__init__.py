@@ -29,8 +29,9 @@ def sections(results: Path) -> dict[str, str]:
     from benchmarks.report.goals import goals_table
     from benchmarks.report.model_tables import model_section
     from benchmarks.report.op_tables import op_section
+    from benchmarks.report.rows import over_rounds
 
-    ops, models = read(results / "ops.csv"), read(results / "model.csv")
+    ops, models = read(results / "ops.csv"), over_rounds(read(results / "model.csv"))
     return {"goals": goals_table(ops, models), "ops": op_section(ops), "models": model_section(models)}
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from benchmarks.ops.names import COMPILED, OURS
 from benchmarks.report.rows import Record, groups, having
 
+CAPTURED = ("graph", "compiled")
+"""How a token is generated where the GPU alone decides how long it takes."""
 _ONE_RUN = ("date", "device")
 
 
@@ -71,10 +73,11 @@ def goals() -> list[Goal]:
         for others, name, bound in ((("naive",), "naive", 10.0), (COMPILED, "the strongest compiled rival", 3.0)):
             text = f"{where}: forward and backward at least {bound:g} times as fast as {name}"
             found.append(Goal(text, "cuda", bound, True, _op_ratio("forward+backward", others, case)))
-    for base, bound in (("llama-3.1-8b", 1.3), ("llama-3.2-1b", 1.1)):
-        for decoding, how in (("eager", "with `generate`"), ("graph", "with a CUDA graph a token")):
-            text = f"H200: {base} with HML generates at least {bound} times the tokens/s of LLaMA-Pro, {how}"
-            found.append(Goal(text, "cuda", bound, True, _generation_ratio(base, decoding)))
+    for base, bound in (("llama-3.1-8b", 1.3), ("llama-3.2-1b", 1.25)):
+        text = f"H200: {base} with HML generates at least {bound} times the tokens/s of LLaMA-Pro, with a captured or compiled step"
+        found.append(Goal(text, "cuda", bound, True, _generation_ratio(base, CAPTURED)))
+        text = f"H200: {base} with HML generates at least as many tokens/s as with LLaMA-Pro, with `generate`"
+        found.append(Goal(text, "cuda", 1.0, True, _generation_ratio(base, ("eager",))))
     for base in ("llama-3.1-8b", "llama-3.2-1b"):
         text = f"H200: a training step of {base} with HML takes at most 0.8 of OpT-DeUS's, both top-heavy"
         found.append(Goal(text, "cuda", 0.8, False, _step_ratio(base)))
@@ -83,7 +86,7 @@ def goals() -> list[Goal]:
         text = f"CPU, HML op of smollm2-135m, 4,096 tokens: {mode} at least 3 times as fast as naive"
         found.append(Goal(text, "cpu", 3.0, True, _op_ratio(mode, ("naive",), case)))
     text = "CPU: smollm2-135m with HML generates at least as many tokens/s as with LLaMA-Pro"
-    found.append(Goal(text, "cpu", 1.0, True, _generation_ratio("smollm2-135m", "eager")))
+    found.append(Goal(text, "cpu", 1.0, True, _generation_ratio("smollm2-135m", ("eager",))))
     return found
 
 
@@ -128,15 +131,26 @@ def _of_whole_runs(rows: list[Record]) -> list[Record]:
     return [row for row in rows if seen[row["date"]] == {"uniform", "zipf"}]
 
 
-def _generation_ratio(base: str, decoding: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
-    """Tokens/s of HML over those of LLaMA-Pro, each with its own placement."""
+def _generation_ratio(
+    base: str, decodings: tuple[str, ...]
+) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    """Tokens/s of HML over those of LLaMA-Pro, each with its own placement and whichever decoding is its fastest."""
 
     def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = having(models, base=base, phase="generate", decoding=decoding)
+        rows = having(models, base=base, phase="generate", batch=1, status="ok")
+        rows = [row for row in rows if row["decoding"] in decodings]
         ours = having(rows, method="midus-hml", placement="distributed")
-        return _newest_ratio(ours, having(rows, method="llama-pro"), "tokens_per_s", _POINT, min)
+        theirs = having(rows, method="llama-pro")
+        return _newest_ratio(_fastest(ours), _fastest(theirs), "tokens_per_s", _POINT, min)
 
     return measure
+
+
+def _fastest(rows: list[Record]) -> list[Record]:
+    """Of each run and point the row of most tokens/s."""
+    return [
+        max(found, key=lambda row: float(row["tokens_per_s"])) for found in groups(rows, *_ONE_RUN, *_POINT).values()
+    ]
 
 
 def _step_ratio(base: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
@@ -144,9 +158,7 @@ def _step_ratio(base: str) -> Callable[[list[Record], list[Record]], Measurement
 
     def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
         rows = having(models, base=base, phase="train", placement="top-heavy")
-        return _newest_ratio(
-            having(rows, method="midus-hml"), having(rows, method="opt-deus"), "median_s", _POINT, max
-        )
+        return _newest_ratio(having(rows, method="midus-hml"), having(rows, method="opt-deus"), "seconds", _POINT, max)
 
     return measure
 

@@ -3,35 +3,38 @@
 from benchmarks.report.plots import model_images
 from benchmarks.report.rows import Record, groups, having, newest, origin, short, table
 
-RUN = ("device", "base", "dtype", "phase")
+RUN = ("device", "base", "dtype", "phase", "decoding")
 """The newest run is chosen for each of these."""
+_SETTING = ("batch", "accumulation", "length", "new_tokens")
 
 
 def model_section(rows: list[Record]) -> str:
-    """For each device and base what the paper's tables 4 and 12 show, then prefill and steps by size."""
+    """For each device and base what the paper's tables 4 and 12 show, then other decodings, sizes and where time goes.
+
+    Args:
+        rows: Of models, one for all rounds.
+    """
     if not rows:
         return "Nothing measured yet."
     parts = []
     for (device, base, dtype), found in groups(newest(rows, *RUN), "device", "base", "dtype").items():
         parts.append(f"### {base} in {dtype} on {device}\n\n{origin(found)}\n\n{_overview(found)}")
-        for title, phase, points in _by_size(found):
-            parts.append(f"{title}\n\n{_matrix(having(found, phase=phase), points)}")
+        parts += [*_decodings(found), *_by_size(found), *_where_time_goes(found)]
     parts += [f"![{alternative}](images/{name})" for name, alternative, _ in model_images(rows)]
     return "\n\n".join(parts)
 
 
-def first_point(rows: list[Record], phase: str, decoding: str = "") -> list[Record]:
-    """Rows at the setting that a run measured first, which is its main one."""
-    of_phase = having(rows, phase=phase, decoding=decoding)
+def first_point(rows: list[Record], phase: str) -> list[Record]:
+    """Rows at the setting that a run measured first, which is its main one: `generate` itself where it was measured."""
+    of_phase = having(rows, phase=phase)
     if not of_phase:
         return []
-    first = of_phase[0]
-    return having(of_phase, **{name: first[name] for name in ("batch", "accumulation", "length", "new_tokens")})
+    first = next(iter(having(of_phase, decoding="eager")), of_phase[0])
+    return having(of_phase, **{name: first[name] for name in (*_SETTING, "decoding")})
 
 
 def _overview(rows: list[Record]) -> str:
-    training = first_point(rows, "train")
-    eager, graph = first_point(rows, "generate", "eager"), first_point(rows, "generate", "graph")
+    training, generating = first_point(rows, "train"), first_point(rows, "generate")
     header = [
         "method (placement)",
         "new, M",
@@ -41,52 +44,90 @@ def _overview(rows: list[Record]) -> str:
         "step, s",
         "generating, GB",
         "tokens/s",
-        *(["tokens/s, CUDA graph"] if graph else []),
     ]
     lines = []
     for key, found in groups(rows, "method", "placement").items():
-        step, tokens, graphed = (_of(measured, key) for measured in (training, eager, graph))
+        step, tokens = (_of(measured, key) for measured in (training, generating))
         counts = [f"{int(found[0][name]) / 1e6:,.1f}" for name in _COUNTS]
         cells = [
             _cell(step, "peak_gb"),
-            _cell(step, "median_s"),
+            _cell(step, "seconds"),
             _cell(tokens, "peak_gb"),
             _cell(tokens, "tokens_per_s"),
         ]
-        lines.append([_name(key), *counts, *cells, *([_cell(graphed, "tokens_per_s")] if graph else [])])
+        lines.append([_name(key), *counts, *cells])
     notes = []
     if training:
         one = training[0]
         notes.append(f"a step: {one['batch']} x {one['length']} tokens in {one['accumulation']} passes")
-    if eager or graph:
-        one = (eager or graph)[0]
-        notes.append(f"generated: {one['new_tokens']} tokens behind {one['length']}, batch {one['batch']}")
-    return table(header, lines) + (f"\n\n({'; '.join(notes)}; greedy, with a cache.)" if notes else "")
+    if generating:
+        one = generating[0]
+        how = "" if one["decoding"] == "eager" else f", {one['decoding']}"
+        notes.append(f"generated: {one['new_tokens']} tokens behind {one['length']}, batch {one['batch']}{how}")
+    notes += [f"greedy, with a cache; {_rounds(training + generating)}"] if notes else []
+    return table(header, lines) + (f"\n\n({'; '.join(notes)}.)" if notes else "")
 
 
 _COUNTS = ("new_parameters", "trained_parameters", "total_parameters")
 
 
-def _by_size(rows: list[Record]) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Titles, phases and points `(batch, length)` of the tables that have more than one."""
+def _decodings(rows: list[Record]) -> list[str]:
+    """Tokens/s by decoding and batch, where there is more than one."""
+    generated = having(rows, phase="generate")
+    points = list(groups(generated, "decoding", "batch"))
+    if len(points) < 2:
+        return []
+    header = [f"{decoding}, batch {batch}" for decoding, batch in points]
+    matrix = _matrix(generated, ("decoding", "batch"), points, header, "tokens_per_s")
+    return [f"Tokens/s of all sequences, by decoding ({_rounds(generated)}):\n\n{matrix}"]
+
+
+def _by_size(rows: list[Record]) -> list[str]:
+    """Seconds by batch and length, of phases that have more than one."""
     tables = []
     for title, phase in (
-        ("Seconds of a prefill, by batch x prompt length:", "prefill"),
-        ("Seconds of an optimizer step, by batch x length:", "train"),
+        ("Seconds of a prefill, by batch x prompt length", "prefill"),
+        ("Seconds of an optimizer step, by batch x length", "train"),
     ):
-        points = list(groups(having(rows, phase=phase), "batch", "length"))
+        of_phase = having(rows, phase=phase)
+        points = sorted(groups(of_phase, "batch", "length"), key=lambda point: (int(point[0]), int(point[1])))
         if len(points) > 1:
-            tables.append((title, phase, sorted(points, key=lambda point: (int(point[0]), int(point[1])))))
+            header = [f"{batch} x {int(length):,}" for batch, length in points]
+            matrix = _matrix(of_phase, ("batch", "length"), points, header, "seconds")
+            tables.append(f"{title} ({_rounds(of_phase)}):\n\n{matrix}")
     return tables
 
 
-def _matrix(rows: list[Record], points: list[tuple[str, str]]) -> str:
-    header = ["method (placement)", *(f"{batch} x {int(length):,}" for batch, length in points)]
+def _where_time_goes(rows: list[Record]) -> list[str]:
+    """Of everything that a GPU did: the clock, the host, the kernels, and how many of them."""
+    lines = []
+    for row in rows:
+        if row["host_s"]:
+            batch, length = row["batch"], f"{int(row['length']):,}"
+            setting = f"{row['decoding']}, batch {batch}" if row["decoding"] else f"{batch} x {length}"
+            cells = [_cell(row, name) for name in ("seconds", "host_s", "device_s", "launches")]
+            lines.append([_name((row["method"], row["placement"])), row["phase"], setting, *cells])
+    header = ["method (placement)", "phase", "setting", "s", "host, s", "kernels, s", "kernels a token or prefill"]
+    return [f"Where the time goes:\n\n{table(header, lines)}"] if lines else []
+
+
+def _matrix(
+    rows: list[Record], columns: tuple[str, str], points: list[tuple[str, ...]], header: list[str], value: str
+) -> str:
+    """One value of each model, by the points that these columns make."""
     lines = []
     for key, found in groups(rows, "method", "placement").items():
-        cells = [having(found, batch=batch, length=length) for batch, length in points]
-        lines.append([_name(key), *(_cell(cell[0] if cell else None, "median_s") for cell in cells)])
-    return table(header, lines)
+        by_point = {tuple(row[name] for name in columns): row for row in reversed(found)}
+        lines.append([_name(key), *(_cell(by_point.get(point), value) for point in points)])
+    return table(["method (placement)", *header], lines)
+
+
+def _rounds(rows: list[Record]) -> str:
+    """How many rounds stand behind rows, in words."""
+    counts = sorted({int(row["rounds"]) for row in rows})
+    if counts == [1]:
+        return "one round"
+    return f"medians of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} rounds"
 
 
 def _of(rows: list[Record], key: tuple[str, ...]) -> Record | None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.rows import Record, groups, having, newest
+from benchmarks.report.rows import Record, groups, having, newest, over_rounds
 from benchmarks.tracked import read
 
 Image = tuple[str, str, list[Record]]
@@ -60,8 +60,9 @@ def draw(results: Path, images: Path) -> list[Path]:
 
     images.mkdir(parents=True, exist_ok=True)
     written = []
+    ops, models = read(results / "ops.csv"), over_rounds(read(results / "model.csv"))
     with matplotlib.rc_context(_STYLE):
-        for name, title, rows in (*op_image(read(results / "ops.csv")), *model_images(read(results / "model.csv"))):
+        for name, title, rows in (*op_image(ops), *model_images(models)):
             figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
             if name.startswith("bench-ops"):
                 _bars(axes, rows)
@@ -91,12 +92,12 @@ def _bars(axes: Any, rows: list[Record]) -> None:
 
 
 def _beside_reference(axes: Any, rows: list[Record]) -> None:
-    reference = {row["length"]: float(row["median_s"]) for row in having(rows, method="llama-pro")}
+    reference = {row["length"]: float(row["seconds"]) for row in having(rows, method="llama-pro")}
     for (method, placement), found in groups(rows, "method", "placement").items():
         if method in ("llama-pro", "opt-deus", "solar") or placement == "top-heavy":
             continue  # the same architecture as LLaMA-Pro, or the same layers in another place
         points = [
-            (int(row["length"]), 1e3 * (float(row["median_s"]) - reference[row["length"]]))
+            (int(row["length"]), 1e3 * (float(row["seconds"]) - reference[row["length"]]))
             for row in found
             if row["length"] in reference
         ]
@@ -110,7 +111,7 @@ def _beside_reference(axes: Any, rows: list[Record]) -> None:
 
 def _lines(axes: Any, rows: list[Record], column: str) -> None:
     for (method, placement), found in groups(rows, "method", "placement").items():
-        points = sorted((int(row[column]), float(row["median_s"])) for row in found)
+        points = sorted((int(row[column]), float(row["seconds"])) for row in found)
         axes.plot(*zip(*points, strict=True), marker="o", label=f"{method} {placement}".strip())
     axes.set_xscale("log", base=2)
     axes.set_xlabel(column)

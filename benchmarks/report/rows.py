@@ -1,8 +1,24 @@
 """Choosing rows: what is compared comes from one run, and always from the newest that has it."""
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable
 
 Record = dict[str, str]
+_MEDIANS = ("seconds", "host_s", "device_s", "launches", "tokens_per_s")
+_ONE_POINT = (
+    "date",
+    "device",
+    "base",
+    "method",
+    "placement",
+    "dtype",
+    "phase",
+    "decoding",
+    "batch",
+    "accumulation",
+    "length",
+    "new_tokens",
+)
 
 
 def having(rows: Iterable[Record], **values: object) -> list[Record]:
@@ -26,6 +42,30 @@ def groups(rows: Iterable[Record], *columns: str) -> dict[tuple[str, ...], list[
     for row in rows:
         grouped.setdefault(tuple(row[name] for name in columns), []).append(row)
     return grouped
+
+
+def over_rounds(rows: Iterable[Record]) -> list[Record]:
+    """Rows of models, one for all rounds of a run at a point: medians of what was measured, and the largest peak.
+
+    A round that had no success stands for all of them.
+    """
+    summed = []
+    for found in groups(rows, *_ONE_POINT).values():
+        trouble = next((row for row in found if row["status"] != "ok"), None)
+        if trouble is not None:
+            summed.append(trouble)
+            continue
+        row = {**found[0], "rounds": str(sum(int(one["rounds"]) for one in found))}
+        for name in _MEDIANS:
+            row[name] = _of_all(found, name, statistics.median)
+        row["peak_gb"] = _of_all(found, "peak_gb", max)
+        summed.append(row)
+    return summed
+
+
+def _of_all(rows: list[Record], name: str, over: Callable[[list[float]], float]) -> str:
+    values = [row[name] for row in rows if row[name]]
+    return values[0] if len(values) == 1 else f"{over(list(map(float, values))):.6g}" if values else ""
 
 
 def short(value: str) -> str:

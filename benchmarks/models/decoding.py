@@ -1,0 +1,115 @@
+"""Greedy generation: as `generate` does it, or a step at a time through a cache of fixed size."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, StaticCache
+
+from benchmarks.models import cuda
+from midus_hf.memory.kept_values import KeptValues, kept_values
+
+WARM_UP = 3
+"""Steps before any that is looked at; the first one compiles."""
+
+
+def generate(model: PreTrainedModel, prompt: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """Greedy generation as users run it; returns prompts and tokens.
+
+    Args:
+        model: Without a token that ends a sequence, else fewer may be generated.
+        prompt: Tokens, `[batch, length]`.
+        new_tokens: Generated, of each sequence.
+    """
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+    )
+
+
+@dataclass
+class StaticDecoding:
+    """Generation behind a prompt that was read, through a cache of fixed size.
+
+    Args:
+        step: Puts the next token of each sequence into `token`.
+        token: The last token of each sequence, `[batch, 1]`.
+        cache: Where keys and values are.
+        held_bytes: What the cache and expanded values hold.
+        compile_s: Seconds that compiling took; None where nothing is compiled.
+        steps: Taken so far.
+    """
+
+    step: Callable[[], None]
+    token: torch.Tensor
+    cache: StaticCache
+    held_bytes: int
+    compile_s: float | None
+    steps: int
+
+    def take(self, steps: int) -> None:
+        """Generate as many tokens of each sequence."""
+        for _ in range(steps):
+            self.step()
+        self.steps += steps
+
+
+@contextlib.contextmanager
+def static_decoding(
+    model: PreTrainedModel, prompt: torch.Tensor, most_steps: int, *, compiled: bool, device: str
+) -> Iterator[StaticDecoding]:
+    """Read a prompt and prepare the step behind it: on a GPU it is captured in a CUDA graph and replayed.
+
+    Capture, compilation and every step take place with values of memories kept, as `generate` keeps them.
+
+    Args:
+        model: On the device.
+        prompt: Tokens, `[batch, length]`.
+        most_steps: That will be taken; the cache has room for no more.
+        compiled: Whether the step is compiled first, as one graph; on a CPU it is called as it is.
+        device: `"cpu"` or `"cuda"`.
+
+    Raises:
+        RuntimeError: If a compiled step would be compiled a second time, or if the cache does not hold every token of
+            the steps taken when the context is left, so that something else was timed.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_values(model))
+        length = prompt.shape[1]
+        cache = StaticCache(config=model.config, max_cache_len=length + WARM_UP + most_steps)
+        token = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+        def step() -> None:
+            token.copy_(model(input_ids=token, past_key_values=cache, logits_to_keep=1).logits.argmax(-1))
+
+        warm_up, compile_s = WARM_UP, None
+        if compiled:
+            # What is compiled for one model would count against the limit of the next and hold its weights.
+            stack.callback(torch._dynamo.reset)
+            step = torch.compile(step, fullgraph=True, dynamic=False)
+            began = time.perf_counter()
+            step()
+            cuda.synchronise(device)
+            warm_up, compile_s = warm_up - 1, time.perf_counter() - began
+            stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+        if device == "cuda":
+            step = cuda.captured(step, warm_up)
+        else:
+            for _ in range(warm_up):
+                step()
+        decoding = StaticDecoding(step, token, cache, _held_bytes(model, cache), compile_s, WARM_UP)
+        yield decoding
+        filled, expected = int(cache.get_seq_length()), length + decoding.steps
+        if filled != expected:
+            raise RuntimeError(f"the cache holds {filled} tokens; expected {expected}.")
+
+
+def _held_bytes(model: PreTrainedModel, cache: StaticCache) -> int:
+    kept = [getattr(module, "kept", None) for module in model.modules()]
+    expanded = sum(values.num_bytes for values in kept if isinstance(values, KeptValues))
+    return expanded + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,0 +1,89 @@
+"""The settings that models are measured at."""
+
+import argparse
+from dataclasses import dataclass
+
+from benchmarks.models.options import DECODINGS, PHASES
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting that is measured.
+
+    Args:
+        phase: `"train"`, `"generate"` or `"prefill"`.
+        batch: Sequences of an optimizer step, or in a forward pass.
+        accumulation: Forward passes of an optimizer step; 1 in other phases.
+        length: Tokens of a sequence or prompt.
+        new_tokens: Generated, of each sequence. Default: 0.
+        decoding: `"eager"`, `"graph"` or `"compiled"` where tokens are generated. Default: "".
+    """
+
+    phase: str
+    batch: int
+    accumulation: int
+    length: int
+    new_tokens: int = 0
+    decoding: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """That the measured time is spent on: those generated, or those read; of all sequences."""
+        return self.batch * (self.new_tokens if self.phase == "generate" else self.length)
+
+    def __str__(self) -> str:
+        parts = [self.phase, f"batch {self.batch}", f"length {self.length}"]
+        parts += [f"accumulation {self.accumulation}"] if self.phase == "train" else []
+        parts += [f"new {self.new_tokens} {self.decoding}"] if self.new_tokens else []
+        return ", ".join(parts)
+
+
+def points(arguments: argparse.Namespace, base: str, device: str) -> tuple[list[Point], list[Point]]:
+    """The main points, measured in every round, and those by size, measured once.
+
+    Args:
+        arguments: Of the command line.
+        base: Name of the base, by which the default batch goes.
+        device: `"cpu"` or `"cuda"`.
+
+    Raises:
+        SystemExit: If a phase or decoding is unknown or cannot be had on the device, or a batch is no multiple of the
+            passes that it is spread over.
+    """
+    gpu = device == "cuda"
+    _check(arguments, gpu)
+    accumulation = arguments.accumulation or (16 if gpu else 2)
+    batch = arguments.batch or ((64 if "1b" in base.lower() else 16) if gpu else 4)
+    length = arguments.length or (2048 if gpu else 64)
+    prompt, new_tokens = arguments.prompt or (128 if gpu else 32), arguments.new_tokens or (128 if gpu else 32)
+    decodings = arguments.decoding or (["eager", "graph"] if gpu else ["eager"])
+    generated = arguments.generate_batches or ([1, 8, 32] if gpu and not arguments.quick else [1])
+    prompts = arguments.prompts or ([512, 2048, 8192] if gpu else [64, 256])
+    if arguments.quick:
+        accumulation, batch, length, prompt, new_tokens, prompts = 2, 2, 16, 4, 4, [8]
+    for size in (batch, *(arguments.batches or [])):
+        if size % accumulation:
+            raise SystemExit(f"batch is {size}; expected a multiple of accumulation = {accumulation}.")
+    main = [
+        Point("generate", rows, 1, prompt, new_tokens, decoding)
+        for decoding in decodings
+        for rows in ([1] if decoding == "eager" else generated)
+    ]
+    main += [Point("train", batch, accumulation, length)]
+    main += [Point("prefill", rows, 1, tokens) for rows in arguments.prefill_batches for tokens in prompts]
+    by_size = [Point("train", size, accumulation, length) for size in arguments.batches or []]
+    by_size += [Point("train", batch, accumulation, tokens) for tokens in arguments.lengths or []]
+    by_size = [point for point in dict.fromkeys(by_size) if point not in main]
+    wanted = arguments.phases
+    return [point for point in main if point.phase in wanted], [point for point in by_size if point.phase in wanted]
+
+
+def _check(arguments: argparse.Namespace, gpu: bool) -> None:
+    for phase in arguments.phases:
+        if phase not in PHASES:
+            raise SystemExit(f"phase is {phase!r}; expected one of {', '.join(PHASES)}.")
+    for decoding in arguments.decoding or []:
+        if decoding not in DECODINGS:
+            raise SystemExit(f"decoding is {decoding!r}; expected one of {', '.join(DECODINGS)}.")
+        if decoding == "graph" and not gpu:
+            raise SystemExit("decoding is 'graph'; expected 'eager' or 'compiled' on a CPU. A CUDA graph needs a GPU.")
