@@ -11,7 +11,7 @@ RESULTS ?= benchmarks/results
 GPU_METHODS = base,llama-pro,opt-deus,midus-hml
 OLDEST_TESTS = tests/ops tests/memory tests/models --ignore=tests/models/test_peft.py --ignore=tests/ops/kernels
 
-.PHONY: demo test test-newest test-oldest material check format bench bench-gpu bench-gpu-sizes bench-upscale mutants clean
+.PHONY: demo test test-newest test-oldest material check format bench bench-gpu bench-gpu-compiled bench-gpu-sizes bench-upscale mutants clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -48,14 +48,20 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks report --results $(RESULTS) || status=$$?; \
 	exit $$status
 
+# Models are one run: each command goes on with that of the one before.
 bench-gpu:
 	@status=0; \
 	$(PYTHON) -m benchmarks ops --device cuda --budget 180 --results $(RESULTS) || status=$$?; \
 	$(PYTHON) -m benchmarks model --device cuda --base llama-3.1-8b --methods $(GPU_METHODS) --rounds 2 --budget 150 \
 		--results $(RESULTS) || status=$$?; \
 	$(PYTHON) -m benchmarks model --device cuda --base llama-3.2-1b --methods $(GPU_METHODS) --rounds 2 --budget 110 \
-		--results $(RESULTS) || status=$$?; \
+		--resume --results $(RESULTS) || status=$$?; \
 	exit $$status
+
+# The same run, where bench-gpu was run before.
+bench-gpu-compiled:
+	$(PYTHON) -m benchmarks model --device cuda --base llama-3.1-8b,llama-3.2-1b --methods llama-pro,midus-hml --rounds 1 \
+		--phases generate --decoding graph,compiled --generate-batches 1 --budget 420 --resume --results $(RESULTS)
 
 bench-gpu-sizes:
 	$(PYTHON) -m benchmarks model --device cuda --base llama-3.2-1b,llama-3.1-8b --methods $(GPU_METHODS) --rounds 1 \
