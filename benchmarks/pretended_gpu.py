@@ -14,10 +14,11 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import timing
+from benchmarks import profile, timing
 
 NAME = "pretended NVIDIA H200"
 """Of the device, in rows as well; the roofline of an H200 is known by it."""
@@ -171,6 +172,8 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
     return [
         *((torch.cuda, name, stand_in) for name, stand_in in cuda.items()),
         (torch, "Generator", _Generator),
+        (profile, "_activities", lambda device: [ProfilerActivity.CPU]),
+        (profile, "_is_kernel", lambda event: True),
         (timing, "_FLUSHED_BYTES", 1 << 10),
         (timing, "_FEWEST_ROUNDS", 1),
         (torch, "compile", lambda function=None, **keywords: function),

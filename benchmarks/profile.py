@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.tracked import Run, append
@@ -48,19 +49,26 @@ def kernels(run: Callable[[], object], device: str) -> list[KernelTime]:
         run: What is profiled, warmed up before.
         device: `"cpu"` or `"cuda"`.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=_activities(device)) as profiler:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
     found: dict[str, KernelTime] = {}
     for event in profiler.events():
-        if device == "cuda" and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
+        if device == "cuda" and not _is_kernel(event):
             continue
         before = found.get(event.name, KernelTime(event.name, 0, 0.0))
         time = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
         found[event.name] = KernelTime(event.name, before.launches + 1, before.device_us + time)
     return sorted(found.values(), key=lambda kernel: (-kernel.device_us, kernel.kernel))
+
+
+def _activities(device: str) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+
+
+def _is_kernel(event: FunctionEvent) -> bool:
+    return event.device_type == DeviceType.CUDA and not event.is_user_annotation
 
 
 def write_profile(this: Run, results: Path, benchmark: str, subject: str, found: list[KernelTime]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.ops.options import words
 
-STEPS = ["ceilings", "tests", "ops", "1b", "8b"]
+STEPS = ["ceilings", "tests", "ops", "1b", "8b", "compiled"]
 SECONDS = 540
 
 

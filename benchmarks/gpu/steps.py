@@ -56,12 +56,27 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
     def model(base: str) -> list[str]:
         return [*_python("benchmarks", "model", "--base", base, "--methods", METHODS, "--rounds", "2"), *common]
 
+    compiled = _python(
+        "benchmarks", "model", "--base", "llama-3.1-8b,llama-3.2-1b", "--methods", "llama-pro,midus-hml"
+    )
+    compiled += [
+        "--rounds",
+        "1",
+        "--phases",
+        "generate",
+        "--decoding",
+        "graph,compiled",
+        "--generate-batches",
+        "1",
+        *common,
+    ]
     return [
         Step("ceilings", [*_python("benchmarks.gpu.ceilings"), *device], "what the device can do at most"),
         Step("tests", _python("pytest", "tests/ops", "-q", *_NOT_FOR_THE_DEVICE), "whether the kernels are right"),
         Step("ops", [*_python("benchmarks", "ops"), *common], "what the ops take, beside the roofline and rivals"),
         Step("1b", model("llama-3.2-1b"), "what a whole model takes"),
         Step("8b", model("llama-3.1-8b"), "the same where kernels weigh most"),
+        Step("compiled", compiled, "what a compiled step adds to a captured one"),
     ]
 
 

@@ -70,6 +70,23 @@ def read_base(base: str) -> tuple[str, dict[str, Any]]:
     return name, json.loads(path.read_text(encoding="utf-8"))
 
 
+def shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model of the same kind that is as small as it can be, for a rehearsal."""
+    heads, key_value_heads = (min(2, config[name]) for name in ("num_attention_heads", "num_key_value_heads"))
+    return {
+        **config,
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": min(heads, key_value_heads),
+        "head_dim": 16,
+        "vocab_size": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 def variants(config: dict[str, Any], methods: list[str], placements: list[str] | None) -> list[Variant]:
     """Every method at every placement that it takes, each once.
 

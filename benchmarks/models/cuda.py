@@ -1,23 +1,8 @@
-"""All that benchmarks of models ask of CUDA; whatever else they do with a GPU, they do by the name of its device."""
+"""What benchmarks of models ask of CUDA beyond `benchmarks.timing`."""
 
 from collections.abc import Callable
 
 import torch
-
-
-def best_device() -> str:
-    """`"cuda"` where there is a GPU, else `"cpu"`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def synchronise(device: str) -> None:
-    """Wait until a device has done what was issued; on a CPU it has.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
-    """
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def held_bytes() -> int:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, StaticCache
 
 from benchmarks.models import cuda
+from benchmarks.timing import synchronize
 from midus_hf.memory.kept_values import KeptValues, kept_values
 
 WARM_UP = 3
@@ -94,7 +95,7 @@ def static_decoding(
             step = torch.compile(step, fullgraph=True, dynamic=False)
             began = time.perf_counter()
             step()
-            cuda.synchronise(device)
+            synchronize(device)
             warm_up, compile_s = warm_up - 1, time.perf_counter() - began
             stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
         if device == "cuda":

@@ -13,7 +13,7 @@ from benchmarks.models.build import Variant, set_trained
 from benchmarks.models.decoding import generate, static_decoding
 from benchmarks.models.points import Point
 from benchmarks.profile import KernelTime, kernels
-from benchmarks.timing import peak_bytes, release_memory
+from benchmarks.timing import peak_bytes, release_memory, synchronize
 
 PROFILED_TOKENS = 4
 """Generated where every allocation or kernel is recorded."""
@@ -188,11 +188,11 @@ def _measured(job: _Job, device: str, with_memory: bool, with_profile: bool) -> 
 
 def _seconds(run: Callable[[], object], device: str) -> tuple[float, float]:
     """By the clock: until the device was done, and until everything was issued."""
-    cuda.synchronise(device)
+    synchronize(device)
     began = time.perf_counter()
     run()
     issued = time.perf_counter()
-    cuda.synchronise(device)
+    synchronize(device)
     return time.perf_counter() - began, issued - began
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results, numbers, words
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -28,7 +29,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         type=words,
         help="for every method that takes one (default: its own, and top-heavy beside it for memory)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device(parser)
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--phases", type=words, default=PHASES, help=f"default: {','.join(PHASES)}")
     parser.add_argument("--batch", type=int, help="sequences an optimizer step (default: 16, of 1B models 64; CPU 4)")
@@ -67,6 +68,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    prepare_device(arguments)
     from benchmarks.models.run import run
 
     return run(arguments)

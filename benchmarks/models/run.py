@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.models import cuda
-from benchmarks.models.build import Variant, build, parameters_in, read_base, set_trained, variants
+from benchmarks.device import chosen_device
+from benchmarks.models.build import Variant, build, parameters_in, read_base, set_trained, shrunk, variants
 from benchmarks.models.measure import Measured, measure
 from benchmarks.models.points import Point, points
 from benchmarks.models.results import FILE, Measurements, Row, Subject, subject_of
@@ -30,8 +30,14 @@ class _Counts:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the command line asks for; returns 1 if something failed for want of anything but memory."""
-    device = cuda.best_device() if arguments.device == "auto" else arguments.device
+    with chosen_device(arguments) as device:
+        return _run(arguments, device)
+
+
+def _run(arguments: argparse.Namespace, device: str) -> int:
     bases = [read_base(base) for base in arguments.base]
+    if arguments.rehearse:
+        bases = [(name, shrunk(config)) for name, config in bases]
     wanted = [points(arguments, name, device) for name, _ in bases]
     results = None if arguments.no_append else arguments.results / FILE
     this = _this_run(arguments, device, results)
@@ -45,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     for (name, config), (main, by_size) in zip(bases, wanted, strict=True):
         chosen = variants(config, arguments.methods, arguments.placements)
         bench = _Bench(this, measurements, name, chosen, dtype, device, deadline, profiles)
-        bench.measure(main, 1 if arguments.quick else arguments.rounds)
+        bench.measure(main, 1 if arguments.quick or arguments.rehearse else arguments.rounds)
         bench.measure(by_size, 1)
         failures += bench.failures
     return 1 if failures else 0

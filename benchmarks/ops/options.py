@@ -8,7 +8,8 @@ from benchmarks.ops.shapes import MODES, POPULARITIES, SHAPES
 from benchmarks.tracked import RESULTS
 
 DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8b"], "rehearsal": ["tiny"]}
-DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1], "rehearsal": [70, 1]}
+DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1], "rehearsal": [9, 1]}
+DEFAULT_POPULARITIES = {"cpu": list(POPULARITIES), "cuda": list(POPULARITIES), "rehearsal": ["uniform"]}
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -25,7 +26,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--providers", type=words, help="default: all")
     parser.add_argument("--shapes", type=words, help=f"of {', '.join(SHAPES)}; default: what fits the device")
     parser.add_argument("--tokens", type=numbers, help="default: 32768,1 on a GPU, 4096,1 on a CPU")
-    parser.add_argument("--popularity", type=words, default=list(POPULARITIES), help="default: both")
+    parser.add_argument("--popularity", type=words, help="default: both")
     parser.add_argument("--modes", type=words, default=list(MODES), help="default: all three")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a case and mode (default: 2)")

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.device import chosen_device
 from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
 from benchmarks.ops.bench import Bench, say
-from benchmarks.ops.options import DEFAULT_DTYPES, DEFAULT_SHAPES, DEFAULT_TOKENS
+from benchmarks.ops.options import DEFAULT_DTYPES, DEFAULT_POPULARITIES, DEFAULT_SHAPES, DEFAULT_TOKENS
 from benchmarks.ops.registry import OPS, PROVIDERS
 from benchmarks.ops.row import FILE, key_of
 from benchmarks.ops.shapes import MODES, POPULARITIES, SHAPES, Case
@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, device: str) -> int:
+    _fill_in(arguments, "rehearsal" if arguments.rehearse else device, device)
     cases = list(_cases(arguments, device))
     began = time.perf_counter()
     bench = _bench(arguments, this_run(device))
@@ -43,6 +44,14 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
     for trouble in bench.troubles:
         say(f"FAILED {trouble}")
     return 1 if bench.troubles else 0
+
+
+def _fill_in(arguments: argparse.Namespace, sizes: str, device: str) -> None:
+    """What was not said of cases, by where and how they are run."""
+    arguments.shapes = arguments.shapes or DEFAULT_SHAPES[sizes]
+    arguments.tokens = arguments.tokens or DEFAULT_TOKENS[sizes]
+    arguments.popularity = arguments.popularity or DEFAULT_POPULARITIES[sizes]
+    arguments.dtype = arguments.dtype or DEFAULT_DTYPES[device]
 
 
 def _bench(arguments: argparse.Namespace, this: Run) -> Bench:
@@ -70,17 +79,15 @@ def _bench(arguments: argparse.Namespace, this: Run) -> Bench:
 def _cases(arguments: argparse.Namespace, device: str) -> Iterator[Case]:
     """All combinations, the ops that matter most and the many tokens first."""
     ops = _known(arguments.ops or list(OPS), OPS, "op")
-    defaults = "rehearsal" if arguments.rehearse else device
-    shapes = _known(arguments.shapes or DEFAULT_SHAPES[defaults], SHAPES, "shape")
+    shapes = _known(arguments.shapes, SHAPES, "shape")
     popularities = _known(arguments.popularity, POPULARITIES, "popularity")
     _known(arguments.modes, MODES, "mode")
     _known(arguments.providers or [], {name for op in ops for name in PROVIDERS[op]}, "provider")
-    dtype = arguments.dtype or DEFAULT_DTYPES[device]
     for op in ops:
-        for tokens in arguments.tokens or DEFAULT_TOKENS[defaults]:
+        for tokens in arguments.tokens:
             for shape in shapes:
                 for popularity in popularities if tokens > 1 else popularities[:1]:
-                    yield Case(op, SHAPES[shape], tokens, popularity, dtype, device)
+                    yield Case(op, SHAPES[shape], tokens, popularity, arguments.dtype, device)
 
 
 def _known(names: list[str], known: Any, what: str) -> list[str]:
