@@ -1,0 +1,63 @@
+"""What a lent GPU would be asked runs on a pretended one, and its rows are like those of a real one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.pretended_gpu import NAME
+from benchmarks.report import ROOT
+from benchmarks.tracked import RESULTS, read
+
+
+def rehearsed(out, *words):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks", *words, "--rehearse", "--resume", "--profile", "--results", out]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+def test_ops_run_their_kernels_and_are_timed_as_on_a_gpu(tmp_path):
+    words = [
+        "ops",
+        "--ops",
+        "headwise_memory",
+        "--providers",
+        "sorted,kept-values,expand-compiled",
+        "--seconds",
+        "0",
+    ]
+    done = rehearsed(tmp_path, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read(tmp_path / "ops.csv")
+    assert {row["provider"] for row in rows} == {"sorted", "kept-values", "expand-compiled"}
+    assert {(row["device"], row["backend"], row["status"], row["dtype"]) for row in rows} == {
+        (NAME, "cuda", "ok", "bfloat16")
+    }
+    for row in rows:
+        assert all(float(row[name]) > 0 for name in ("median_ms", "host_ms", "wall_ms", "launches"))
+        assert row["roofline_us"]
+    assert any("midus" in row["kernel"] for row in read(tmp_path / "profile.csv"))
+    again = rehearsed(tmp_path, *words)
+    assert again.returncode == 0 and read(tmp_path / "ops.csv") == rows
+
+
+def test_models_are_trained_read_and_generate_through_captured_steps(tmp_path):
+    words = ["model", "--base", "llama-3.2-1b", "--methods", "llama-pro,midus-hml", "--placements", "top-heavy"]
+    done = rehearsed(tmp_path, *words, "--generate-batches", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read(tmp_path / "model.csv")
+    assert {(row["method"], row["phase"], row["decoding"]) for row in rows} == {
+        (method, phase, decoding)
+        for method in ("llama-pro", "midus-hml")
+        for phase, decoding in (("train", ""), ("prefill", ""), ("generate", "eager"), ("generate", "graph"))
+    }
+    assert {(row["device"], row["status"], row["base"]) for row in rows} == {(NAME, "ok", "llama-3.2-1b")}
+    assert all(float(row["host_s"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("command", ["ops", "model"])
+def test_rows_of_a_rehearsal_are_not_put_beside_measured_ones(command):
+    done = rehearsed(RESULTS, command)
+    assert done.returncode == 1
+    assert "--rehearse needs a folder of its own for rows that mean nothing; name one with --results." in done.stderr
