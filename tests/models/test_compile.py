@@ -1,10 +1,14 @@
 """`torch.compile(fullgraph=True)` takes the whole model as one graph."""
 
+import contextlib
+
 import pytest
 import torch
 from models.upscaled import upscaled_model
 from tiny import prompt
 from transformers import PreTrainedModel, StaticCache
+
+from midus_hf.memory.kept_values import kept_values
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +38,24 @@ def test_one_graph_gives_the_same_logits_and_gradients(family):
         assert torch.equal(a, b), name
 
 
-def test_a_step_through_a_static_cache_is_one_graph(family):
+@pytest.mark.parametrize("values", ["plain", "kept"])
+def test_a_step_through_a_static_cache_is_one_graph(family, values):
     model = small_model(family)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    graphs = []
+
+    def counting(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=counting)
     logits = []
     for forward in (model, compiled):
         cache = StaticCache(model.config, max_cache_len=26)
-        with torch.no_grad():
+        with torch.no_grad(), kept_values(model) if values == "kept" else contextlib.nullcontext():
             model(input_ids=prompt(), past_key_values=cache, use_cache=True)
             logits.append(forward(input_ids=prompt(1), past_key_values=cache, use_cache=True).logits)
     assert torch.equal(logits[0], logits[1])
+    assert len(graphs) == 1
 
 
 def test_inductor_compiles_the_whole_model_for_training():
