@@ -49,7 +49,8 @@ def gpu(midus, monkeypatch):
     monkeypatch.setattr("benchmarks.models.measure.peak_bytes", peak_bytes)
     monkeypatch.setattr("benchmarks.models.measure.release_memory", lambda device: None)
     monkeypatch.setattr(cuda, "held_bytes", lambda: 1000)
-    monkeypatch.setattr(cuda, "synchronise", lambda device: time.sleep(WAIT_S))
+    for module in ("measure", "decoding"):
+        monkeypatch.setattr(f"benchmarks.models.{module}.synchronize", lambda device: time.sleep(WAIT_S))
     monkeypatch.setattr(cuda, "captured", lambda step, warm_up: ([step() for _ in range(warm_up)], step)[1])
     return kernels
 
