@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+from midus_hf.ops.triton_import import HAS_TRITON, triton
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -12,6 +14,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def backend(request) -> str:
     """Each fast body, in turn; kernels run in triton's interpreter where there is no GPU."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def indices_of_the_interpreter(monkeypatch):
+    """Those of triton 3.7 under 3.6, whose interpreter takes `int` of an array `[1]`, which numpy 2.4 and newer refuse."""
+    if not (HAS_TRITON and triton.__version__.startswith("3.6.")):
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @pytest.fixture(autouse=True)
