@@ -10,10 +10,10 @@ WORKERS ?= 2
 # Tiny models lose more to threads than they win.
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 RESULTS ?= benchmarks/results
-GPU_METHODS = base,llama-pro,opt-deus,midus-hml
+GPU_RESULTS ?= outputs/gpu
 OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks --ignore=tests/models/test_peft.py
 
-.PHONY: demo test test-newest test-oldest material check format bench bench-gpu bench-gpu-compiled bench-gpu-sizes bench-upscale mutants clean
+.PHONY: demo test test-newest test-oldest material check format bench bench-gpu rehearse-gpu bench-upscale mutants clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -50,24 +50,13 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks report --results $(RESULTS) || status=$$?; \
 	exit $$status
 
-# Models are one run: each command goes on with that of the one before.
+# By the Python of a machine with a GPU; STEPS=ops, say, runs one step. What was measured is not measured again.
 bench-gpu:
-	@status=0; \
-	$(PYTHON) -m benchmarks ops --device cuda --budget 180 --results $(RESULTS) || status=$$?; \
-	$(PYTHON) -m benchmarks model --device cuda --base llama-3.1-8b --methods $(GPU_METHODS) --rounds 2 --budget 150 \
-		--results $(RESULTS) || status=$$?; \
-	$(PYTHON) -m benchmarks model --device cuda --base llama-3.2-1b --methods $(GPU_METHODS) --rounds 2 --budget 110 \
-		--resume --results $(RESULTS) || status=$$?; \
-	exit $$status
+	$(PYTHON) -m benchmarks gpu --out $(GPU_RESULTS) $(if $(STEPS),--steps $(STEPS))
 
-# The same run, where bench-gpu was run before.
-bench-gpu-compiled:
-	$(PYTHON) -m benchmarks model --device cuda --base llama-3.1-8b,llama-3.2-1b --methods llama-pro,midus-hml --rounds 1 \
-		--phases generate --decoding graph,compiled --generate-batches 1 --budget 420 --resume --results $(RESULTS)
-
-bench-gpu-sizes:
-	$(PYTHON) -m benchmarks model --device cuda --base llama-3.2-1b,llama-3.1-8b --methods $(GPU_METHODS) --rounds 1 \
-		--phases train --batches 32 --lengths 512,1024,4096 --budget 500 --results $(RESULTS)
+# The same on a GPU that is pretended, with the versions of such a machine.
+rehearse-gpu: $(OLDEST)/installed
+	$(TEST_ENV) $(OLDEST)/bin/python -m benchmarks gpu --rehearse --out $(GPU_RESULTS)-rehearsed $(if $(STEPS),--steps $(STEPS))
 
 bench-upscale: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/upscale.py

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from benchmarks.ops.options import words
 
-STEPS = ["ceilings", "tests", "ops", "1b", "8b", "compiled"]
+STEPS = ["ceilings", "tests", "ops", "1b", "8b"]
+FURTHER_STEPS = ["compiled", "sizes"]
 SECONDS = 540
 
 
@@ -19,7 +20,12 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "Ends with status 1 if a step failed.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; it is made")
-    parser.add_argument("--steps", type=words, default=STEPS, help=f"default: {','.join(STEPS)}")
+    parser.add_argument(
+        "--steps",
+        type=words,
+        default=STEPS,
+        help=f"default: {','.join(STEPS)}; further ones: {','.join(FURTHER_STEPS)}",
+    )
     parser.add_argument(
         "--seconds", type=int, default=SECONDS, help=f"that one step may take, then it is ended (default: {SECONDS})"
     )

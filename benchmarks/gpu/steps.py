@@ -53,30 +53,29 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
     device = ["--rehearse"] if rehearse else ["--device", "cuda"]
     common = [*device, "--resume", "--profile", "--budget", budget, "--results", str(out)]
 
-    def model(base: str) -> list[str]:
-        return [*_python("benchmarks", "model", "--base", base, "--methods", METHODS, "--rounds", "2"), *common]
+    def model(base: str, *words: str) -> list[str]:
+        return [*_python("benchmarks", "model", "--base", base, *words), *common]
 
-    compiled = _python(
-        "benchmarks", "model", "--base", "llama-3.1-8b,llama-3.2-1b", "--methods", "llama-pro,midus-hml"
+    quick = ["--seconds", "0"] if rehearse else []
+    main = f"--methods {METHODS} --rounds 2".split()
+    compiled = (
+        "--methods llama-pro,midus-hml --rounds 1 --phases generate --decoding graph,compiled --generate-batches 1"
     )
-    compiled += [
-        "--rounds",
-        "1",
-        "--phases",
-        "generate",
-        "--decoding",
-        "graph,compiled",
-        "--generate-batches",
-        "1",
-        *common,
-    ]
+    sizes = f"--methods {METHODS} --rounds 1 --phases train --batches 32 --lengths 512,1024,4096"
     return [
-        Step("ceilings", [*_python("benchmarks.gpu.ceilings"), *device], "what the device can do at most"),
+        Step(
+            "ceilings",
+            [*_python("benchmarks.gpu.ceilings"), *device, "--results", str(out)],
+            "what a GPU can do at most",
+        ),
         Step("tests", _python("pytest", "tests/ops", "-q", *_NOT_FOR_THE_DEVICE), "whether the kernels are right"),
-        Step("ops", [*_python("benchmarks", "ops"), *common], "what the ops take, beside the roofline and rivals"),
-        Step("1b", model("llama-3.2-1b"), "what a whole model takes"),
-        Step("8b", model("llama-3.1-8b"), "the same where kernels weigh most"),
-        Step("compiled", compiled, "what a compiled step adds to a captured one"),
+        Step("ops", [*_python("benchmarks", "ops"), *quick, *common], "what ops take, beside the roofline and rivals"),
+        Step("1b", model("llama-3.2-1b", *main), "what a whole model takes"),
+        Step("8b", model("llama-3.1-8b", *main), "the same where kernels weigh most"),
+        Step(
+            "compiled", model("llama-3.1-8b,llama-3.2-1b", *compiled.split()), "what compiling adds to a captured step"
+        ),
+        Step("sizes", model("llama-3.2-1b,llama-3.1-8b", *sizes.split()), "how a step grows with batch and length"),
     ]
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.gpu.options import STEPS
+from benchmarks.gpu.options import FURTHER_STEPS, STEPS
 from benchmarks.gpu.run import run, run_step
 from benchmarks.gpu.steps import Done, Step, steps
 from benchmarks.gpu.summary import write_summary
@@ -18,7 +18,7 @@ def python(name: str, code: str) -> Step:
 
 def test_steps_go_on_where_they_were_cut_off_and_end_in_time(tmp_path):
     made = steps(tmp_path, 540, rehearse=False)
-    assert [step.name for step in made] == STEPS
+    assert [step.name for step in made] == STEPS + FURTHER_STEPS
     for step in made[2:]:
         assert {"--resume", "--profile"} <= set(step.command)
         assert step.command[step.command.index("--results") + 1] == str(tmp_path)
@@ -69,5 +69,7 @@ def test_the_summary_says_how_each_step_ended_and_what_it_printed_last(tmp_path)
 
 def test_an_unknown_step_is_refused(tmp_path):
     arguments = argparse.Namespace(steps=["3b"], out=tmp_path, seconds=60, rehearse=True)
-    with pytest.raises(SystemExit, match="step is '3b'; expected some of ceilings, tests, ops, 1b, 8b, compiled"):
+    with pytest.raises(
+        SystemExit, match="step is '3b'; expected some of ceilings, tests, ops, 1b, 8b, compiled, sizes"
+    ):
         run(arguments)
