@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import profile, timing
+from benchmarks.interpreter import mended_interpreter
 
 NAME = "pretended NVIDIA H200"
 """Of the device, in rows as well; the roofline of an H200 is known by it."""
@@ -37,6 +38,7 @@ def pretended_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in _stand_ins():
             stack.enter_context(patch.object(owner, name, stand_in))
+        stack.enter_context(mended_interpreter())
         stack.enter_context(_OnTheCpu())
         stack.enter_context(op_choices(backend="triton" if HAS_TRITON else "auto"))
         yield

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from midus_hf.ops.triton_import import HAS_TRITON, triton
+from benchmarks.interpreter import mended_interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -17,19 +17,10 @@ def backend(request) -> str:
 
 
 @pytest.fixture(autouse=True)
-def indices_of_the_interpreter(monkeypatch):
-    """Those of triton 3.7 under 3.6, whose interpreter takes `int` of an array `[1]`, which numpy 2.4 and newer refuse."""
-    if not (HAS_TRITON and triton.__version__.startswith("3.6.")):
-        return
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+def interpreter():
+    """One that runs every kernel."""
+    with mended_interpreter():
+        yield
 
 
 @pytest.fixture(autouse=True)
