@@ -8,12 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 from benchmarks.gpu.options import FURTHER_STEPS, STEPS
 from benchmarks.gpu.steps import Done, Step, steps
 from benchmarks.gpu.summary import write_summary
 
+LOG = "log.txt"
+_LAST_LINES = 15
+"""Of what a step printed, kept for the summary."""
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -28,12 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     for step in steps(out, arguments.seconds, arguments.rehearse):
         if step.name in arguments.steps:
             done.append(run_step(step, out, arguments.seconds))
-            write_summary(out, done)
+            write_summary(out, done, arguments.rehearse)
     return 0 if all(one.status == 0 for one in done) else 1
 
 
 def run_step(step: Step, out: Path, seconds: float) -> Done:
-    """Run one step; what it prints is shown as it comes, and appended to `STEP.log`.
+    """Run one step; what it prints is shown as it comes, and appended to `log.txt`.
 
     Args:
         step: What to run.
@@ -61,19 +65,21 @@ def run_step(step: Step, out: Path, seconds: float) -> Done:
 
     timer = threading.Timer(seconds, end)
     timer.start()
-    last_line = ""
+    last_lines: deque[str] = deque(maxlen=_LAST_LINES)
     try:
-        with (out / f"{step.name}.log").open("a", encoding="utf-8") as log:
+        with (out / LOG).open("a", encoding="utf-8") as log:
+            log.write(f"{step.name}: {' '.join(step.command)}\n")
             for line in process.stdout:
                 log.write(line)
                 log.flush()
                 print(line, end="", file=sys.stderr, flush=True)
-                last_line = line.strip() or last_line
+                if line.strip():
+                    last_lines.append(line.rstrip())
         status = process.wait()
     finally:
         timer.cancel()
         _kill(process)
-    return Done(step, None if is_late.is_set() else status, time.monotonic() - began, last_line)
+    return Done(step, None if is_late.is_set() else status, time.monotonic() - began, tuple(last_lines))
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -32,13 +32,13 @@ class Done:
         step: Which one.
         status: Its exit status; None where its time was up.
         seconds: That it took.
-        last_line: Of what it printed.
+        last_lines: Of what it printed, blank ones left out.
     """
 
     step: Step
     status: int | None
     seconds: float
-    last_line: str
+    last_lines: tuple[str, ...]
 
 
 def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:

@@ -10,22 +10,21 @@ from benchmarks.tracked import read
 FILE = "summary.md"
 _HOTTEST = 8
 """Kernels that are shown of a profile."""
-_LAST_LINES = 15
-"""Of the log of a step that failed."""
 
 
-def write_summary(out: Path, done: list[Done]) -> None:
+def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:
     """Write `summary.md`.
 
     Args:
         out: Folder of the CSV files and logs.
         done: The steps that were run; rows of earlier calls are shown as well.
+        rehearsed: Whether the GPU was pretended. Default: false.
     """
     made = sections(out)
     parts = [
-        "# Measured on a GPU",
+        "# Rehearsed without a GPU: no figure here means anything" if rehearsed else "# Measured on a GPU",
         _steps(done),
-        *(_end_of_log(out, one) for one in done if one.status != 0),
+        *(_end_of_log(one) for one in done if one.status != 0),
         f"## Ceilings\n\n{_ceilings(read(out / 'ceilings.csv'))}",
         f"## Goals\n\n{made['goals']}",
         f"## Ops\n\n{made['ops']}",
@@ -36,10 +35,11 @@ def write_summary(out: Path, done: list[Done]) -> None:
 
 
 def _steps(done: list[Done]) -> str:
-    return table(
-        ["step", "ended", "seconds", "teaches", "last line"],
-        [[one.step.name, _ending(one), f"{one.seconds:.0f}", one.step.teaches, one.last_line] for one in done],
-    )
+    lines = []
+    for one in done:
+        last_line = one.last_lines[-1] if one.last_lines else ""
+        lines.append([one.step.name, _ending(one), f"{one.seconds:.0f}", one.step.teaches, last_line])
+    return table(["step", "ended", "seconds", "teaches", "last line"], lines)
 
 
 def _ending(one: Done) -> str:
@@ -48,9 +48,8 @@ def _ending(one: Done) -> str:
     return "well" if one.status == 0 else f"with status {one.status}"
 
 
-def _end_of_log(out: Path, one: Done) -> str:
-    lines = (out / f"{one.step.name}.log").read_text(encoding="utf-8").splitlines()
-    return f"The end of `{one.step.name}.log`:\n\n```\n" + "\n".join(lines[-_LAST_LINES:]) + "\n```"
+def _end_of_log(one: Done) -> str:
+    return f"The end of what `{one.step.name}` printed:\n\n```\n" + "\n".join(one.last_lines) + "\n```"
 
 
 def _ceilings(rows: list[Record]) -> str:

@@ -29,11 +29,12 @@ def test_steps_go_on_where_they_were_cut_off_and_end_in_time(tmp_path):
 
 def test_what_a_step_prints_is_shown_and_kept(tmp_path, capsys):
     done = run_step(python("ops", "import sys; print('one'); print('two', file=sys.stderr)"), tmp_path, 60)
-    assert (done.status, done.last_line) == (0, "two")
-    assert (tmp_path / "ops.log").read_text() == "one\ntwo\n"
+    assert (done.status, done.last_lines) == (0, ("one", "two"))
+    log = (tmp_path / "log.txt").read_text()
+    assert log.startswith("ops: ") and log.endswith("\none\ntwo\n")
     assert "one\ntwo\n" in capsys.readouterr().err
     assert run_step(python("ops", "raise SystemExit(3)"), tmp_path, 60).status == 3
-    assert (tmp_path / "ops.log").read_text() == "one\ntwo\n"  # of an earlier call, too
+    assert (tmp_path / "log.txt").read_text().startswith(log)  # of an earlier call, too
 
 
 def test_a_step_whose_time_is_up_is_ended_with_all_that_it_began(tmp_path):
@@ -46,25 +47,31 @@ def test_a_step_whose_time_is_up_is_ended_with_all_that_it_began(tmp_path):
     began = time.monotonic()
     done = run_step(python("ops", code), tmp_path, 1)
     assert time.monotonic() - began < 20
-    assert (done.status, done.last_line) == (None, "begun")
+    assert (done.status, done.last_lines) == (None, ("begun",))
 
 
 def test_the_summary_says_how_each_step_ended_and_what_it_printed_last(tmp_path):
-    (tmp_path / "1b.log").write_text("")
-    (tmp_path / "ops.log").write_text("first\nTypeError: broken\n")
     write_summary(
         tmp_path,
         [
-            Done(python("tests", ""), 0, 12.3, "80 passed"),
-            Done(python("ops", ""), 1, 4.0, "TypeError: broken"),
-            Done(python("1b", ""), None, 540.0, ""),
+            Done(python("tests", ""), 0, 12.3, ("80 passed",)),
+            Done(python("ops", ""), 1, 4.0, ("first", "TypeError: broken")),
+            Done(python("1b", ""), None, 540.0, ()),
         ],
     )
     text = (tmp_path / "summary.md").read_text()
+    assert text.startswith("# Measured on a GPU\n")
     assert "| tests | well | 12 | something | 80 passed |" in text
     assert "| ops | with status 1 | 4 |" in text and "first\nTypeError: broken\n```" in text
     assert "| 1b | out of time | 540 |" in text
     assert "Not measured." in text and "Not profiled." in text
+
+
+def test_the_summary_of_a_rehearsal_says_so(tmp_path):
+    write_summary(tmp_path, [], rehearsed=True)
+    assert (
+        (tmp_path / "summary.md").read_text().startswith("# Rehearsed without a GPU: no figure here means anything\n")
+    )
 
 
 def test_an_unknown_step_is_refused(tmp_path):
