@@ -219,7 +219,7 @@ def main() -> None:
 
 def _placements(method: str) -> list[tuple[str, bool]]:
     """Placements to try, and whether each is the method's own."""
-    from upscalers.engine.method import get_method
+    from upscalers.methods.contract import get_method
 
     own = get_method(method).default_placement
     if own is None or own == SAME_GAPS:

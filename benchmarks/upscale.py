@@ -56,7 +56,7 @@ def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0
     import torch
     from safetensors.torch import save_file
 
-    from upscalers.engine.families import FAMILIES
+    from upscalers.architecture.families import FAMILIES
 
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -29,7 +29,7 @@ def smollm2_135m() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    from upscalers.engine.gguf import convert_gguf
+    from upscalers.checkpoint.gguf import convert_gguf
 
     gguf = smollm2_gguf()
     print(f"material: converting {gguf.name} to float32 safetensors", file=sys.stderr, flush=True)

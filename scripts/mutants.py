@@ -23,7 +23,8 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 REPOSITORY = Path(__file__).parent.parent
-FOLDERS = ["midus_hf/ops", "midus_hf/memory", "upscalers/engine"]
+ENGINE_ROOMS = ["request", "machine", "architecture", "checkpoint", "plan", "tensors", "record", "landing", "runs"]
+FOLDERS = ["midus_hf/ops", "midus_hf/memory", *(f"upscalers/{room}" for room in ENGINE_ROOMS), "upscalers/methods/contract.py"]
 
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 
@@ -34,11 +35,11 @@ NEAREST = {
     "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
-    "upscalers/engine": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
+    "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
 """The tests that judge a file: those of its longest prefix."""
 
-NEAREST_TO_ENGINE = {
+NEAREST_TO_UPSCALERS = {
     "attention_pattern": "whole_periods placements",
     "base_model": "bad_input pickled_base checkpoint_layouts families gguf",
     "block_check": "verification",
@@ -54,7 +55,7 @@ NEAREST_TO_ENGINE = {
     "layer_config": "layer_config families",
     "measurements": "solvers/measurements",
     "memory_shapes": "dry_run families options",
-    "method": "options default_count recipe_check dense/identity_declared",
+    "contract": "options default_count recipe_check dense/identity_declared",
     "model_card": "base_card provenance strip",
     "options": "options command_line",
     "output_folder": "output_folder ownership",
@@ -62,11 +63,12 @@ NEAREST_TO_ENGINE = {
     "placements": "placements default_count whole_periods",
     "plan": "plan dense/layer_tables stacking",
     "progress": "progress safetensors_format",
+    "processors": "solvers",
     "provenance": "provenance stacking strip",
     "recipe_check": "recipe_check",
     "recipes": "recipe_check dense identity",
     "report": "dry_run command_line verification",
-    "run": "command_line bad_input hub_bases push",
+    "upscale": "command_line bad_input hub_bases push",
     "safetensors_format": "safetensors_format checkpoint_layouts",
     "sizes": "options dry_run verification",
     "solver": "solvers dense",
@@ -77,7 +79,7 @@ NEAREST_TO_ENGINE = {
     "verify": "verification streamed_model memory_use",
     "writer": "safetensors_format checkpoint_layouts identity",
 }
-"""The tests in `tests/upscalers` that judge a file of the engine, the nearest first: `test_NAME.py`, or a folder."""
+"""The tests in `tests/upscalers` that judge a file of `upscalers` by its name, the nearest first: `test_NAME.py`, or a folder."""
 
 NOISE = "core/ReplaceBinaryOperator_BitOr"
 """Operators left out: they change type annotations."""
@@ -138,8 +140,8 @@ def source_files(paths: list[str]) -> list[Path]:
 
 def nearest_tests(file: Path) -> str:
     """Arguments for pytest; tests of the file's own name, where there are any, come first, to notice what they can."""
-    if file.parent == Path("upscalers/engine") and file.stem in NEAREST_TO_ENGINE:
-        return " ".join(map(_engine_test, NEAREST_TO_ENGINE[file.stem].split()))
+    if file.is_relative_to("upscalers") and file.stem in NEAREST_TO_UPSCALERS:
+        return " ".join(map(_engine_test, NEAREST_TO_UPSCALERS[file.stem].split()))
     prefixes = [prefix for prefix in NEAREST if file.is_relative_to(prefix)]
     if not prefixes:
         raise SystemExit(f"error: {file}: no tests are known for it; add its folder to NEAREST in scripts/mutants.py.")
@@ -153,7 +155,7 @@ def _engine_test(name: str) -> str:
     path = path if path.is_dir() else path.with_name(f"test_{path.name}.py")
     if not path.exists():
         raise SystemExit(
-            f"error: {path}: expected a test file or folder; mend NEAREST_TO_ENGINE in scripts/mutants.py."
+            f"error: {path}: expected a test file or folder; mend NEAREST_TO_UPSCALERS in scripts/mutants.py."
         )
     return str(path)
 

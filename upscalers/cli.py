@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from upscalers.engine.errors import PushError, RequestError, one_line
-from upscalers.engine.options import parse_options
+from upscalers.record.report import PushError
+from upscalers.request.errors import RequestError, one_line
+from upscalers.request.options import parse_options
 
 app = typer.Typer(
     name="upscale",
@@ -136,7 +137,7 @@ def run(
             raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
 
     from upscalers.console import Console, print_report
-    from upscalers.engine.run import upscale
+    from upscalers.runs.upscale import upscale
 
     failed: PushError | None = None
     try:
@@ -159,9 +160,9 @@ def methods(
     """List every method, its options, defaults and paper."""
     import upscalers.methods  # noqa: F401 - fills the table
     from upscalers.console import print_methods
-    from upscalers.engine.method import METHODS, get_method
-    from upscalers.engine.options import describe_options
-    from upscalers.engine.provenance import paper_entry
+    from upscalers.methods.contract import METHODS, get_method
+    from upscalers.record.provenance import paper_entry
+    from upscalers.request.options import describe_options
 
     described = [
         {
@@ -188,7 +189,7 @@ def inspect(
 ) -> None:
     """Show what was done to a checkpoint."""
     from upscalers.console import print_inspection
-    from upscalers.engine.inspection import inspect_checkpoint
+    from upscalers.runs.inspection import inspect_checkpoint
 
     inspection = inspect_checkpoint(model)
     if json_:
@@ -206,7 +207,7 @@ def strip(
 ) -> None:
     """Take the new parts out again, and say whether the base is left, byte for byte."""
     from upscalers.console import Console, print_stripped
-    from upscalers.engine.strip import strip as strip_checkpoint
+    from upscalers.runs.strip import strip as strip_checkpoint
 
     result = strip_checkpoint(model, output, overwrite, progress=Console())
     if json_:

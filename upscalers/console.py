@@ -9,8 +9,8 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from upscalers.engine.measurements import summary_table
-from upscalers.engine.report import ParameterCounts, UpscaleReport
+from upscalers.record.report import ParameterCounts, UpscaleReport
+from upscalers.tensors.measurements import summary_table
 
 
 class Console:

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import midus_hf  # noqa: F401 - registers the classes that host memory
 from benchmarks.models.options import CONFIGS
 from midus_hf.memory import MemoryModule
-from upscalers.engine.base_model import BaseModel, open_base
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
+from upscalers.checkpoint.base_model import BaseModel, open_base
+from upscalers.methods.contract import get_method
+from upscalers.request.options import parse_options
 
 BASE = "base"
 OWN_ORDER = ""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from midus_hf.config_file import read_config, read_mapping
 from midus_hf.training import TrainConfig, set_trainable
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B
-from upscalers.engine.placements import place
+from upscalers.plan.placements import place
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"

@@ -202,7 +202,7 @@ def test_work_that_fails_ends_in_one_line_and_its_own_status(
     def fail(**_):
         raise error
 
-    monkeypatch.setattr("upscalers.engine.run.upscale", fail)
+    monkeypatch.setattr("upscalers.runs.upscale.upscale", fail)
     outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
     assert (outcome.status, outcome.out, outcome.err) == (status, "", line)
 

@@ -18,9 +18,9 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from upscalers import strip, upscale
-from upscalers.engine import content_digest as digests
-from upscalers.engine.base_model import open_base
-from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.checkpoint import content_digest as digests
+from upscalers.checkpoint.base_model import open_base
+from upscalers.runs.inspection import inspect_checkpoint
 
 WITHOUT_COUNT = (
     "upscale: warning: the weights are not the base's, byte for byte: trained since it was upscaled, or cast."

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from midus_hf.memory import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
-from upscalers.engine.base_model import open_base
-from upscalers.engine.errors import RequestError
-from upscalers.engine.families import ATTENTION_ROLES, FAMILIES, family_of
-from upscalers.engine.memory_shapes import MEMORY_SHAPES, is_buffer, memory_by_layer, memory_shapes
+from upscalers.architecture.families import ATTENTION_ROLES, FAMILIES, family_of
+from upscalers.architecture.memory_shapes import MEMORY_SHAPES, is_buffer, memory_by_layer, memory_shapes
+from upscalers.checkpoint.base_model import open_base
+from upscalers.request.errors import RequestError
 
 SIZES = {
     "vocab_size": 32,

@@ -3,11 +3,11 @@
 import os
 
 from tests.upscalers.processes import run_python
-from upscalers.engine.free_memory import available_bytes
+from upscalers.machine.free_memory import available_bytes
 
 LIMITED = """
 import resource
-from upscalers.engine.free_memory import available_bytes
+from upscalers.machine.free_memory import available_bytes
 
 resource.setrlimit(resource.RLIMIT_AS, (1_000_000_000, resource.RLIM_INFINITY))
 before = available_bytes()

@@ -11,7 +11,8 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
 from upscalers import RequestError, upscale
-from upscalers.engine import output_folder, writer
+from upscalers.landing import output_folder
+from upscalers.tensors import writer
 
 KILLS = 30
 SIZES = {

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from tiny import FAMILIES as TINY
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.families import family_of
-from upscalers.engine.layer_config import follow_plan
+from upscalers.architecture.families import family_of
+from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.midus_hml import HeadwiseMemoryOptions, MidusHml
+from upscalers.plan.layer_config import follow_plan
+from upscalers.request.errors import RequestError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

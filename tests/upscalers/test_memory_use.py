@@ -4,9 +4,9 @@ import json
 import shutil
 
 from tests.upscalers.processes import run_upscale
-from upscalers.engine.base_model import open_base
-from upscalers.engine.safetensors_format import layout
-from upscalers.engine.verify import comparison_bytes
+from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.safetensors_format import layout
+from upscalers.runs.verify import comparison_bytes
 
 LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 60_000_000
 CONFIG = {

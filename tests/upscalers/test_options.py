@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from midus_hf.memory import MEMORY_TYPES
-from upscalers.engine.errors import RequestError, near_matches
-from upscalers.engine.method import METHODS, get_method, register_method
-from upscalers.engine.options import describe_options, option, parse_options
-from upscalers.engine.sizes import parse_size
+from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.midus_hml import HeadwiseMemoryOptions
 from upscalers.methods.midus_linear import LinearMemoryOptions
 from upscalers.methods.midus_pkm import ProductKeyMemoryOptions
+from upscalers.request.errors import RequestError, near_matches
+from upscalers.request.options import describe_options, option, parse_options
+from upscalers.request.sizes import parse_size
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
 from upscalers import RequestError, upscale
-from upscalers.engine.output_folder import MARK, OutputFolder
+from upscalers.landing.output_folder import MARK, OutputFolder
 
 
 def upscaled(base, output, **request):

@@ -13,9 +13,9 @@ from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load,
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
 from upscalers import RequestError, strip, upscale
-from upscalers.engine.job import Job
-from upscalers.engine.output_folder import MARK, OutputFolder
-from upscalers.engine.ownership import check_replaceable, foreign_files, is_replaceable
+from upscalers.landing.output_folder import MARK, OutputFolder
+from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable
+from upscalers.runs.job import Job
 
 
 def upscaled(base, output, **request):

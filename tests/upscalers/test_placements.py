@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upscalers.engine.errors import RequestError
-from upscalers.engine.placements import PLACEMENTS, place, register_placement
+from upscalers.plan.placements import PLACEMENTS, place, register_placement
+from upscalers.request.errors import RequestError
 
 TABLES = {
     (16, 8): {

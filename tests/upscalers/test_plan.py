@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upscalers.engine.errors import RequestError
-from upscalers.engine.plan import Base, New, Plan, insertion_plan
+from upscalers.plan.plan import Base, New, Plan, insertion_plan
+from upscalers.request.errors import RequestError
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 from tests.upscalers.checkpoints import SMALL
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import upscale
-from upscalers.engine.strip import strip
+from upscalers.runs.strip import strip
 
 
 class Stages(Recorder):
@@ -80,7 +80,7 @@ def test_so_does_taking_out(shared_base, tmp_path):
 
 
 def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
-    monkeypatch.setattr("upscalers.engine.job._validated", lambda folder: 1 / 0)
+    monkeypatch.setattr("upscalers.runs.job._validated", lambda folder: 1 / 0)
     progress = Stages()
     with pytest.raises(ZeroDivisionError):
         upscale(base=shared_base(), method="solar", output=tmp_path / "out", progress=progress)

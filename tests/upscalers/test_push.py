@@ -10,9 +10,9 @@ from tests.upscalers.checkpoints import logits
 from tests.upscalers.conftest import Outcome
 from tests.upscalers.hub_server import ACCOUNT, LoopbackHub, Repository, client_environment, files_of
 from tests.upscalers.processes import run_python, run_upscale
-from upscalers.engine import run
-from upscalers.engine.errors import RequestError
-from upscalers.engine.hub import check_write_access
+from upscalers.checkpoint.hub import check_write_access
+from upscalers.request.errors import RequestError
+from upscalers.runs import upscale as run
 
 REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 HF = "from huggingface_hub.cli.hf import main; main()"

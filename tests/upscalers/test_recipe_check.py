@@ -9,12 +9,12 @@ import pytest
 from tests.upscalers.checkpoints import SMALL
 from tests.upscalers.dense.requests import REQUESTS
 from upscalers import MethodError, upscale
-from upscalers.engine.base_model import open_base
-from upscalers.engine.job import Job
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
-from upscalers.engine.recipes import Combine, Copy, Fill, Recipe
-from upscalers.engine.source import Source
+from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.source import Source
+from upscalers.methods.contract import get_method
+from upscalers.request.options import parse_options
+from upscalers.runs.job import Job
+from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 Layers = list[dict[str, Recipe]]
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from upscalers.engine.errors import RequestError
-from upscalers.engine.progress import NoProgress
-from upscalers.engine.recipes import Combine, Copy, Fill, Initialise, tensor_seed
-from upscalers.engine.safetensors_format import TORCH_NAMES, copy_bytes, layout, read_header, write_all
-from upscalers.engine.writer import CheckpointWriter, OutputTensor, split_shards
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, copy_bytes, layout, read_header, write_all
+from upscalers.request.errors import RequestError
+from upscalers.request.progress import NoProgress
+from upscalers.tensors.recipes import Combine, Copy, Fill, Initialise, tensor_seed
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -145,7 +145,7 @@ class CountedBytes(NoProgress):
 @pytest.mark.parametrize("chunk", [2, 10, 1 << 20])
 @pytest.mark.parametrize("scan", [True, False])
 def test_recipes_give_what_they_say_however_little_is_read_at_once(tmp_path, monkeypatch, scan, chunk):
-    monkeypatch.setattr("upscalers.engine.writer._CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", chunk)
     sources = {"a": torch.randn(7, 3), "b": torch.randn(7, 3).bfloat16(), "steps": torch.arange(5)}
     save_file(sources, tmp_path / "source.safetensors")
     stored = read_header(tmp_path / "source.safetensors")

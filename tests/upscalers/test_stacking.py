@@ -20,7 +20,7 @@ from tests.upscalers.checkpoints import (
     save_base,
 )
 from upscalers import RequestError, strip, upscale
-from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.runs.inspection import inspect_checkpoint
 
 
 def upscaled(base, output, **request):

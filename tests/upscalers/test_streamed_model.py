@@ -8,9 +8,9 @@ from tiny import prompt
 
 from tests.upscalers.checkpoints import load, read_tensors, save_base, variants, write_tensors
 from upscalers import VerificationError, upscale
-from upscalers.engine import streamed_model
-from upscalers.engine.base_model import open_base
-from upscalers.engine.streamed_model import StreamedModel, read_tensor
+from upscalers.checkpoint.base_model import open_base
+from upscalers.runs import streamed_model
+from upscalers.runs.streamed_model import StreamedModel, read_tensor
 
 LAYOUTS = {
     "one file": {},

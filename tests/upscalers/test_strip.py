@@ -26,7 +26,7 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.mutations import VALUES
 from upscalers import RequestError, strip, upscale
-from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.runs.inspection import inspect_checkpoint
 
 
 def upscaled(base, output, **request):

@@ -8,11 +8,11 @@ import torch
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import RequestError, VerificationError, upscale
-from upscalers.engine import job, streamed_model
-from upscalers.engine.job import Job
-from upscalers.engine.method import get_method
-from upscalers.engine.recipes import Copy, Fill
+from upscalers.methods.contract import get_method
 from upscalers.methods.midus_hml import MidusHml
+from upscalers.runs import job, streamed_model
+from upscalers.runs.job import Job
+from upscalers.tensors.recipes import Copy, Fill
 
 
 def upscaled(base, output, **request):
@@ -261,7 +261,7 @@ def test_nan_in_the_base_is_refused_by_name(tmp_path, name, dtype):
 
 
 def test_nan_is_found_wherever_it_stands_in_a_tensor_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("upscalers.engine.writer._CHUNK_ELEMENTS", 250)
+    monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     size = (
         save_base(tmp_path / "sound") and read_tensors(tmp_path / "sound")["model.layers.1.mlp.up_proj.weight"].numel()
     )

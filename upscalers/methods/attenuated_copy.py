@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option
-from upscalers.engine.plan import New, Plan
-from upscalers.engine.recipes import Recipe
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import DenseMethod, layer_before
 from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
+from upscalers.plan.plan import New, Plan
+from upscalers.request.options import option
+from upscalers.tensors.recipes import Recipe
 
 _HALF_THE_POWER = 0.5**0.5
 

@@ -1,11 +1,11 @@
 """Avg-DeUS: the mean of the layers on both sides."""
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.method import register_method
-from upscalers.engine.plan import New
-from upscalers.engine.recipes import Recipe
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean
 from upscalers.methods.papers import OPT_DEUS
+from upscalers.plan.plan import New
+from upscalers.tensors.recipes import Recipe
 
 
 @register_method("avg-deus")

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.families import NORM_ROLES
-from upscalers.engine.method import Method
-from upscalers.engine.options import option
-from upscalers.engine.plan import New, Plan
-from upscalers.engine.recipes import Combine, Copy, Fill, Recipe
+from upscalers.architecture.families import NORM_ROLES
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import Method
+from upscalers.plan.plan import New, Plan
+from upscalers.request.errors import RequestError
+from upscalers.request.options import option
+from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
 IDENTITY_HELP = (

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.families import MATRIX_ROLES
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option
-from upscalers.engine.plan import New, Plan
-from upscalers.engine.recipes import Copy, Recipe, tensor_seed
-from upscalers.engine.solver import Measurement, Solved, Solver, Workplace
+from upscalers.architecture.families import MATRIX_ROLES
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean, strict_or_warnings
 from upscalers.methods.papers import LESA
+from upscalers.plan.plan import New, Plan
+from upscalers.request.errors import RequestError
+from upscalers.request.options import option
 from upscalers.solvers.devices import check_device, workers_on
+from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace
 
 if TYPE_CHECKING:
     import torch

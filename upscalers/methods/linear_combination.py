@@ -4,12 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.method import register_method
-from upscalers.engine.options import finite_number, option
-from upscalers.engine.plan import New, Plan
-from upscalers.engine.recipes import Recipe
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import (
     IDENTITY_HELP,
     DenseMethod,
@@ -19,6 +15,10 @@ from upscalers.methods.dense_block import (
     strict_or_warnings,
     whole_layer,
 )
+from upscalers.plan.plan import New, Plan
+from upscalers.request.errors import RequestError
+from upscalers.request.options import finite_number, option
+from upscalers.tensors.recipes import Recipe
 
 _LAYER = re.compile(r"^(?:(?P<index>-?\d+)|(?P<side>previous|next)\s*(?P<offset>[+-]\s*\d+)?)$", re.ASCII)
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.families import FAMILIES, MEMORY_PREFIX, Config
-from upscalers.engine.memory_shapes import head_width, kept_roles, memory_shapes
-from upscalers.engine.method import Method
-from upscalers.engine.options import option
-from upscalers.engine.plan import New, Plan
-from upscalers.engine.recipes import Copy, Initialise, Recipe, tensor_seed
+from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX, Config
+from upscalers.architecture.memory_shapes import head_width, kept_roles, memory_shapes
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import Method
 from upscalers.methods.papers import MIDUS
+from upscalers.plan.plan import New, Plan
+from upscalers.request.errors import RequestError
+from upscalers.request.options import option
+from upscalers.tensors.recipes import Copy, Initialise, Recipe, tensor_seed
 
 if TYPE_CHECKING:
     import torch

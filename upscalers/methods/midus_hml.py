@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.memory_block import MemoryMethod, RetrievalOptions
+from upscalers.request.errors import RequestError
+from upscalers.request.options import option
 
 
 @dataclass

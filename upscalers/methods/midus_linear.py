@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option
+from upscalers.methods.contract import register_method
 from upscalers.methods.memory_block import MemoryMethod, SharedValueOptions
+from upscalers.request.options import option
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.memory_block import MemoryMethod, SharedValueOptions
+from upscalers.request.options import option
 
 
 @dataclass

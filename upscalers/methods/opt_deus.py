@@ -5,14 +5,9 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.families import MATRIX_ROLES, LayerTensor
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option
-from upscalers.engine.plan import New
-from upscalers.engine.recipes import Recipe
-from upscalers.engine.solver import Measurement, Solved, Solver, Workplace
+from upscalers.architecture.families import MATRIX_ROLES, LayerTensor
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import (
     IDENTITY_HELP,
     FusionMethod,
@@ -22,7 +17,12 @@ from upscalers.methods.dense_block import (
     strict_or_warnings,
 )
 from upscalers.methods.papers import OPT_DEUS
+from upscalers.plan.plan import New
+from upscalers.request.errors import RequestError
+from upscalers.request.options import option
 from upscalers.solvers.devices import check_device, check_package, workers_on
+from upscalers.tensors.recipes import Recipe
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace
 
 if TYPE_CHECKING:
     import torch

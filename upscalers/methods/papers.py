@@ -1,6 +1,6 @@
 """The papers that methods come from."""
 
-from upscalers.engine.method import Paper
+from upscalers.methods.contract import Paper
 
 MIDUS = Paper(
     title="MIDUS: Memory-Infused Depth Up-Scaling",

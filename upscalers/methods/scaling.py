@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError, near_matches
-from upscalers.engine.families import MATRIX_ROLES, NORM_ROLES
-from upscalers.engine.options import finite_number
-from upscalers.engine.recipes import Recipe
+from upscalers.architecture.families import MATRIX_ROLES, NORM_ROLES
+from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.dense_block import combination
+from upscalers.request.errors import RequestError, near_matches
+from upscalers.request.options import finite_number
+from upscalers.tensors.recipes import Recipe
 
 OTHERS = "others"
 """The key of a scale that stands for every role it does not name."""

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.method import register_method
-from upscalers.engine.options import option, parse_options
-from upscalers.engine.plan import Base, New, Plan
-from upscalers.engine.recipes import Recipe
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import DenseMethod, whole_layer
 from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
+from upscalers.plan.plan import Base, New, Plan
+from upscalers.request.errors import RequestError
+from upscalers.request.options import option, parse_options
+from upscalers.tensors.recipes import Recipe
 
 
 @dataclass

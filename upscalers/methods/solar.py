@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.errors import RequestError
-from upscalers.engine.method import register_method
-from upscalers.engine.plan import Base, Plan
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import DenseMethod
 from upscalers.methods.papers import SOLAR
+from upscalers.plan.plan import Base, Plan
+from upscalers.request.errors import RequestError
 
 
 @register_method("solar")

@@ -1,6 +1,6 @@
 """The device that a solver computes on."""
 
-from upscalers.engine.errors import RequestError
+from upscalers.request.errors import RequestError
 
 
 def check_device(device: str, precision: str = "float64") -> None:

@@ -7,11 +7,11 @@ from typing import Any
 from tiny import NATIVE_FAMILIES
 
 from upscalers import UpscaleReport, upscale
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.families import family_of
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
-from upscalers.engine.plan import Plan
+from upscalers.architecture.families import family_of
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.contract import get_method
+from upscalers.plan.plan import Plan
+from upscalers.request.options import parse_options
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "solar": {},

@@ -9,7 +9,7 @@ from tests.upscalers.checkpoints import load, read_tensors, save_base, write_ten
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import OUTPUT_NORMS, REQUESTS, upscaled
 from upscalers import upscale
-from upscalers.engine.recipes import Combine, Fill
+from upscalers.tensors.recipes import Combine, Fill
 
 UNIT_OFFSET = ("gemma2", "gemma3")
 

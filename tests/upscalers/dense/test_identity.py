@@ -9,7 +9,7 @@ from tiny import WINDOW, prompt
 from tests.upscalers.checkpoints import load, save_base
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
 from upscalers import upscale
-from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.runs.inspection import inspect_checkpoint
 
 DTYPES = ["float32", "bfloat16", "float16"]
 EXACT, OTHERWISE = "It computes exactly what the base computes", "It is not promised to compute what the base computes"

@@ -8,10 +8,10 @@ import torch
 from tests.upscalers.checkpoints import logits, read_tensors
 from tests.upscalers.dense.requests import OUTPUT_NORMS
 from upscalers import VerificationError, upscale
-from upscalers.engine.base_model import open_base
-from upscalers.engine.method import METHODS, get_method, register_method
-from upscalers.engine.options import option
+from upscalers.checkpoint.base_model import open_base
+from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit
+from upscalers.request.options import option
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.upscalers.solvers.recording import memory_base, solved
-from upscalers.engine.errors import RequestError
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
-from upscalers.engine.recipes import tensor_seed
+from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
+from upscalers.request.errors import RequestError
+from upscalers.request.options import parse_options
 from upscalers.solvers.layer_predictor import LayerPredictor
+from upscalers.tensors.recipes import tensor_seed
 
 LAYERS, SIZE = 16, 64
 GAPS = {8: (7, 8), 10: (8, 9)}

@@ -11,8 +11,8 @@ from tests.upscalers.checkpoints import file_digests, read_tensors, save_base, w
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import upscale
-from upscalers.engine import output_folder
-from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.landing import output_folder
+from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.solvers import layer_predictor
 from upscalers.solvers.shared_basis import RowFile
 

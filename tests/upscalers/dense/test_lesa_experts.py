@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.upscalers.solvers.recording import MemoryBase, memory_base, solved
-from upscalers.engine.families import Family, LayerTensor
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
-from upscalers.engine.plan import Base, New, Plan
-from upscalers.engine.progress import NoProgress
-from upscalers.engine.safetensors_format import StoredTensor
-from upscalers.engine.solver import Solved, Solver, Workplace, solve_all
+from upscalers.architecture.families import Family, LayerTensor
+from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.methods.contract import get_method
+from upscalers.plan.plan import Base, New, Plan
+from upscalers.request.options import parse_options
+from upscalers.request.progress import NoProgress
 from upscalers.solvers import layer_predictor
+from upscalers.tensors.solver import Solved, Solver, Workplace, solve_all
 
 EXPERTS = [f"mlp.experts.{expert}.gate_proj" for expert in range(2)]
 SHAPE = (12, 8)

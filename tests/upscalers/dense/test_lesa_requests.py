@@ -11,7 +11,7 @@ import torch
 from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, save_base, write_tensors
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import upscale
-from upscalers.engine.errors import RequestError
+from upscalers.request.errors import RequestError
 from upscalers.solvers import layer_predictor
 
 QUICK = ("--set", "epochs=1")

@@ -10,7 +10,7 @@ from tiny import NATIVE_FAMILIES, WINDOW, prompt
 import upscalers.methods  # noqa: F401 - fills the table
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.dense.requests import REQUESTS, TRAINS_ALL, upscaled
-from upscalers.engine.method import METHODS
+from upscalers.methods.contract import METHODS
 from upscalers.methods.dense_block import DenseMethod
 
 ROUNDING = {"float32": 0.0, "bfloat16": 2**-7}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.upscalers.checkpoints import save_base
 from upscalers import upscale
-from upscalers.engine.errors import RequestError
+from upscalers.request.errors import RequestError
 from upscalers.solvers.devices import check_device
 
 NUMBERS = [

@@ -9,8 +9,8 @@ from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_confi
 from tests.upscalers.test_placements import TABLES
 from upscalers import upscale
 from upscalers.cli import RunRequest
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
+from upscalers.methods.contract import get_method
+from upscalers.request.options import parse_options
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -20,7 +20,7 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import REQUESTS, upscaled
 from upscalers import RequestError, strip, upscale
-from upscalers.engine.inspection import inspect_checkpoint
+from upscalers.runs.inspection import inspect_checkpoint
 
 DERIVED = ("README.md", "upscale.json")
 """Files of an upscaled model that stripping a stacked one does not bring back."""

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from tests.upscalers.solvers.recording import MemoryBase, memory_base
-from upscalers.engine.method import get_method
-from upscalers.engine.options import parse_options
-from upscalers.engine.plan import New
-from upscalers.engine.progress import NoProgress
-from upscalers.engine.solver import Solver, Workplace
+from upscalers.methods.contract import get_method
 from upscalers.methods.lesa import MatrixPrediction
 from upscalers.methods.opt_deus import BlockFusion
+from upscalers.plan.plan import New
+from upscalers.request.options import parse_options
+from upscalers.request.progress import NoProgress
 from upscalers.solvers import transport
+from upscalers.tensors.solver import Solver, Workplace
 
 _CHUNK = 1 << 23
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from upscalers.engine.base_model import BaseModel
-from upscalers.engine.families import family_of
-from upscalers.engine.progress import NoProgress
-from upscalers.engine.solver import Solver, Workplace
+from upscalers.architecture.families import family_of
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.request.progress import NoProgress
+from upscalers.tensors.solver import Solver, Workplace
 
 
 class Recorder(NoProgress):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.upscalers.solvers.recording import Recorder
-from upscalers.engine import solver as engine
-from upscalers.engine.solver import Cancelled, Solver, Workplace, num_workers, solve_all
+from upscalers.tensors import solver as engine
+from upscalers.tensors.solver import Cancelled, Solver, Workplace, num_workers, solve_all
 
 PATIENCE = 10
 """Seconds after which something that was to happen soon counts as not happening."""

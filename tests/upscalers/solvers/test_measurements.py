@@ -1,6 +1,6 @@
 """The summary of what solvers measured: one row a kind of tensor."""
 
-from upscalers.engine.measurements import summary_table
+from upscalers.tensors.measurements import summary_table
 
 ROWS = [
     {"layer": 2, "tensor": "".join(("que", "ry")), "norm_ratio": 0.25, "iterations": 21, "seconds": 1.25},

@@ -1,0 +1,66 @@
+"""Imports between the rooms of `upscalers` point one way, and no modules import one another in a circle."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = (
+    "request",
+    "machine",
+    "architecture",
+    "checkpoint",
+    "plan",
+    "tensors",
+    "solvers",
+    "methods",
+    "record",
+    "landing",
+    "runs",
+)
+"""Each may import those before it."""
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(file: Path, package: str, everywhere: bool) -> set[str]:
+    """Modules of a package that a file imports; `everywhere` includes what is imported inside functions and for types."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if everywhere else tree.body
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == package}
+    return found
+
+
+def files_of(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_every_room_is_known():
+    assert {file.parent.name for file in (ROOT / "upscalers").glob("*/*.py")} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_those_before_it_alone(room):
+    later = set(ROOMS[ROOMS.index(room) + 1 :])
+    for file in (ROOT / "upscalers" / room).glob("*.py"):
+        for name in imports_of(file, "upscalers", everywhere=True):
+            assert name.split(".")[1:2] == [] or name.split(".")[1] not in later, f"{file.name} imports {name}"
+
+
+@pytest.mark.parametrize("package", ["upscalers", "midus_hf", "midus_commands"])
+def test_no_modules_import_one_another_in_a_circle(package):
+    files = {module_of(file): file for file in files_of(package)}
+    graph = {name: imports_of(file, package, everywhere=False) & set(files) - {name} for name, file in files.items()}
+    while graph:
+        free = {name for name, needed in graph.items() if not needed & set(graph)}
+        assert free, f"a circle among {sorted(graph)}"
+        graph = {name: needed for name, needed in graph.items() if name not in free}

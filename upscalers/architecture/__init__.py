@@ -1,0 +1,1 @@
+"""What a config implies: names, shapes and roles of tensors."""

@@ -1,0 +1,366 @@
+"""The families of base models, as far as surgery on their tensors needs to know them.
+
+A name such as `post_attention_layernorm` means different things in different families, so what a tensor does is looked
+up here, by role, and never guessed from its name. Everything is read from the raw `config.json`: planning an upscaling
+loads neither torch nor transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from upscalers.request.errors import RequestError
+
+Config = dict[str, Any]
+Shape = tuple[int, ...]
+
+MEMORY_PREFIX = "midus_"
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """One tensor of a layer.
+
+    Args:
+        role: What it does: `query`, `key`, `value`, `output_projection`, `query_norm`, `key_norm`, `gate`, `up`, `down`;
+            the norms in front of attention and feed-forward network, `attention_norm` and `mlp_norm`; the norms behind
+            them, `attention_output_norm` and `mlp_output_norm`; or `memory`.
+        shape: As `config.json` implies it.
+    """
+
+    role: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Args:
+        model_type: As `config.json` says.
+        class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`; None where there
+            are none, so that only methods that add layers of the family's own kind apply.
+        defaults: What absent config values mean.
+        biases: The config keys that give biases to projections; other families ignore the same keys.
+        query_key_norm: Whether queries and keys are normalised: a head at a time, or all heads together (`"whole"`).
+        input_norms: Whether a norm stands in front of attention and feed-forward network.
+        output_norms: Whether a norm follows attention and feed-forward network.
+        unit_offset_norms: Whether norms multiply by 1 + weight instead of the weight.
+        qkv_bias: Whether the query, key and value projections have biases whatever the config says.
+        layer_types: The types that layers have when the config does not list them; None if the family has no types.
+        period: After how many layers those types repeat. Default: 1, they need not.
+        implying: The config values from which given types, and no others, would follow, as far as values decide that.
+            Default: none do.
+    """
+
+    model_type: str
+    class_name: str | None
+    defaults: Config = field(default_factory=dict)
+    biases: frozenset[str] = frozenset({"attention_bias"})
+    query_key_norm: Literal["head", "whole"] | None = None
+    input_norms: bool = True
+    output_norms: bool = False
+    unit_offset_norms: bool = False
+    qkv_bias: bool = False
+    layer_types: Callable[[Config], list[str]] | None = None
+    period: Callable[[Config], int] = lambda config: 1
+    implying: Callable[[list[str]], Config] = lambda layer_types: {}
+
+    @property
+    def hosts_memory(self) -> bool:
+        """Whether there are classes of this family that host memory."""
+        return self.class_name is not None
+
+    def get(self, config: Config, key: str) -> Any:
+        """The value of `key`, with the family's default where the config does not have the key."""
+        return config.get(key, self.defaults.get(key))
+
+    def num_heads(self, config: Config) -> int:
+        """H, query heads."""
+        return _positive(config, "num_attention_heads")
+
+    def num_key_value_heads(self, config: Config) -> int:
+        """K/V heads; as many as query heads where neither config nor family says."""
+        if self.get(config, "num_key_value_heads") is None:
+            return self.num_heads(config)
+        return _positive({**self.defaults, **config}, "num_key_value_heads")
+
+    def head_dim(self, config: Config) -> int:
+        """d, width of a head; D / H where neither config nor family says."""
+        if self.get(config, "head_dim") is None:
+            return _positive(config, "hidden_size") // self.num_heads(config)
+        return _positive({**self.defaults, **config}, "head_dim")
+
+    def tie_word_embeddings(self, config: Config) -> bool:
+        """Whether the language head is the embedding."""
+        return bool(self.get(config, "tie_word_embeddings"))
+
+    def resolved_layer_types(self, config: Config) -> list[str] | None:
+        """The type of each layer, listed or implied; None if the family has no types."""
+        if self.layer_types is None:
+            return None
+        listed = config.get("layer_types")
+        if listed is None:
+            return self.layer_types(config)
+        if not isinstance(listed, list) or not all(isinstance(layer_type, str) for layer_type in listed):
+            raise RequestError(
+                f"config.json has layer_types = {listed!r}; expected a list of names, one per layer. "
+                "Repair the base checkpoint."
+            )
+        return listed
+
+    def period_of(self, config: Config) -> int | None:
+        """p: after how many layers the attention types repeat, from the first layer on.
+
+        1 where a layer of any type may stand anywhere, or all are alike; None where the listed types do not repeat.
+        """
+        types = self.resolved_layer_types(config)
+        if types is None or self.layer_types is None:
+            return 1
+        if types == self.layer_types(config):
+            return self.period(config)
+        repeated = (
+            period
+            for period in range(1, len(types) // 2 + 1)
+            if all(types[layer] == types[layer - period] for layer in range(period, len(types)))
+        )
+        return next(repeated, None)
+
+    def layer_tensors(self, config: Config) -> dict[str, LayerTensor]:
+        """The tensors of one decoder layer, by their name within the layer."""
+        hidden, inner, d = (
+            _positive(config, "hidden_size"),
+            _positive(config, "intermediate_size"),
+            self.head_dim(config),
+        )
+        query_width, key_width = self.num_heads(config) * d, self.num_key_value_heads(config) * d
+        attention_bias, mlp_bias = (
+            key in self.biases and bool(config.get(key)) for key in ("attention_bias", "mlp_bias")
+        )
+        tensors: dict[str, LayerTensor] = {}
+
+        def linear(name: str, role: str, out_width: int, in_width: int, bias: bool) -> None:
+            tensors[f"{name}.weight"] = LayerTensor(role, (out_width, in_width))
+            if bias:
+                tensors[f"{name}.bias"] = LayerTensor(role, (out_width,))
+
+        linear("self_attn.q_proj", "query", query_width, hidden, attention_bias or self.qkv_bias)
+        linear("self_attn.k_proj", "key", key_width, hidden, attention_bias or self.qkv_bias)
+        linear("self_attn.v_proj", "value", key_width, hidden, attention_bias or self.qkv_bias)
+        linear("self_attn.o_proj", "output_projection", hidden, query_width, attention_bias)
+        if self.query_key_norm:
+            whole = self.query_key_norm == "whole"
+            tensors["self_attn.q_norm.weight"] = LayerTensor("query_norm", (query_width if whole else d,))
+            tensors["self_attn.k_norm.weight"] = LayerTensor("key_norm", (key_width if whole else d,))
+        linear("mlp.gate_proj", "gate", inner, hidden, mlp_bias)
+        linear("mlp.up_proj", "up", inner, hidden, mlp_bias)
+        linear("mlp.down_proj", "down", hidden, inner, mlp_bias)
+        norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+        if self.output_norms:
+            norms = {
+                "input_layernorm": "attention_norm",
+                "post_attention_layernorm": "attention_output_norm",
+                "pre_feedforward_layernorm": "mlp_norm",
+                "post_feedforward_layernorm": "mlp_output_norm",
+            }
+            if not self.input_norms:
+                norms = {name: role for name, role in norms.items() if role not in ("attention_norm", "mlp_norm")}
+        for name, role in norms.items():
+            tensors[f"{name}.weight"] = LayerTensor(role, (hidden,))
+        return tensors
+
+    def outer_tensors(self, config: Config) -> dict[str, Shape]:
+        """The tensors outside the layers, by full name."""
+        hidden, vocabulary = _positive(config, "hidden_size"), _positive(config, "vocab_size")
+        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+        if not self.tie_word_embeddings(config):
+            tensors["lm_head.weight"] = (vocabulary, hidden)
+        return tensors
+
+    def tied_tensors(self, config: Config) -> dict[str, Shape]:
+        """The tensors that a checkpoint may hold although they only repeat others, by full name."""
+        if not self.tie_word_embeddings(config):
+            return {}
+        return {"lm_head.weight": self.outer_tensors(config)["model.embed_tokens.weight"]}
+
+
+NORM_ROLES = frozenset(
+    {"attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "query_norm", "key_norm"}
+)
+"""The norms, whose gain is 1 + weight in families with `unit_offset_norms`."""
+
+MATRIX_ROLES = ("query", "key", "value", "output_projection", "gate", "up", "down")
+"""The projections of a layer, in the order they are used."""
+
+ATTENTION_ROLES = frozenset({"query", "key", "value", "query_norm", "key_norm", "attention_norm"})
+"""What attention without its output projection needs, and the norm in front of it."""
+
+ATTENTION_OUTPUT_ROLES = frozenset({"output_projection", "attention_output_norm"})
+"""What follows the heads of an attention, up to the residual stream."""
+
+
+def _positive(config: Config, key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise RequestError(
+            f"config.json has {key} = {value!r}; expected a positive integer. Repair the base checkpoint."
+        )
+    return value
+
+
+def _qwen_layer_types(config: Config) -> list[str]:
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first_sliding = config.get("max_window_layers", 28)
+    if type(first_sliding) is not int:
+        raise RequestError(
+            f"config.json has max_window_layers = {first_sliding!r}; expected an integer. Repair the base checkpoint."
+        )
+    return [
+        "sliding_attention" if window is not None and layer >= first_sliding else "full_attention"
+        for layer in range(_positive(config, "num_hidden_layers"))
+    ]
+
+
+def _qwen_implying(layer_types: list[str]) -> Config:
+    sliding = [layer for layer, layer_type in enumerate(layer_types) if layer_type == "sliding_attention"]
+    return {"max_window_layers": min(sliding, default=len(layer_types))}
+
+
+def _gemma2_layer_types(config: Config) -> list[str]:
+    return [
+        "full_attention" if layer % 2 else "sliding_attention"
+        for layer in range(_positive(config, "num_hidden_layers"))
+    ]
+
+
+def _gemma3_period(config: Config) -> int:
+    return _positive({"sliding_window_pattern": 6, **config}, "sliding_window_pattern")
+
+
+def _gemma3_layer_types(config: Config) -> list[str]:
+    period = _gemma3_period(config)
+    return [
+        "sliding_attention" if (layer + 1) % period else "full_attention"
+        for layer in range(_positive(config, "num_hidden_layers"))
+    ]
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            "llama",
+            "Llama",
+            {"tie_word_embeddings": False},
+            biases=frozenset({"attention_bias", "mlp_bias"}),
+        ),
+        Family(
+            "qwen2",
+            "Qwen2",
+            {"num_key_value_heads": 32, "tie_word_embeddings": False},
+            biases=frozenset(),
+            qkv_bias=True,
+            layer_types=_qwen_layer_types,
+            implying=_qwen_implying,
+        ),
+        Family(
+            "qwen3",
+            "Qwen3",
+            {"num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
+            query_key_norm="head",
+            layer_types=_qwen_layer_types,
+            implying=_qwen_implying,
+        ),
+        Family(
+            "gemma2",
+            "Gemma2",
+            {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+            output_norms=True,
+            unit_offset_norms=True,
+            layer_types=_gemma2_layer_types,
+            period=lambda config: 2,
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3",
+            {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+            query_key_norm="head",
+            output_norms=True,
+            unit_offset_norms=True,
+            layer_types=_gemma3_layer_types,
+            period=_gemma3_period,
+        ),
+        Family(
+            "mistral",
+            None,
+            {"num_key_value_heads": 8, "tie_word_embeddings": False},
+            biases=frozenset(),
+        ),
+        Family(
+            "olmo2",
+            None,
+            {"tie_word_embeddings": False},
+            query_key_norm="whole",
+            input_norms=False,
+            output_norms=True,
+        ),
+    )
+}
+
+
+def family_of(config: Config) -> Family:
+    """The family that a config belongs to, whether or not it already hosts memory.
+
+    Raises:
+        RequestError: If it belongs to none, or is quantised, a mixture of experts, or needs code of its own.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise RequestError(
+            f"config.json has model_type = {model_type!r}; expected one of: {', '.join(FAMILIES)}. Restore the config.json that "
+            "the base was published with."
+        )
+    if config.get("quantization_config"):
+        method = (
+            config["quantization_config"].get("quant_method", "unknown")
+            if isinstance(config["quantization_config"], dict)
+            else "unknown"
+        )
+        raise RequestError(
+            f"the base is quantised (quantization_config: {method}); expected float32, float16 or bfloat16 weights. "
+            "Start from the unquantised checkpoint."
+        )
+    if config.get("auto_map") and not model_type.startswith(MEMORY_PREFIX):
+        raise RequestError(
+            "the base brings code of its own (auto_map in config.json), which is never run; expected a native checkpoint. "
+            "If its weights are those of the native class, remove auto_map from config.json."
+        )
+    experts = next((key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
+    if experts or model_type.endswith("_moe") or model_type == "mixtral":
+        raise RequestError(
+            f"the base is a mixture of experts ({model_type}); expected a dense model of: {', '.join(FAMILIES)}."
+        )
+    if config.get("num_kv_shared_layers"):
+        raise RequestError(
+            f"the base shares keys and values between layers (num_kv_shared_layers = {config['num_kv_shared_layers']}); "
+            "expected layers that stand alone."
+        )
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"):
+        if config.get(key):
+            raise RequestError(
+                f"the base predicts several tokens ahead ({key} = {config[key]}); expected a model without such layers. "
+                "Save its decoder as a checkpoint of its own first."
+            )
+    if model_type == "gemma3":
+        raise RequestError(
+            "model_type is 'gemma3', which reads images as well; expected the text model, 'gemma3_text'. "
+            "Save its language_model as a checkpoint of its own first."
+        )
+    native_type = model_type.removeprefix(MEMORY_PREFIX)
+    if native_type not in FAMILIES:
+        # No near match is offered: under the name of another architecture a base may load and compute something else.
+        raise RequestError(
+            f"model_type {model_type!r} is not supported; expected one of: {', '.join(FAMILIES)}. A family is added "
+            "(CONTRIBUTING.md), not renamed: as another one it may load and still be a different model."
+        )
+    return FAMILIES[native_type]

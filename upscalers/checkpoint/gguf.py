@@ -1,0 +1,48 @@
+"""GGUF files as bases."""
+
+from pathlib import Path
+from typing import Any
+
+from upscalers.request.errors import RequestError, one_line
+
+
+def convert_gguf(path: Path, folder: Path, config_only: bool = False) -> None:
+    """Dequantise a GGUF file to a float32 checkpoint with its tokenizer, through transformers' loader.
+
+    Args:
+        path: The `.gguf` file.
+        folder: An existing folder to write the checkpoint to.
+        config_only: Write only `config.json`, from the file's header. Default: False.
+
+    Raises:
+        RequestError: If the gguf package is missing, or transformers cannot read the file.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise RequestError(
+            f"base {path.name} is a GGUF file; expected the gguf package. Install midus-hf[gguf]."
+        ) from None
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    try:
+        if config_only:
+            AutoConfig.from_pretrained(**source).save_pretrained(folder)
+            return
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot read {path.name} ({type(error).__name__}: {one_line(error)}). Download it again, or give "
+            "the safetensors checkpoint it was made from."
+        ) from None
+    # The loader dequantises but leaves its quantiser behind, with which the model refuses to be saved.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,161 @@
+"""The safetensors container: a length, a JSON header, and bytes.
+
+The safetensors library writes a file only from tensors that are all in memory. Shards are written here as a stream, one
+tensor at a time, and read by position, so that no shard is ever held whole.
+"""
+
+import errno
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from upscalers.request.errors import RequestError
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+_LONGEST_HEADER = 100_000_000
+_NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY})
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies.
+
+    Args:
+        dtype: The container's name of it, such as `"BF16"`.
+        shape: As stored.
+        file: The file that holds it; None for a tensor that is only planned.
+        start: Position of its first byte in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path | None = None
+    start: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Read which tensors a file holds, and check that all their bytes are there.
+
+    Raises:
+        RequestError: If the file is truncated, or is no safetensors file.
+    """
+
+    def corrupt(reason: str) -> RequestError:
+        return RequestError(f"{file.name} is not a sound safetensors file: {reason}. Download or save it again.")
+
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise corrupt(f"it has {size} bytes, fewer than the 8 of a header length")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(_LONGEST_HEADER, size - 8):
+            raise corrupt(f"its header claims {header_bytes} bytes of a file of {size}")
+        try:
+            header = json.loads(stream.read(header_bytes))
+        except (ValueError, RecursionError) as error:
+            raise corrupt(f"its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise corrupt("its header is not a JSON object")
+    header.pop("__metadata__", None)
+
+    data_start = 8 + header_bytes
+    tensors: dict[str, StoredTensor] = {}
+    ends: list[tuple[int, int]] = []
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            sound = isinstance(dtype, str) and all(
+                type(number) is int and number >= 0 for number in (*shape, start, end)
+            )
+        except (TypeError, KeyError, ValueError):
+            sound = False
+        if not sound or dtype not in ITEM_BYTES:
+            raise corrupt(f"its entry for {name!r} is malformed or of an unknown dtype")
+        tensor = StoredTensor(dtype, shape, file, data_start + start)
+        if end - start != tensor.num_bytes:
+            raise corrupt(f"{name!r} takes {end - start} bytes where its shape needs {tensor.num_bytes}")
+        tensors[name] = tensor
+        ends.append((start, end))
+    ends.sort()
+    position = 0
+    for start, end in ends:
+        if start != position:
+            raise corrupt("its tensors overlap or leave gaps")
+        position = end
+    if data_start + position != size:
+        raise corrupt(f"it has {size} bytes where its header needs {data_start + position}; it may be truncated")
+    return tensors
+
+
+def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Lay out a file.
+
+    Args:
+        tensors: Name, dtype and shape of each tensor, in any order.
+
+    Returns:
+        The bytes in front of the data, and the position of each tensor in the file. Wider dtypes come first, so that
+        every tensor is aligned to its item.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    position = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]]):
+        num_bytes = StoredTensor(dtype, shape).num_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + num_bytes]}
+        offsets[name] = position
+        position += num_bytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    start = 8 + len(encoded)
+    return struct.pack("<Q", len(encoded)) + encoded, {name: start + offset for name, offset in offsets.items()}
+
+
+def copy_bytes(source: int, source_start: int, target: int, target_start: int, num_bytes: int) -> None:
+    """Copy a range between two open files inside the kernel, or through a buffer where it cannot.
+
+    Raises:
+        OSError: If the source ends early or the target is full.
+    """
+    chunk = 1 << 26
+    in_kernel = hasattr(os, "copy_file_range")
+    while num_bytes:
+        wanted = min(chunk, num_bytes)
+        if in_kernel:
+            try:
+                copied = os.copy_file_range(source, target, wanted, source_start, target_start)
+            except OSError as error:
+                if error.errno in _NOT_IN_KERNEL:
+                    in_kernel = False
+                    continue
+                raise
+        else:
+            data = os.pread(source, min(wanted, 1 << 22), source_start)
+            write_all(target, data, target_start)
+            copied = len(data)
+        if copied == 0:
+            raise OSError(f"the base file ended {num_bytes} bytes early")
+        source_start, target_start, num_bytes = source_start + copied, target_start + copied, num_bytes - copied
+
+
+def write_all(target: int, data: bytes | memoryview, start: int) -> None:
+    """Write all of `data` at a position."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(target, view, start)
+        view, start = view[written:], start + written

@@ -1,0 +1,221 @@
+"""Where a base comes from: a folder, a hub id, or a GGUF file."""
+
+import contextlib
+import glob
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from upscalers.checkpoint.base_model import INDEX_FILE, SINGLE_FILE, pickled_message
+from upscalers.checkpoint.gguf import convert_gguf
+from upscalers.checkpoint.tokenizer import has_tokenizer
+from upscalers.request.errors import RequestError
+
+CARD_FILE = "README.md"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_TRAVELLING = (
+    "tokenizer*",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*.jinja",
+    "generation_config.json",
+    "*processor_config.json",
+    "SYSTEM_PROMPT*",
+    "LICENSE*",
+    "LICENCE*",
+    "COPYING*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""What belongs to a model beside its weights and config, at the top of its folder."""
+
+_TRAVELLING_BELOW = ("additional_chat_templates/*.jinja",)
+_CONFIGS = ("config.json", "upscale.json")
+_ANY_FOLDER = "*/*"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A base that lies in a folder.
+
+    Args:
+        name: As the person gave it, without a hub revision.
+        folder: Where it lies.
+        revision: The commit of a hub repository; None for local bases.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What records call the base: its hub id, or the last part of its path, which is nobody else's business."""
+        return self.name if self.revision is not None else Path(self.name).expanduser().resolve().name
+
+
+def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str | None]:
+    """What a base is called, and which of its revisions is meant.
+
+    Args:
+        base: A folder, a `.gguf` file, a hub id, or a hub id with a revision, `owner/name@revision`.
+        revision: A branch, tag or commit, where it is given apart. Default: None.
+
+    Returns:
+        The name without a revision, and the revision; None where nobody named one.
+
+    Raises:
+        RequestError: If a local base is given a revision, or a hub base two different ones.
+    """
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        raise RequestError(f"revision is {revision!r}; expected a branch, a tag or a commit of a hub repository.")
+    name, at, named = base.partition("@")
+    if not at or Path(base).expanduser().exists():
+        name, named = base, ""
+    elif not named:
+        raise RequestError(f"base {base!r} has no revision behind '@'; expected a branch, a tag or a commit.")
+    if named and revision and named != revision:
+        raise RequestError(f"base {base!r} and revision {revision!r} differ; expected one revision. Give it once.")
+    revision = named or revision
+    if revision is not None and Path(name).expanduser().exists():
+        raise RequestError(
+            f"revision is {revision!r}, but base {name!r} is local and has no revisions; expected a hub id. "
+            "Leave the revision out, or give the base's id on the hub."
+        )
+    return name, revision
+
+
+@contextlib.contextmanager
+def resolve_source(base: str, revision: str | None = None, config_only: bool = False) -> Iterator[Source]:
+    """Bring the base into a folder for as long as it is needed.
+
+    Args:
+        base: A folder, a `.gguf` file, or a hub id, with or without `@revision`.
+        revision: A branch, tag or commit of a hub repository. Default: its main branch.
+        config_only: Whether `config.json` suffices. Default: False.
+
+    Raises:
+        RequestError: If there is no such base.
+    """
+    name, revision = name_and_revision(base, revision)
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        with tempfile.TemporaryDirectory(prefix="upscale-gguf-") as temporary:
+            convert_gguf(path, Path(temporary), config_only)
+            yield Source(name, Path(temporary))
+    elif path.is_file() and path.name == "config.json":
+        yield Source(name, path.parent)
+    elif path.is_dir():
+        yield Source(name, path)
+    elif _HUB_ID.match(name):
+        folder = _download(name, revision, config_only)
+        yield Source(name, folder, revision=folder.name)
+    else:
+        raise RequestError(f"base {name!r} is no folder, no .gguf file and no hub id; expected one of them.")
+
+
+def copy_travelling_files(folder: Path, target: Path) -> None:
+    """Copy what belongs to a model beside its weights and config: tokenizer, chat templates, generation config, licence."""
+    for file in travelling_files(folder):
+        place = target / file.relative_to(folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
+
+
+def travelling_files(folder: Path) -> list[Path]:
+    """What a folder holds of that, sorted."""
+    found = {file for pattern in (*_TRAVELLING, *_TRAVELLING_BELOW) for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
+
+
+def _download(name: str, revision: str | None, config_only: bool) -> Path:
+    """Fetch config and index first, then the rest of one copy of the model: no second one in another layout."""
+    folder = _fetch(
+        name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *_TRAVELLING_BELOW)
+    )
+    if config_only:
+        return folder
+    commit = folder.name  # from now on the same one, wherever the branch moves meanwhile
+    wanted = (_CONFIGS[0], *_TRAVELLING, "adapter_config.json", SINGLE_FILE)
+    _fetch(name, commit, wanted, ignored=_ANY_FOLDER)
+    if not (folder / SINGLE_FILE).is_file():  # which transformers would choose where there are both
+        if not (folder / INDEX_FILE).is_file():
+            _explain_missing_weights(name, commit)
+        _fetch(name, commit, (_CONFIGS[0], *map(glob.escape, _named_shards(folder / INDEX_FILE))))
+    return folder
+
+
+def _named_shards(index: Path) -> list[str]:
+    """The files beside it that an index names; what is wrong with it is for `open_base` to say."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted(
+        name for name in names if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
+    )
+
+
+def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:
+    """Files of a repository, by patterns; those that it does not have are passed over."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
+    except GatedRepoError:
+        raise RequestError(
+            f"base {name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
+        ) from None
+    except HFValidationError as error:
+        raise RequestError(f"base {name!r} is no local folder and no hub id. {error}") from None
+    except RevisionNotFoundError:
+        raise RequestError(
+            f"base {name!r} has no revision {revision!r} on the hub; expected a branch, a tag or a commit."
+        ) from None
+    except RepositoryNotFoundError:
+        raise RequestError(
+            f"base {name!r} is no local folder and was not found on the hub. Check its spelling."
+        ) from None
+    except LocalEntryNotFoundError:
+        raise RequestError(_unreachable(name)) from None
+
+
+def _unreachable(name: str) -> str:
+    return (
+        f"base {name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
+    )
+
+
+def _explain_missing_weights(name: str, revision: str) -> None:
+    """Say which weights a repository without those of transformers has instead."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(name, revision=revision)
+    except Exception:
+        raise RequestError(_unreachable(name)) from None
+    pickled = [file for file in files if file.endswith((".bin", ".pt", ".pth"))]
+    others = [file for file in files if file.endswith(".safetensors")]
+    if pickled and not others:
+        raise RequestError(pickled_message(name, pickled[0], has_tokenizer(files)))
+    raise RequestError(
+        f"base {name!r} holds {others[0] if others else 'no safetensors'} on the hub; "
+        f"expected {SINGLE_FILE} or an index of shards, {INDEX_FILE}."
+    )

@@ -1,0 +1,1 @@
+"""What the machine has: processors and free memory."""

@@ -1,0 +1,226 @@
+"""What an upscaling method says of itself, and the table of methods."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from upscalers.architecture.families import Config
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.plan.layer_config import follow_plan
+from upscalers.plan.placements import default_remark, in_whole_periods, place
+from upscalers.plan.plan import Base, New, Plan, insertion_plan
+from upscalers.request.errors import RequestError, near_matches
+from upscalers.tensors.recipes import Copy, Recipe
+from upscalers.tensors.solver import Measurement
+
+METHODS: dict[str, type["Method"]] = {}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a method comes from.
+
+    Args:
+        title: Of the paper.
+        reference: arXiv id, or venue.
+        bibtex: To cite it.
+    """
+
+    title: str
+    reference: str
+    bibtex: str
+
+
+@dataclass
+class NoOptions:
+    """For a method that leaves nothing to choose."""
+
+
+class Method(ABC):
+    """A plan, and a recipe for each tensor that the plan asks for.
+
+    A subclass says what is true of every run in class attributes, and overrides what differs from plain insertion.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line."""
+    paper: ClassVar[Paper | None]
+    """None for what users do without one."""
+    options_class: ClassVar[type] = NoOptions
+    identity: ClassVar[bool]
+    """Whether, with the default options, the upscaled model computes exactly what the base computes."""
+    trainable: ClassVar[Literal["new", "all"]] = "new"
+    """What the paper trains afterwards."""
+    default_placement: ClassVar[str | None] = "distributed"
+    """None for a method that orders the layers itself."""
+
+    def __init__(self, options: Any):
+        self.options = options
+
+    @classmethod
+    def check_declaration(cls, name: str) -> None:
+        """Refuse a class whose attributes do not say what it does.
+
+        Args:
+            name: That it is to be registered under.
+
+        Raises:
+            ValueError: With the attribute, what was expected and what helps.
+        """
+        if not isinstance(getattr(cls, "identity", None), bool):
+            raise ValueError(
+                f"method {name} has identity = {getattr(cls, 'identity', None)!r}; expected True or False: whether, with the "
+                "default options, the result computes what the base computes."
+            )
+
+    @property
+    def promises_identity(self) -> bool:
+        """Whether, with these options, the upscaled model computes exactly what the base computes."""
+        return self.identity
+
+    @property
+    def trained(self) -> Literal["new", "all"]:
+        """What is trained afterwards, with these options."""
+        return self.trainable
+
+    def check(self, base: BaseModel) -> None:  # noqa: B027 - most methods take any base
+        """Refuse a base that the method cannot upscale.
+
+        Raises:
+            RequestError: With the reason and what helps.
+        """
+
+    def check_machine(self) -> None:  # noqa: B027 - most methods need nothing special
+        """Refuse to start where a package or device is missing; a dry run does not ask.
+
+        Raises:
+            RequestError: With what is missing and how to get it.
+        """
+
+    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+        """The layer plan.
+
+        Args:
+            base: The base.
+            num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
+            placement: Policy or indices. Default: the method's own.
+        """
+        policy = self._policy(placement)
+        period = base.family.period_of(base.config)
+        indices = place(policy, base.num_layers, num_new_layers, period)
+        phases = period if period is not None and in_whole_periods(policy) else 1
+        plan = insertion_plan(base.num_layers, indices, phases)
+        layers = list(plan.layers)
+        for number, index in enumerate(plan.new_indices):
+            layer = layers[index]
+            assert isinstance(layer, New)
+            layers[index] = replace(layer, sources=self.sources(base, layer, index, number))
+        return Plan(tuple(layers), plan.num_base_layers)
+
+    def _policy(self, placement: str | None) -> str:
+        assert self.default_placement is not None, "a method without a placement plans for itself"
+        return self.default_placement if placement is None else placement
+
+    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
+        """Why there are so many new layers where the request did not say how many; None where they are half the base's.
+
+        Args:
+            base: The base.
+            plan: Made without a number of new layers.
+            placement: As requested.
+        """
+        period = base.family.period_of(base.config)
+        return default_remark(self._policy(placement), base.num_layers, len(plan.new_indices), period)
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        """The base layers that a new layer is made from, the one whose attention and attention type it takes first.
+
+        Args:
+            base: The base.
+            layer: The new layer, so far without sources.
+            index: Its index in the upscaled model.
+            number: How many new layers stand before it.
+        """
+        source = layer.next if layer.next is not None else layer.previous
+        assert source is not None
+        return (source,)
+
+    def placement_request(self, plan: Plan) -> dict[str, Any]:
+        """What a request must say of placement to get this plan again."""
+        if plan.in_whole_periods:
+            return {"placement": "whole-periods", "num_new_layers": len(plan.new_indices)}
+        return {"placement": plan.new_indices}
+
+    def pattern_remedy(self, base: BaseModel, plan: Plan) -> str:
+        """What keeps every layer at an index that implies its attention type, a sentence."""
+        return "Pass --placement whole-periods to keep the pattern."
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        """What a person should know before the work begins; shown as warnings."""
+        return []
+
+    def review(self, measurements: Sequence[Measurement]) -> list[str]:
+        """What a person should know after solvers did their work; shown as warnings.
+
+        Raises:
+            RequestError: If the result is to be refused; nothing is left of it.
+        """
+        return []
+
+    def config(self, base: BaseModel, plan: Plan) -> Config:
+        """The raw config of the upscaled model."""
+        return follow_plan(base, plan)
+
+    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+        """For each output layer, a recipe for each of its tensors by its name within the layer."""
+        return [
+            self.copied_layer(base, layer.index)
+            if isinstance(layer, Base)
+            else self.new_layer_recipes(base, layer, index, seed)
+            for index, layer in enumerate(plan.layers)
+        ]
+
+    @staticmethod
+    def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:
+        """Recipes that take a base layer over as it is."""
+        return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names(layer).items()}
+
+    @abstractmethod
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        """A recipe for each tensor of the new layer `index`, by its name within the layer."""
+
+
+def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
+    """Register a method under the name that `--method` takes.
+
+    Raises:
+        ValueError: If the name is not lower case words joined by hyphens, or is taken, or if the class does not say what it
+            does.
+    """
+    if name in METHODS:
+        raise ValueError(f"method {name!r} is already registered; choose another name.")
+    if not name or name != name.lower() or not name.replace("-", "").isalnum():
+        raise ValueError(f"method name is {name!r}; expected lower case words joined by hyphens.")
+
+    def decorate(cls: type[Method]) -> type[Method]:
+        cls.check_declaration(name)
+        cls.name = name
+        METHODS[name] = cls
+        return cls
+
+    return decorate
+
+
+def get_method(name: str) -> type[Method]:
+    """The method of that name.
+
+    Raises:
+        RequestError: If there is none; names near matches.
+    """
+    import upscalers.methods  # noqa: F401 - fills the table
+
+    if name not in METHODS:
+        raise RequestError(f"method {name!r} is unknown. {near_matches(name, sorted(METHODS))}")
+    return METHODS[name]

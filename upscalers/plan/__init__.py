@@ -1,0 +1,1 @@
+"""Where layers go, and what the config says of them."""

@@ -1,0 +1,108 @@
+"""The config of the upscaled model: what it says of each layer follows the plan."""
+
+import copy
+from typing import Any
+
+from upscalers.architecture.families import Config
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.plan.attention_pattern import implying_its_types, keeps_pattern
+from upscalers.plan.plan import Base, Plan
+from upscalers.request.errors import RequestError
+
+PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
+"""Lists with one entry a layer, at the top of a config or inside its mappings: they follow the plan."""
+
+LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs"})
+"""Lists of layer indices: they are translated."""
+
+NOT_PER_LAYER_KEYS = frozenset(
+    {
+        "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "bad_words_ids", "suppress_tokens",
+        "begin_suppress_tokens", "forced_decoder_ids", "id2label", "label2id", "long_factor", "short_factor", "mrope_section",
+        "memory", "upscale",
+    }
+)  # fmt: skip
+"""What has nothing to do with the base's layers whatever its length, or is brought up to date on its own."""
+
+
+def follow_plan(base: BaseModel, plan: Plan) -> Config:
+    """The raw config of the base with everything that it says of single layers carried to the new layers.
+
+    Args:
+        base: The base.
+        plan: The plan. A new layer shares the type of the layer whose attention it takes.
+
+    Returns:
+        A new config with `num_hidden_layers` and every per-layer list brought up to date. Types that the base leaves
+        implied are written out, since what its family would imply from the index is wrong after an insertion; values that
+        imply them are set so that they imply these, where they can.
+
+    Raises:
+        RequestError: If a list as long as the model has layers, or a mapping by layer index, stands anywhere in the config
+            and nobody said what it means.
+    """
+    config = copy.deepcopy(base.config)
+    layer_types = base.family.resolved_layer_types(config)
+    if layer_types is not None:
+        config["layer_types"] = layer_types
+    followed = _Followed(plan).mapping(config, "")
+    for entry in followed.get("memory") or []:
+        entry["layers"] = sorted(
+            index
+            for index, layer in enumerate(plan.layers)
+            if isinstance(layer, Base) and layer.index in entry["layers"]
+        )
+    followed["num_hidden_layers"] = plan.num_layers
+    return implying_its_types(base.family, followed) if keeps_pattern(base) else followed
+
+
+class _Followed:
+    """Values of a config after a plan."""
+
+    def __init__(self, plan: Plan):
+        self._sources, self._num_layers = plan.sources, plan.num_base_layers
+
+    def mapping(self, values: Config, path: str) -> Config:
+        """A mapping with every value under it brought up to date; `path` leads to it from the top of the config."""
+        return {key: self._value(key, value, f"{path}.{key}" if path else str(key)) for key, value in values.items()}
+
+    def _value(self, key: str, value: Any, path: str) -> Any:
+        if key in NOT_PER_LAYER_KEYS:
+            return value
+        if isinstance(value, dict):
+            if value and all(str(index).isdecimal() and int(index) < self._num_layers for index in value):
+                raise self._undeclared(path, f"a mapping by numbers below that of the layers ({self._num_layers})")
+            return self.mapping(value, path)
+        if not isinstance(value, list):
+            return value
+        if key in PER_LAYER_KEYS:
+            self._check_length(value, path)
+            return [value[source] for source in self._sources]
+        if key in LAYER_INDEX_KEYS:
+            return self._translated(value, path)
+        if len(value) == self._num_layers:
+            raise self._undeclared(path, f"a list as long as the model has layers ({self._num_layers})")
+        return [self._value("", entry, f"{path}[{number}]") for number, entry in enumerate(value)]
+
+    def _check_length(self, values: list[Any], path: str) -> None:
+        if len(values) != self._num_layers:
+            raise RequestError(
+                f"config.json lists {len(values)} {path}; expected {self._num_layers}, one per layer. Repair the base "
+                "checkpoint."
+            )
+
+    def _translated(self, layers: list[Any], path: str) -> list[int]:
+        stray = [layer for layer in layers if type(layer) is not int or not 0 <= layer < self._num_layers]
+        if stray:
+            raise RequestError(
+                f"config.json lists {stray[0]!r} in {path}; expected layers from 0 to {self._num_layers - 1}. "
+                "Repair the base checkpoint."
+            )
+        return [index for index, source in enumerate(self._sources) if source in layers]
+
+    @staticmethod
+    def _undeclared(path: str, what: str) -> RequestError:
+        return RequestError(
+            f"config.json has {path}, {what}; expected one whose meaning is known. Declare it in "
+            "upscalers/plan/layer_config.py."
+        )

@@ -1,0 +1,235 @@
+"""Placement policies: at which indices of the upscaled model the new layers stand (MIDUS, appendix D)."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from upscalers.request.errors import RequestError, near_matches
+
+Policy = Callable[[int, int, int | None], list[int]]
+"""`(L, K, p) -> K ascending indices`; p is the period of the base's attention types, None where they do not repeat."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A policy, and how many new layers it has by default.
+
+    Args:
+        policy: Gives the indices, or refuses.
+        preferred: `(L, p) ->` numbers of new layers, the best first: the first that the policy takes is the default.
+        default: What the default is, in words.
+        whole_periods: Whether new layers come in whole periods, each made from layers of its own phase.
+    """
+
+    policy: Policy
+    preferred: Callable[[int, int | None], Iterable[int]]
+    default: str
+    whole_periods: bool = False
+
+
+PLACEMENTS: dict[str, Placement] = {}
+
+
+def _up_to_half(num_layers: int, _period: int | None) -> Iterable[int]:
+    return range(num_layers // 2, 0, -1)
+
+
+def register_placement(
+    name: str,
+    preferred: Callable[[int, int | None], Iterable[int]] = _up_to_half,
+    default: str = "the largest number up to half of the {num_layers} base layers that it takes",
+    whole_periods: bool = False,
+) -> Callable[[Policy], Policy]:
+    """Register a policy `(L, K, p) -> K ascending indices` under a name.
+
+    Args:
+        name: That `--placement` takes.
+        preferred: As `Placement` has it. Default: from half the layers down.
+        default: As `Placement` has it; `{num_layers}` and `{period}` are filled in.
+        whole_periods: As `Placement` has it. Default: False.
+
+    Raises:
+        ValueError: If the name is taken.
+    """
+    if name in PLACEMENTS:
+        raise ValueError(f"placement {name!r} is already registered; choose another name.")
+
+    def decorate(policy: Policy) -> Policy:
+        PLACEMENTS[name] = Placement(policy, preferred, default, whole_periods)
+        return policy
+
+    return decorate
+
+
+def place(placement: str, num_layers: int, num_new_layers: int | None, period: int | None = 1) -> list[int]:
+    """Resolve a policy's name, or an explicit list, to indices.
+
+    Args:
+        placement: Name of a policy, or indices joined by commas.
+        num_layers: L, layers of the base.
+        num_new_layers: K. Default: L / 2 or the nearest to it that the policy takes, or as many as the explicit list has.
+        period: After how many layers the attention types of the base repeat; None where they do not. Default: 1.
+
+    Returns:
+        Indices of the new layers in the upscaled model.
+
+    Raises:
+        RequestError: If the policy is unknown, or cannot place K layers among L.
+    """
+    if _is_list(placement):
+        try:
+            indices = [int(part) for part in placement.split(",")]
+        except ValueError:
+            raise RequestError(
+                f"placement is {placement!r}; expected indices joined by commas, such as 1,4,7."
+            ) from None
+        if num_new_layers is not None and num_new_layers != len(indices):
+            raise RequestError(
+                f"num-new-layers is {num_new_layers}, but placement lists {len(indices)} indices. Give one of the two."
+            )
+        return indices
+    if placement not in PLACEMENTS:
+        raise RequestError(
+            f"placement {placement!r} is unknown. {near_matches(placement, [*PLACEMENTS, 'I,J,K,...'])}"
+        )
+    if num_new_layers is None:
+        return _by_default(PLACEMENTS[placement], num_layers, period)
+    if num_new_layers < 1:
+        raise RequestError(f"num-new-layers is {num_new_layers}; expected at least 1.")
+    return PLACEMENTS[placement].policy(num_layers, num_new_layers, period)
+
+
+def in_whole_periods(placement: str) -> bool:
+    """Whether a policy of this name places whole periods."""
+    return placement in PLACEMENTS and PLACEMENTS[placement].whole_periods
+
+
+def default_remark(placement: str, num_layers: int, num_new_layers: int, period: int | None = 1) -> str | None:
+    """Why a policy has so many new layers by default, where that is not half of them; None otherwise.
+
+    Args:
+        placement: Name of a policy, or an explicit list, which has no default.
+        num_layers: L, layers of the base.
+        num_new_layers: K, what the default was.
+        period: As for `place`. Default: 1.
+    """
+    if placement not in PLACEMENTS or 2 * num_new_layers == num_layers:
+        return None
+    reason = PLACEMENTS[placement].default.format(num_layers=num_layers, period=period)
+    return (
+        f"num-new-layers is {num_new_layers}, by default of placement {placement}: {reason}. "
+        "Pass --num-new-layers or another --placement for another number."
+    )
+
+
+def _is_list(placement: str) -> bool:
+    return placement.replace(",", "").replace("-", "").replace(" ", "").isdigit()
+
+
+def _by_default(placement: Placement, num_layers: int, period: int | None) -> list[int]:
+    if num_layers < 2:
+        raise RequestError("the base has 1 layer, and half of it is none; expected a number. Pass --num-new-layers.")
+    refusal = None
+    for number in placement.preferred(num_layers, period):
+        try:
+            return placement.policy(num_layers, number, period)
+        except RequestError as error:
+            refusal = refusal or error
+    assert refusal is not None, "a policy prefers at least one number"
+    raise refusal
+
+
+def _stride(name: str, num_layers: int, num_new_layers: int) -> int:
+    if num_layers % num_new_layers:
+        divisors = [count for count in range(1, num_layers + 1) if num_layers % count == 0]
+        raise RequestError(
+            f"num-new-layers is {num_new_layers}; placement {name} needs a divisor of the {num_layers} base layers: "
+            f"{', '.join(map(str, divisors))}. Choose one of them, another placement, or list the indices."
+        )
+    return num_layers // num_new_layers
+
+
+@register_placement(
+    "distributed", default="the largest divisor of the {num_layers} base layers that is at most half of them"
+)
+def distributed(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
+    """One new layer before the last layer of each of K equal groups: the default of MIDUS (equation 10)."""
+    stride = _stride("distributed", num_layers, num_new_layers)
+    return [group * (stride + 1) + stride - 1 for group in range(num_new_layers)]
+
+
+@register_placement(
+    "llama-pro", default="the largest divisor of the {num_layers} base layers that is at most half of them"
+)
+def llama_pro(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
+    """One new layer after each of K equal groups (LLaMA-Pro; MIDUS, equation 9)."""
+    stride = _stride("llama-pro", num_layers, num_new_layers)
+    return [(group + 1) * stride + group for group in range(num_new_layers)]
+
+
+@register_placement("top-heavy")
+def top_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
+    """One new layer in each of the last K gaps between base layers (OpT-DeUS, LESA)."""
+    if num_new_layers > num_layers - 1:
+        raise RequestError(
+            f"num-new-layers is {num_new_layers}; placement top-heavy fits at most {num_layers - 1}, one in each gap "
+            f"between the {num_layers} base layers."
+        )
+    return [num_layers - num_new_layers + 2 * index for index in range(num_new_layers)]
+
+
+@register_placement("bottom-heavy")
+def bottom_heavy(num_layers: int, num_new_layers: int, _period: int | None = 1) -> list[int]:
+    """One new layer before each of the first K base layers."""
+    if num_new_layers > num_layers:
+        raise RequestError(
+            f"num-new-layers is {num_new_layers}; placement bottom-heavy fits at most {num_layers}, one before each "
+            "base layer."
+        )
+    return [2 * index for index in range(num_new_layers)]
+
+
+def _multiples_nearest_to_half(num_layers: int, period: int | None) -> Iterable[int]:
+    step = period or 1
+    return sorted(
+        range(step, max(num_layers, step) + 1, step), key=lambda number: (abs(2 * number - num_layers), number)
+    )
+
+
+@register_placement(
+    "whole-periods",
+    _multiples_nearest_to_half,
+    "the number nearest to half of the {num_layers} base layers that is made of whole periods of {period}",
+    whole_periods=True,
+)
+def whole_periods(num_layers: int, num_new_layers: int, period: int | None = 1) -> list[int]:
+    """p new layers in a row before the last period of each of K / p groups of periods, as equal as they can be.
+
+    Every layer, old or new, stands at an index that implies its attention type. Where all types are alike p is 1, and
+    this is `distributed`, but for any K up to L.
+    """
+    if period is None:
+        raise RequestError(
+            "the attention types of the base's layers do not repeat; placement whole-periods needs a pattern to keep. Choose "
+            "another placement."
+        )
+    num_periods = num_layers // period
+    if not num_periods:
+        raise RequestError(
+            f"the base has {num_layers} layers, fewer than the {period} after which attention types repeat; placement "
+            "whole-periods needs a period of them. Choose another placement."
+        )
+    num_groups, rest = divmod(num_new_layers, period)
+    if rest or num_groups > num_periods:
+        valid = range(period, num_periods * period + 1, period)
+        raise RequestError(
+            f"num-new-layers is {num_new_layers}; placement whole-periods needs a multiple of {period}, after which attention "
+            f"types repeat, up to {valid[-1]}. Choose {' or '.join(map(str, _nearest(valid, num_new_layers)))}."
+        )
+    # The end of each group is rounded up, so that with a period to spare the first group has two at least.
+    ends = [-(-(group + 1) * num_periods // num_groups) for group in range(num_groups)]
+    starts = [(end - 1 + group) * period for group, end in enumerate(ends)]
+    return [start + phase for start in starts for phase in range(period)]
+
+
+def _nearest(valid: range, number: int) -> list[int]:
+    return sorted(sorted(valid, key=lambda count: abs(count - number))[:2])

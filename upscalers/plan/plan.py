@@ -1,0 +1,177 @@
+"""The layer plan: an ordered list, one entry an output layer, that says where each layer comes from."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from upscalers.request.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Base:
+    """A layer taken over from base layer `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class New:
+    """An inserted layer.
+
+    Args:
+        previous: The last base layer of its phase before it; None where there is none.
+        next: The first base layer of its phase after it; None where there is none.
+        sources: The base layers that it is made from, the one whose attention it takes first. Default: none yet.
+        coefficients: One a source, where it is their linear combination. Default: none.
+        period: p: layers whose indices differ by a multiple of it have the same phase. Default: 1, any two layers have.
+    """
+
+    previous: int | None
+    next: int | None
+    sources: tuple[int, ...] = ()
+    coefficients: tuple[float, ...] = ()
+    period: int = 1
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        neighbours = [f"base {index}" for index in (self.previous, self.next) if index is not None]
+        if not neighbours:
+            return "on its own"
+        return f"{'between' if len(neighbours) == 2 else 'beside'} {' and '.join(neighbours)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every layer of the upscaled model is made from.
+
+    Args:
+        layers: One entry an output layer.
+        num_base_layers: L, layers of the base.
+    """
+
+    layers: tuple[Base | New, ...]
+    num_base_layers: int
+
+    @property
+    def num_layers(self) -> int:
+        """L + K, layers of the upscaled model."""
+        return len(self.layers)
+
+    @cached_property
+    def kept_indices(self) -> dict[int, int]:
+        """Where each base layer stands in the upscaled model, the first time where it stands there twice."""
+        kept: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, Base):
+                kept.setdefault(layer.index, index)
+        return kept
+
+    @cached_property
+    def new_indices(self) -> list[int]:
+        """Indices in the upscaled model of what the base does not have: inserted layers, and repeats of base layers."""
+        kept = set(self.kept_indices.values())
+        return [index for index in range(self.num_layers) if index not in kept]
+
+    @property
+    def in_whole_periods(self) -> bool:
+        """Whether new layers stand in whole periods, beside layers of their own phase."""
+        return any(isinstance(layer, New) and layer.period > 1 for layer in self.layers)
+
+    @property
+    def dropped_layers(self) -> list[int]:
+        """Base layers that the upscaled model does not have as they were."""
+        return sorted(set(range(self.num_base_layers)) - self.kept_indices.keys())
+
+    @property
+    def sources(self) -> list[int]:
+        """For each layer of the upscaled model, the base layer whose attention it has."""
+        return [layer.index if isinstance(layer, Base) else layer.sources[0] for layer in self.layers]
+
+    def describe(self, index: int) -> str:
+        """Where layer `index` of the upscaled model comes from, in words."""
+        layer = self.layers[index]
+        if isinstance(layer, Base):
+            return f"base {layer.index}{'' if self.kept_indices[layer.index] == index else ', repeated'}"
+        return f"new, {layer.place}, made from {' and '.join(map(str, sorted(layer.sources)))}"
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The plan as plain data: `{"base": i}`, or `{"previous": i, "next": j, "sources": [...]}` and perhaps
+        `"coefficients"` and `"period"`, a layer.
+        """
+        return [
+            {"base": layer.index}
+            if isinstance(layer, Base)
+            else {
+                "previous": layer.previous,
+                "next": layer.next,
+                "sources": list(layer.sources),
+                **({"coefficients": list(layer.coefficients)} if layer.coefficients else {}),
+                **({"period": layer.period} if layer.period > 1 else {}),
+            }
+            for layer in self.layers
+        ]
+
+    @classmethod
+    def from_list(cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int) -> "Plan":
+        """Read what `to_list` wrote."""
+        return cls(
+            tuple(
+                Base(layer["base"])
+                if "base" in layer
+                else New(
+                    layer["previous"],
+                    layer["next"],
+                    tuple(layer.get("sources", ())),
+                    tuple(layer.get("coefficients", ())),
+                    layer.get("period", 1),
+                )
+                for layer in layers
+            ),
+            num_base_layers,
+        )
+
+
+def insertion_plan(num_base_layers: int, new_indices: Sequence[int], period: int = 1) -> Plan:
+    """Plan the insertion of new layers at given indices of the upscaled model.
+
+    Args:
+        num_base_layers: L, layers of the base.
+        new_indices: Ascending indices into the L + K layers of the upscaled model.
+        period: p: the neighbours of a new layer are the nearest base layers whose index differs from its own by a multiple
+            of it. Default: 1, the nearest of all.
+
+    Raises:
+        RequestError: If the indices are not ascending, or out of range.
+    """
+    total = num_base_layers + len(new_indices)
+    listed = ",".join(map(str, new_indices))
+    if list(new_indices) != sorted(set(new_indices)):
+        raise RequestError(
+            f"placement is {listed}; expected ascending indices without repetition. Sort them and drop repeats."
+        )
+    if new_indices and not (0 <= new_indices[0] and new_indices[-1] < total):
+        raise RequestError(
+            f"placement is {listed}; expected indices from 0 to {total - 1}, counted in the upscaled model of "
+            f"{num_base_layers} + {len(new_indices)} layers."
+        )
+    inserted = set(new_indices)
+    layers: list[Base | New] = []
+    taken = 0
+    for index in range(total):
+        if index in inserted:
+            following = taken + (index - taken) % period
+            previous = following - period
+            layers.append(
+                New(
+                    previous if previous >= 0 else None,
+                    following if following < num_base_layers else None,
+                    period=period,
+                )
+            )
+        else:
+            layers.append(Base(taken))
+            taken += 1
+    assert taken == num_base_layers
+    return Plan(tuple(layers), num_base_layers)

@@ -1,0 +1,121 @@
+"""The model card of an upscaled checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from upscalers.architecture.families import Config
+from upscalers.checkpoint.source import Source
+from upscalers.methods.contract import Method
+from upscalers.plan.plan import Plan
+from upscalers.record.card_metadata import front_matter, licence_section
+from upscalers.record.report import ParameterCounts
+from upscalers.tensors.measurements import summary_table
+from upscalers.tensors.solver import Measurement
+
+
+def model_card(
+    method: Method,
+    base: Source,
+    plan: Plan,
+    config: Config,
+    counts: ParameterCounts,
+    request: dict[str, Any],
+    measurements: Sequence[Measurement],
+    carried: dict[str, Any],
+    repository: str | None,
+) -> str:
+    """The text of `README.md`: metadata, how to load it, the plan as a table, the counts, licence, what to cite.
+
+    Args:
+        carried: What holds of the base's metadata, from `base_metadata`.
+        repository: Where it will be uploaded to; None where that is not known. The folder's name is left out, so that
+            the same request gives the same bytes wherever the output lies.
+    """
+    base_name = base.label
+    needs_code = config["model_type"].startswith("midus_")
+    path = "PATH" if repository is None else f'"{repository}"'
+    load = f"AutoModelForCausalLM.from_pretrained({path}" + (", trust_remote_code=True)" if needs_code else ")")
+    start = (
+        "It computes exactly what the base computes until it is trained."
+        if method.promises_identity
+        else "It is not promised to compute what the base computes: it is meant to be trained first."
+    )
+    rows = [
+        f"| **{index}** | **{plan.describe(index)}** |"
+        if index in plan.new_indices
+        else f"| {index} | {plan.describe(index)} |"
+        for index in range(plan.num_layers)
+    ]
+    measured = _measured(measurements) if measurements else []
+    return "\n".join(
+        [
+            front_matter(base, carried, ["midus-hf", method.name, "upscaled"]),
+            "",
+            f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
+            "",
+            f"{base_name} ({plan.num_base_layers} layers) as {plan.num_layers} layers, {len(plan.new_indices)} of them new: "
+            f"{method.summary}.",
+            start,
+            "",
+            "```python",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            *(['PATH = "."  # the folder that this file lies in'] if repository is None else []),
+            f"model = {load}",
+            "```",
+            "",
+            "## Parameters",
+            "",
+            "| base | new | total | trained by the method |",
+            "|---|---|---|---|",
+            f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |",
+            "",
+            "## How it was made",
+            "",
+            "`upscale --config FILE --output DIR` makes it again from:",
+            "",
+            "```yaml",
+            yaml.safe_dump(request, sort_keys=False, default_flow_style=None).rstrip(),
+            "```",
+            "",
+            "## Layers",
+            "",
+            "| layer | from |",
+            "|---|---|",
+            *rows,
+            "",
+            *measured,
+            *licence_section(carried),
+            *_citation(method),
+        ]
+    )
+
+
+def _measured(measurements: Sequence[Measurement]) -> list[str]:
+    header, *rows = summary_table(measurements)
+    lines = [header, ["---"] * len(header), *rows]
+    return [
+        "## What was measured while making the new layers",
+        "",
+        "Mean over layers, and lowest to highest; `upscale.json` has every layer.",
+        "",
+        *(f"| {' | '.join(line)} |" for line in lines),
+        "",
+    ]
+
+
+def _citation(method: Method) -> list[str]:
+    if method.paper is None:
+        return []
+    return [
+        "## Cite",
+        "",
+        f"{method.paper.title} ({method.paper.reference}).",
+        "",
+        "```bibtex",
+        method.paper.bibtex,
+        "```",
+        "",
+    ]

@@ -1,0 +1,123 @@
+"""Provenance: what was done to a checkpoint, in its config and in `upscale.json`."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from upscalers.architecture.families import Config
+from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES
+from upscalers.methods.contract import Method
+from upscalers.plan.plan import Plan
+from upscalers.request.errors import RequestError
+
+RECORD_FILE = "upscale.json"
+CONFIG_KEY = "upscale"
+STRIPPED_KEY = "stripped"
+DIGEST_KEY = "base_sha256"
+
+
+def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Config:
+    """What the config of an upscaled model remembers: enough to train the right layers and to strip them again.
+
+    It stays with the model when it is saved after training, which `upscale.json` does not.
+    """
+    return {
+        "method": method.name,
+        "new_layers": plan.new_indices,
+        "trainable": method.trained,
+        "plan": plan.to_list(),
+        "options": dataclasses.asdict(method.options),
+        "seed": seed,
+        "base_dtype": TORCH_NAMES[base.dtype],
+        "base_config": base.config,
+    }
+
+
+def paper_entry(method: Method | type[Method]) -> dict[str, str] | None:
+    """The paper of a method; None where it has none."""
+    return None if method.paper is None else {"title": method.paper.title, "reference": method.paper.reference}
+
+
+def base_record(base: BaseModel, name: str, revision: str | None, digests: dict[str, str]) -> dict[str, Any]:
+    """What identifies the base, the digest of each of its weights, and how its files were laid out."""
+    files: dict[str, list[tuple[int, str]]] = {}
+    digest = hashlib.sha256()
+    for tensor_name, tensor in base.tensors.items():
+        assert tensor.file is not None
+        files.setdefault(tensor.file.name, []).append((tensor.start, tensor_name))
+        digest.update(f"{tensor.file.name}:{tensor_name}:{tensor.dtype}:{tensor.shape}:{tensor.start}\n".encode())
+    return {
+        "name": name,
+        "revision": revision,
+        "dtype": base.dtype,
+        "layout_sha256": digest.hexdigest(),
+        "tensor_sha256": digests,
+        "files": {file: [tensor_name for _, tensor_name in sorted(names)] for file, names in sorted(files.items())},
+    }
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write `upscale.json`."""
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Read `upscale.json`; None where it is gone, as after further training."""
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} is not JSON ({error}). Delete it to go by config.json alone.") from None
+    return record if isinstance(record, dict) else None
+
+
+def is_record(record: Any) -> bool:
+    """Whether the content of an `upscale.json` is what `upscale` or `strip` writes there."""
+    return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
+
+
+def has_config_entry(config: Config) -> bool:
+    """Whether a config has the entry that `upscale` writes."""
+    entry = config.get(CONFIG_KEY)
+    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
+
+
+def read_config_entry(config: Config, folder: Path) -> Config:
+    """The config's entry.
+
+    Raises:
+        RequestError: If the model was not made by `upscale`.
+    """
+    if not has_config_entry(config):
+        raise RequestError(
+            f"{folder} was not made by upscale: its config.json has no {CONFIG_KEY!r} entry. Give an upscaled model."
+        )
+    return config[CONFIG_KEY]
+
+
+def read_plan(entry: Config, model: BaseModel) -> Plan:
+    """The plan of a config's entry.
+
+    Raises:
+        RequestError: If it is not a plan of this model.
+    """
+    try:
+        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"])
+        sound = 0 < plan.num_base_layers <= MOST_LAYERS and all(
+            layer in range(plan.num_base_layers) for layer in (*plan.kept_indices, *plan.sources)
+        )
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise RequestError(
+            f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
+        ) from None
+    if plan.num_layers != model.num_layers or not sound:
+        raise RequestError(
+            f"the plan in config.json has {plan.num_layers} layers from {len(plan.kept_indices)} of {plan.num_base_layers} base "
+            f"layers, the model {model.num_layers}; expected a plan of this model. Restore the config that upscale wrote."
+        )
+    return plan

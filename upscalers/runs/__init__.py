@@ -1,0 +1,1 @@
+"""The verbs: upscale, strip, inspect, and how their results are verified."""

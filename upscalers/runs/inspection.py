@@ -1,0 +1,84 @@
+"""Telling what was done to a checkpoint."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
+from upscalers.checkpoint.source import resolve_source
+from upscalers.record.provenance import STRIPPED_KEY, has_config_entry, read_config_entry, read_plan, read_record
+
+
+def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
+    """Read provenance, plan and memory of a checkpoint that `upscale` or `strip` wrote.
+
+    Args:
+        model: A folder or hub id; its `config.json` is enough.
+
+    Returns:
+        `{"model", "method", "base", "options", "seed", "trainable", "model_type", "memory", "parameters", "layers",
+        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` a layer. What `strip` gave back has
+        `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
+        upscaling is left in it, beside that nothing but `{"model", "model_type", "num_layers", "parameters"}`.
+
+    Raises:
+        RequestError: If the model was made by neither.
+    """
+    with resolve_source(str(model), config_only=True) as source:
+        config = read_config(source.folder)
+        record = read_record(source.folder) or {}
+        stripped = {STRIPPED_KEY: record[STRIPPED_KEY]} if isinstance(record.get(STRIPPED_KEY), dict) else {}
+        if stripped and not has_config_entry(config):
+            return {**_plain(str(model), open_base(source.folder, needs_weights=False)), **stripped}
+        entry = read_config_entry(config, source.folder)
+        opened = open_base(source.folder, needs_weights=False)
+        plan = read_plan(entry, opened)
+        uncounted = opened.uncounted_names()
+        layers = [
+            {
+                "index": index,
+                "new": index in plan.new_indices,
+                "from": plan.describe(index),
+                "parameters": sum(
+                    math.prod(opened.tensors[name].shape)
+                    for name in opened.layer_names(index).values()
+                    if name not in uncounted
+                ),
+            }
+            for index in range(plan.num_layers)
+        ]
+        base = record.get("base")
+        return {
+            "model": str(model),
+            "method": entry["method"],
+            "base": base.get("name") if isinstance(base, dict) else _UNKNOWN_BASE[bool(stripped)],
+            "options": entry.get("options") or {},
+            "seed": entry.get("seed"),
+            "trainable": entry.get("trainable"),
+            "model_type": opened.config["model_type"],
+            "memory": opened.config.get("memory") or [],
+            "parameters": {
+                "total": _num_parameters(opened),
+                "new": sum(layer["parameters"] for layer in layers if layer["new"]),
+            },
+            "layers": layers,
+            "measurements": record.get("measurements") or [],
+            **stripped,
+        }
+
+
+_UNKNOWN_BASE = {False: "unknown: upscale.json is gone", True: "unknown: strip does not bring the record of it back"}
+
+
+def _plain(name: str, model: BaseModel) -> dict[str, Any]:
+    return {
+        "model": name,
+        "model_type": model.config["model_type"],
+        "num_layers": model.num_layers,
+        "parameters": {"total": _num_parameters(model)},
+    }
+
+
+def _num_parameters(model: BaseModel) -> int:
+    uncounted = model.uncounted_names()
+    return sum(math.prod(tensor.shape) for name, tensor in model.tensors.items() if name not in uncounted)

@@ -1,0 +1,219 @@
+"""Taking the new layers out again."""
+
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upscalers.architecture.families import MEMORY_PREFIX, Config
+from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
+from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES
+from upscalers.checkpoint.source import copy_travelling_files, resolve_source
+from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
+from upscalers.landing.output_folder import OutputFolder
+from upscalers.plan.plan import Plan
+from upscalers.record.provenance import (
+    DIGEST_KEY,
+    STRIPPED_KEY,
+    read_config_entry,
+    read_plan,
+    read_record,
+    write_record,
+)
+from upscalers.request.errors import RequestError
+from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.tensors.recipes import Copy
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
+
+_DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+def strip(
+    model: str | Path, output: str | Path, overwrite: bool = False, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the base that a checkpoint was upscaled from: its config, and the bytes of its tensors.
+
+    What training changed in base layers stays changed; what `--dtype` cast stays cast. Either is found by the digest of
+    the base that the config holds, and said. A small `upscale.json` beside it says what it was stripped from.
+
+    Args:
+        model: An upscaled checkpoint, trained or not.
+        output: The folder to make.
+        overwrite: As for `upscale`. Default: False.
+        progress: Told of every step. Default: silent.
+
+    Returns:
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "base_confirmed", "differing_tensors",
+        "bytes_written", "seconds"}`. `base_confirmed` says whether the weights are the base's, byte for byte; None where the
+        model was upscaled before that was recorded. `differing_tensors` is how many are not; None where that is not known.
+
+    Raises:
+        RequestError: If the model was not made by `upscale`, or the output cannot be made.
+    """
+    started = time.perf_counter()
+    progress = progress or NoProgress()
+    with resolve_source(str(model)) as source:
+        entry = read_config_entry(read_config(source.folder), source.folder)
+        opened = open_base(source.folder)
+        plan = read_plan(entry, opened)
+        if plan.dropped_layers:
+            raise RequestError(
+                f"{source.folder} no longer holds base layer{'s' * (len(plan.dropped_layers) > 1)} "
+                f"{', '.join(map(str, plan.dropped_layers))} as they were; expected all of them. Go back to the base itself."
+            )
+        tensors = _base_tensors(opened, plan)
+        record = read_record(source.folder) or {}
+        shards = _base_shards(tensors, record)
+        folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
+        folder.check_space(sum(tensor.num_bytes for tensor in tensors))
+        digested = TensorDigests(opened.tensors, _digested_names(opened, tensors) if DIGEST_KEY in entry else {})
+        with folder as partial, shown(progress), digested as digests:
+            begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
+            digests.begin()
+            writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
+            written = writer.write(partial, shards)
+            folder.flush(progress)  # which takes as long as the digests, and no processor
+            progress.stage("checking what was written", 1)
+            copy_travelling_files(source.folder, partial)
+            _restore_tokenizer_config(partial, record)
+            config = _base_config(entry, opened, progress)
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            open_base(partial)
+            comparison = _compare(digests.finish(), entry, record)
+            if comparison.confirmed is False:
+                progress.warn(comparison.warning)
+            what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
+            version = importlib.metadata.version("midus-hf")
+            write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
+            if str(config.get("model_type")).startswith(MEMORY_PREFIX):
+                _write_code(partial)
+            folder.commit()
+            progress.advance()
+    return {
+        "model": str(model),
+        "output": str(output),
+        "model_type": entry["base_config"].get("model_type"),
+        "num_layers": plan.num_base_layers,
+        "removed_layer_indices": plan.new_indices,
+        **comparison.told,
+        "bytes_written": written.bytes_written,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Whether the weights are the base's, byte for byte, and how many tensors are not; None where it is not known."""
+
+    confirmed: bool | None
+    differing: int | None
+    total: int
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"base_confirmed": self.confirmed, "differing_tensors": self.differing}
+
+    @property
+    def warning(self) -> str:
+        which = "the weights are" if self.differing is None else f"{self.differing} of {self.total} tensors are"
+        return (
+            f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, go "
+            "back to it."
+        )
+
+
+def _compare(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> _Comparison:
+    if not digests:
+        return _Comparison(None, None, 0)
+    if content_sha256(digests) == entry[DIGEST_KEY]:
+        return _Comparison(True, 0, len(digests))
+    base = record.get("base")
+    recorded = base.get("tensor_sha256") if isinstance(base, dict) else None
+    if not isinstance(recorded, dict) or content_sha256(recorded) != entry[DIGEST_KEY]:
+        return _Comparison(False, None, len(digests))
+    differing = sum(recorded.get(name) != digest for name, digest in digests.items())
+    return _Comparison(False, differing, len(digests))
+
+
+def _digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, str]:
+    """Where each weight of the base stands in the upscaled model, and its name for the base's digest."""
+    weights = weight_names(model)
+    return {
+        tensor.recipe.source: tensor.name.removeprefix(model.prefix)
+        for tensor in tensors
+        if isinstance(tensor.recipe, Copy) and tensor.recipe.source in weights
+    }
+
+
+def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
+    def carried(name: str, source: str) -> OutputTensor:
+        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
+
+    outer = [carried(name, name) for name in model.outer_names()]
+    layers: dict[int, list[OutputTensor]] = {}
+    for layer, index in plan.kept_indices.items():
+        names = model.layer_names(index)
+        layers[layer] = [carried(model.new_name(layer, key), source) for key, source in names.items()]
+    embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
+    rest = [tensor for tensor in outer if "embed_tokens" not in tensor.name]
+    return embeddings + [tensor for index in sorted(layers) for tensor in layers[index]] + rest
+
+
+def _base_config(entry: Config, model: BaseModel, progress: Progress) -> Config:
+    """The base's config; its dtype follows the tensors where these were cast."""
+    config, dtype = entry["base_config"], TORCH_NAMES[model.dtype]
+    base_dtype = entry.get("base_dtype", dtype)
+    if dtype == base_dtype:
+        return config
+    progress.warn(f"the base was {base_dtype}, and its tensors are {dtype} since it was upscaled; they stay so.")
+    return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
+
+
+def _restore_tokenizer_config(folder: Path, record: dict[str, Any]) -> None:
+    """Undo what `keep_tokenizer_class` changed."""
+    if "tokenizer_config" not in record:
+        return
+    text = record["tokenizer_config"]
+    if isinstance(text, str):
+        (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+    else:
+        (folder / TOKENIZER_CONFIG).unlink(missing_ok=True)
+
+
+def _base_shards(tensors: list[OutputTensor], record: dict[str, Any]) -> dict[str, list[OutputTensor]]:
+    """The base's own files where the record still knows them, else as few as the usual limit allows."""
+    files = _recorded_files(record)
+    by_name: Callable[[str], OutputTensor] = {tensor.name: tensor for tensor in tensors}.__getitem__
+    recorded = [name for names in files.values() for name in names]
+    if sorted(recorded) != sorted(tensor.name for tensor in tensors):
+        return split_shards(tensors, _DEFAULT_SHARD_BYTES)
+    return {file: [by_name(name) for name in names] for file, names in files.items()}
+
+
+def _recorded_files(record: dict[str, Any]) -> dict[str, list[str]]:
+    """Which tensors each file of the base held; nothing where the record does not say so soundly."""
+    base = record.get("base")
+    files = base.get("files") if isinstance(base, dict) else None
+    if not isinstance(files, dict):
+        return {}
+    sound = all(
+        Path(file).name == file
+        and file.endswith(".safetensors")
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        for file, names in files.items()
+    )
+    return files if sound else {}
+
+
+def _write_code(folder: Path) -> None:
+    from transformers import AutoConfig
+
+    import midus_hf  # noqa: F401 - registers the classes
+    from midus_hf.models.export import write_code
+
+    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))

@@ -1,0 +1,192 @@
+"""One upscaling from request to report."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from upscalers.checkpoint.base_model import BaseModel, open_base
+from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
+from upscalers.checkpoint.source import name_and_revision, resolve_source
+from upscalers.landing.output_folder import OutputFolder
+from upscalers.methods.contract import Method, get_method
+from upscalers.plan.attention_pattern import pattern_concern
+from upscalers.plan.plan import Plan
+from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
+from upscalers.request.errors import RequestError, one_line
+from upscalers.request.options import parse_options
+from upscalers.request.progress import NoProgress, Progress, shown
+from upscalers.request.sizes import parse_size
+from upscalers.runs.job import Job
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_SPARE_BYTES = 64_000_000
+
+
+def upscale(
+    *,
+    base: str | Path,
+    method: str,
+    output: str | Path | None = None,
+    num_new_layers: int | None = None,
+    placement: str | Sequence[int] | None = None,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    dtype: str = "auto",
+    max_shard_size: str | int = "5GB",
+    dry_run: bool = False,
+    verify: bool | None = None,
+    allow_nan: bool = False,
+    overwrite: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> UpscaleReport:
+    """Upscale a checkpoint.
+
+    Args:
+        base: A folder, a `.gguf` file or a hub id, `"owner/name"` or `"owner/name@revision"`. For a dry run a folder with
+            nothing but `config.json` will do.
+        method: Name of a method.
+        output: The folder to make; needed unless `dry_run`.
+        num_new_layers: K. Default: half the layers of the base, or the nearest that the placement takes.
+        placement: `distributed`, `top-heavy`, `bottom-heavy`, `llama-pro`, `whole-periods`, or indices, `"1,4,7"` or
+            `[1, 4, 7]`. Default: the method's own.
+        options: The method's options.
+        seed: Of everything random. Default: 0.
+        dtype: `auto` keeps the base's. Default: `"auto"`.
+        max_shard_size: Such as `"5GB"`, or bytes. Default: `"5GB"`.
+        dry_run: Only say what would be done. Default: False.
+        verify: True refuses NaN in the base and compares both models' logits, layer by layer in the memory of one module;
+            False checks each new block alone, where identity is promised. None is True, but checks new blocks where the
+            free memory does not suffice for the comparison, and says so. Default: None.
+        allow_nan: Let NaN in the base pass. Default: False.
+        overwrite: Replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is beside it. Default: False.
+        push_to_hub: A repository to upload the result to. Default: None.
+        private: Make that repository a private one. Default: False, its owner's default.
+        revision: A branch, tag or commit of a base on the hub. Default: its main branch.
+        progress: Told of every step. Default: silent.
+
+    Returns:
+        The report.
+
+    Raises:
+        RequestError: If the request cannot be carried out; nothing was written.
+        MethodError: If the method does not keep to its contract; nothing was written.
+        VerificationError: If the result is not what the method promises; nothing is left.
+        OSError: If reading or writing fails; nothing is left.
+        PushError: If the upload fails; the output is complete, and the error has the report.
+    """
+    started = time.perf_counter()
+    progress = progress or NoProgress()
+    chosen = _method(method, options)
+    if dtype not in DTYPES:
+        raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
+    for name, value in (("num-new-layers", num_new_layers), ("seed", seed)):
+        if value is not None and type(value) is not int:
+            raise RequestError(f"{name} is {value!r}; expected an integer.")
+    if placement is not None and not isinstance(placement, str):
+        placement = ",".join(map(str, placement))
+    max_shard_bytes = parse_size(max_shard_size)
+    if output is None and not dry_run:
+        raise RequestError("output is missing; expected the folder to make. Pass --output DIR, or --dry-run.")
+    base_name, revision = name_and_revision(str(base), revision)
+    local = Path(base_name).expanduser()
+    if private and not push_to_hub:
+        raise RequestError("private is given without push-to-hub; expected both. Pass --push-to-hub REPO as well.")
+    if push_to_hub:
+        check_repo_id(push_to_hub)
+    if output is not None:
+        OutputFolder(Path(output).expanduser(), local if local.is_dir() else None, overwrite)
+    if not dry_run and not local.is_dir():
+        # Before a download or a conversion, which take long, see that the request fits the base's config.
+        with resolve_source(base_name, revision, config_only=True) as source:
+            _planned(chosen, open_base(source.folder, needs_weights=False), num_new_layers, placement)
+            revision = source.revision
+    if not dry_run:
+        chosen.check_machine()
+        if push_to_hub:
+            push_to_hub = check_write_access(push_to_hub, private)
+
+    with resolve_source(base_name, revision, config_only=dry_run) as source:
+        opened = open_base(source.folder, needs_weights=not dry_run)
+        if opened.unexpected:
+            progress.warn(
+                f"the base holds {len(opened.unexpected)} tensors its architecture does not have; they are carried along."
+            )
+        job = Job(
+            chosen, opened, source, _planned(chosen, opened, num_new_layers, placement), seed, dtype, push_to_hub
+        )
+        remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
+        if remark:
+            progress.note(remark)
+        pattern = pattern_concern(opened, job.config, chosen.pattern_remedy(opened, job.plan))
+        for concern in [*chosen.concerns(opened, job.plan), *([pattern] if pattern else [])]:
+            progress.warn(concern)
+        counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
+        identity, volume = Identity(None, None), Bytes(0, num_bytes)
+        if output is not None:
+            folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
+            folder.check_space(num_bytes + job.scratch_bytes() + _SPARE_BYTES)
+            if not dry_run:
+                scan = verify is not False and not allow_nan
+                with shown(progress):
+                    compares_logits = job.compares_logits(verify, progress)
+                    identity, volume = job.write(folder, max_shard_bytes, scan, compares_logits, progress)
+    report = UpscaleReport(
+        method=chosen.name,
+        base=str(base),
+        output=None if output is None else str(output),
+        model_type=job.config["model_type"],
+        num_layers=job.plan.num_layers,
+        new_layer_indices=job.plan.new_indices,
+        parameters=counts,
+        bytes=volume,
+        identity=identity,
+        seconds=time.perf_counter() - started,
+        peak_rss_bytes=_peak_rss_bytes(),
+        promises_identity=chosen.promises_identity,
+        kl_divergence=job.kl_divergence,
+        measurements=job.measurements,
+    )
+    if push_to_hub and not dry_run:
+        _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)
+    return report
+
+
+def _push(folder: Path, repository: str, private: bool, report: UpscaleReport, progress: Progress) -> None:
+    try:
+        progress.note(push_folder(folder, repository, private))
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        reason = "was interrupted" if interrupted else f"failed ({type(error).__name__}: {one_line(error)})"
+        raise PushError(
+            f"the upload to {repository} {reason}; {folder} is complete. "
+            f"Upload it with: {upload_command(folder, repository, private)}",
+            report,
+            interrupted,
+        ) from error
+
+
+def _method(name: str, options: Mapping[str, Any] | None) -> Method:
+    method_class = get_method(name)
+    return method_class(parse_options(method_class.options_class, options or {}, f"method {name}"))
+
+
+def _planned(method: Method, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+    method.check(base)
+    return method.plan(base, num_new_layers, placement)
+
+
+def _peak_rss_bytes() -> int:
+    # Linux counts in getrusage what the parent process held when it started this one.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

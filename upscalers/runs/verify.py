@@ -1,0 +1,212 @@
+"""Comparison of two whole models: the upscaled model computes what the base computes, layer by layer."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from upscalers.architecture.families import Config
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
+from upscalers.plan.plan import Base, Plan
+from upscalers.request.errors import RequestError, VerificationError, one_line
+from upscalers.request.progress import Progress
+from upscalers.runs.streamed_model import StreamedModel, read_tensor
+
+_BATCH, _TOKENS = 2, 64
+_ROWS_AT_ONCE = 16
+_NAMED = 3
+# What `comparison_bytes` allows for: a module's weights, and as much for how matrix products arrange them; both models'
+# logits, and what computing and comparing them takes; what a layer computes, in hidden states of float32; and what checking
+# config and tokenizer and the threads' stacks and heaps take until then, which is up to 0.2 GB of address space.
+_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS, _WIDTHS_OF_A_LAYER = 2, 4, 64
+_REST_OF_RUN_BYTES = 200_000_000
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """How far two models' predictions are apart.
+
+    Args:
+        max_abs_diff: The largest absolute difference between logits.
+        kl_divergence: From the first's next-token distribution to the second's, mean over tokens, in nats.
+    """
+
+    max_abs_diff: float
+    kl_divergence: float
+
+
+def comparison_bytes(
+    base: Mapping[str, StoredTensor], new: Mapping[str, StoredTensor], config: Config, dtype: str
+) -> int:
+    """Memory that a run takes at most which ends with `compare_logits`, beside what the process holds before it writes.
+
+    Args:
+        base: The base's tensors, by full name.
+        new: The upscaled model's; they need not be written yet.
+        config: The base's.
+        dtype: The container's name of the dtype to run in.
+    """
+    modules: Counter[str] = Counter()
+    for model, tensors in enumerate((base, new)):
+        for name, tensor in tensors.items():
+            cast = 0 if tensor.dtype == dtype else math.prod(tensor.shape) * ITEM_BYTES[dtype]
+            modules[f"{model} {name.rpartition('.')[0]}"] += tensor.num_bytes + cast
+    tokens, hidden = _BATCH * _TOKENS, config["hidden_size"]
+    logits = tokens * config["vocab_size"] * ITEM_BYTES[dtype]
+    hidden_states = (config["num_hidden_layers"] + 1) * tokens * hidden * ITEM_BYTES[dtype]
+    layer = _WIDTHS_OF_A_LAYER * tokens * hidden * ITEM_BYTES["F32"]
+    weights = max(modules.values(), default=0)
+    return _COPIES_OF_WEIGHTS * weights + _COPIES_OF_LOGITS * logits + hidden_states + layer + _REST_OF_RUN_BYTES
+
+
+def compare_logits(
+    base: BaseModel,
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    plan: Plan,
+    dtype: str,
+    identity: bool,
+    progress: Progress,
+) -> LogitDifference:
+    """Run both models on a fixed batch, each with the weights of one module in memory at a time.
+
+    Args:
+        base: The base.
+        folder: The upscaled model.
+        tensors: Its tensors, by full name.
+        plan: Where its layers come from.
+        dtype: The container's name of the dtype to run in.
+        identity: Whether the method promises equality; hidden states are then compared behind every layer as well.
+        progress: Told of every layer.
+
+    Returns:
+        The difference between their predictions.
+
+    Raises:
+        RequestError: If transformers cannot run the base.
+        VerificationError: If a tensor was not loaded as saved, transformers cannot run the result, or identity is promised
+            and a hidden state or a logit differs; says where the models part.
+    """
+    torch_dtype = getattr(torch, TORCH_NAMES[dtype])
+    generator = torch.Generator().manual_seed(0)
+    hidden_states: list[torch.Tensor] = []
+    partings: list[tuple[int, float]] = []
+    counterparts = _counterparts(plan)
+
+    def remember(number: int, hidden: torch.Tensor) -> None:
+        if identity:
+            hidden_states.append(hidden)
+        if number:
+            progress.advance()
+
+    def follow(number: int, hidden: torch.Tensor) -> None:
+        # What is not finite spreads with each attention that reads it, a new layer's earlier than the base's own: there only
+        # predictions can be compared.
+        if identity and base_is_finite and not partings:
+            expected = hidden_states[counterparts[number]]
+            if not _are_same(expected, hidden):
+                partings.append((number, _largest_difference(expected, hidden)))
+        if number:
+            progress.advance()
+
+    progress.stage("comparing with the base", base.num_layers + plan.num_layers + 2, "layers and heads")
+    try:
+        model = StreamedModel(base.folder, base.tensors, torch_dtype)
+        tokens = torch.randint(0, model.vocab_size, (_BATCH, _TOKENS), generator=generator)
+        base_logits = model.logits(tokens, remember).flatten(0, 1)
+    except Exception as error:
+        raise RequestError(
+            f"transformers cannot run the base ({type(error).__name__}: {one_line(error)}). Repair it or download it again; where "
+            "it only does not fit in memory, pass --no-verify."
+        ) from None
+    progress.advance()
+    base_is_finite = all(bool(values.isfinite().all()) for values in (*hidden_states, base_logits))
+    model = StreamedModel(folder, tensors, torch_dtype)
+    try:
+        new_logits = model.logits(tokens, follow).flatten(0, 1)
+    except (RuntimeError, MemoryError) as error:
+        raise VerificationError(
+            f"transformers cannot run the upscaled model ({type(error).__name__}: {one_line(error)}). Where it only does not fit in "
+            "memory, pass --no-verify."
+        ) from None
+    equal = _are_same(base_logits, new_logits)
+    if identity and (partings or not equal):
+        what = "hidden states" if equal else "logits"
+        difference = partings[0][1] if equal else _largest_difference(base_logits, new_logits)
+        place = _place(partings[0][0] if partings else None, base, tensors, plan, torch_dtype)
+        raise VerificationError(
+            f"the upscaled model's {what} differ from the base's by up to {difference:g}; expected a difference of exactly 0. "
+            f"They part {place}."
+        )
+    found = (
+        LogitDifference(0.0, 0.0)
+        if equal
+        else LogitDifference(_largest_difference(base_logits, new_logits), _divergence(base_logits, new_logits))
+    )
+    progress.advance()
+    return found
+
+
+def _counterparts(plan: Plan) -> list[int]:
+    """In front of each layer and behind the last, how many base layers the residual stream has passed."""
+    passed = [0]
+    for layer in plan.layers:
+        passed.append(layer.index + 1 if isinstance(layer, Base) else passed[-1])
+    return passed
+
+
+def _are_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    chunks = [(first.double() - second.double()).abs().max() for first, second in _rows(left, right)]
+    return torch.stack(chunks).max().item()
+
+
+def _divergence(left: torch.Tensor, right: torch.Tensor) -> float:
+    def of_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        first, second = first.double().log_softmax(-1), second.double().log_softmax(-1)
+        return (first.exp() * (first - second)).sum(-1)
+
+    return torch.cat([of_rows(*rows) for rows in _rows(left, right)]).mean().item()
+
+
+def _rows(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Corresponding rows of two tensors of the same shape, a few at once."""
+    return zip(left.flatten(0, -2).split(_ROWS_AT_ONCE), right.flatten(0, -2).split(_ROWS_AT_ONCE), strict=True)
+
+
+def _place(
+    number: int | None, base: BaseModel, tensors: Mapping[str, StoredTensor], plan: Plan, dtype: torch.dtype
+) -> str:
+    """Where two models part, in words: in the layer of that number, counted from 1, in front of all, or behind them (None)."""
+    if number:
+        layer = plan.layers[number - 1]
+        words = f"in layer {number - 1} ({plan.describe(number - 1)})"
+        if not isinstance(layer, Base):
+            return words
+        names = base.layer_names(layer.index)
+        pairs = {base.new_name(number - 1, name): source for name, source in names.items()}
+    else:
+        words = "in the embedding" if number == 0 else "behind the last layer"
+        pairs = {name: name for name in base.outer_names() if ("embed_tokens" in name) == (number == 0)}
+    different = _different(pairs, base, tensors, dtype)
+    if not different:
+        return f"{words}, though its tensors are the base's"
+    return f"{words}: {', '.join(different[:_NAMED])} {'are' if different[1:] else 'is'} not what the base has"
+
+
+def _different(
+    pairs: Mapping[str, str], base: BaseModel, tensors: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> list[str]:
+    return [
+        name
+        for name, source in pairs.items()
+        if name in tensors
+        and not _are_same(read_tensor(tensors[name]).to(dtype), read_tensor(base.tensors[source]).to(dtype))
+    ]

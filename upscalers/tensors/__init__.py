@@ -1,0 +1,1 @@
+"""How tensors are made: recipes, solvers, and the writer that streams them."""

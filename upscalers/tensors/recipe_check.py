@@ -1,0 +1,130 @@
+"""The one check of what a method returns, before anything is written: every tensor of the result, and no other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from upscalers.architecture.families import Config, LayerTensor, family_of
+from upscalers.architecture.memory_shapes import memory_by_layer
+from upscalers.checkpoint.base_model import BaseModel, expected_layer
+from upscalers.plan.plan import Plan
+from upscalers.request.errors import MethodError
+from upscalers.tensors.recipes import Combine, Copy, Recipe
+
+Recipes = Mapping[str, Recipe]
+
+_LISTED = 3
+
+
+def check_recipes(
+    method: str, base: BaseModel, plan: Plan, config: Config, layers: Sequence[Recipes], outer: Recipes
+) -> None:
+    """Compare recipes with what the family's table expects of the new config.
+
+    Every tensor must be there, of the right shape, and what is copied or combined must do in the base what it does in the
+    result. Copies of tensors that the architecture does not have are let through.
+
+    Args:
+        method: Its name, for messages.
+        base: The base.
+        plan: The plan.
+        config: The raw config of the result.
+        layers: For each output layer, recipes by the name within the layer.
+        outer: Recipes of the tensors outside the layers, by full name.
+
+    Raises:
+        MethodError: With the method, the layer, the tensor, what it gave and what was expected.
+    """
+    for what, number in (
+        ("a config with num_hidden_layers =", config.get("num_hidden_layers")),
+        ("recipes for this many layers:", len(layers)),
+    ):
+        if number != plan.num_layers:
+            raise MethodError(
+                f"method {method} gives {what} {number}; expected {plan.num_layers}, as many as its plan has."
+            )
+    family, origins, inserted = family_of(config), _origins(base), memory_by_layer(config)
+    for index, recipes in enumerate(layers):
+        expected = expected_layer(family, config, inserted.get(index))
+        _check_part(f"method {method}, layer {index}", base, origins, expected, recipes)
+    tensors = {
+        name if base.prefix else name.removeprefix("model."): shape
+        for name, shape in family.outer_tensors(config).items()
+    }
+    tensors |= {name: shape for name, shape in family.tied_tensors(config).items() if name in outer}
+    expected = {name: LayerTensor(name, shape) for name, shape in tensors.items()}
+    _check_part(f"method {method}, outside the layers", base, origins, expected, outer)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a base tensor is: its name within its layer and its role; a tensor outside the layers is its own role."""
+
+    name: str
+    role: str | None
+
+
+def _origins(base: BaseModel) -> dict[str, _Origin]:
+    origins = {name: _Origin(name, name) for name in base.outer_names()}
+    for layer in range(base.num_layers):
+        tensors = base.layer_tensors(layer)
+        for name, full_name in base.layer_names(layer).items():
+            origins[full_name] = _Origin(name, tensors[name].role if name in tensors else None)
+    return origins
+
+
+def _check_part(
+    where: str,
+    base: BaseModel,
+    origins: Mapping[str, _Origin],
+    expected: Mapping[str, LayerTensor],
+    recipes: Recipes,
+) -> None:
+    missing = [name for name in expected if name not in recipes]
+    if missing:
+        others = f" and {len(missing) - _LISTED} others" if len(missing) > _LISTED else ""
+        raise MethodError(
+            f"{where}: there is no recipe for {', '.join(missing[:_LISTED])}{others}; expected one for each of "
+            f"{len(expected)} tensors."
+        )
+    for name, tensor in expected.items():
+        _check_recipe(f"{where}: {name}", base, origins, name, tensor, recipes[name])
+    for name, recipe in recipes.items():
+        if name not in expected and not (
+            isinstance(recipe, Copy)
+            and recipe.source in base.unexpected
+            and recipe.shape == base.tensors[recipe.source].shape
+            and origins[recipe.source].name == name
+        ):
+            raise MethodError(f"{where}: there is a recipe for {name}; expected none but for {', '.join(expected)}.")
+
+
+def _check_recipe(
+    what: str,
+    base: BaseModel,
+    origins: Mapping[str, _Origin],
+    name: str,
+    expected: LayerTensor,
+    recipe: Recipe,
+) -> None:
+    if tuple(recipe.shape) != expected.shape:
+        raise MethodError(f"{what} is {list(recipe.shape)}; expected {list(expected.shape)}.")
+    for source in _sources(recipe):
+        if source not in base.tensors:
+            raise MethodError(f"{what} is made from {source}; expected a tensor of the base.")
+        shape, origin = base.tensors[source].shape, origins[source]
+        if shape != expected.shape:
+            raise MethodError(
+                f"{what} is made from {source}, which is {list(shape)}; expected {list(expected.shape)}."
+            )
+        if origin.role != expected.role:
+            raise MethodError(
+                f"{what} is made from {source}, whose role is {origin.role or 'unknown'}; expected {expected.role}."
+            )
+        if expected.role == "memory" and origin.name != name:  # the role that many tensors share
+            raise MethodError(f"{what} is made from {source}; expected the same tensor of another memory.")
+
+
+def _sources(recipe: Recipe) -> tuple[str, ...]:
+    if isinstance(recipe, Copy):
+        return (recipe.source,)
+    return tuple(source for source, _ in recipe.terms) if isinstance(recipe, Combine) else ()

@@ -1,0 +1,317 @@
+"""Execute recipes: stream tensors from the base's shards into new ones."""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from upscalers.checkpoint.base_model import INDEX_FILE, SINGLE_FILE
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, copy_bytes, layout, write_all
+from upscalers.request.errors import RequestError
+from upscalers.request.progress import NoProgress, Progress
+from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
+from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all
+
+if TYPE_CHECKING:
+    import torch
+
+_CHUNK_ELEMENTS = 1 << 20
+_SCRATCH = ".scratch"
+_MOST_OPEN_FILES = 64
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor to write.
+
+    Args:
+        name: Full name.
+        recipe: How it comes to be.
+        dtype: The container's name of the dtype it is written in.
+    """
+
+    name: str
+    recipe: Recipe
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its data."""
+        return StoredTensor(self.dtype, self.recipe.shape).num_bytes
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was done.
+
+    Args:
+        bytes_read: From the base.
+        bytes_written: To the output, headers included.
+        measurements: What solvers found out about the tensors they made, in the order of the tensors.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    measurements: list[Measurement]
+
+
+def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[str, list[OutputTensor]]:
+    """Assign tensors, in order, to as few files as the limit allows; a larger tensor has a file of its own."""
+    shards: list[list[OutputTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+class CheckpointWriter:
+    """Write a checkpoint's tensors, holding at most what one recipe reads.
+
+    Tensors that are copied as they are go from file to file inside the kernel. The others follow after all copies, so
+    that whatever they need imported can be imported meanwhile: first those that stand alone, then those that solvers
+    make together.
+
+    Args:
+        sources: The base's tensors, by full name.
+        scan: Whether to look at every value that is copied and refuse NaN.
+        before_building: Called once, when all that can be copied without torch is copied and more is to be made. Default:
+            nothing.
+        progress: Told of every step. Default: silent.
+        copied: Called with the name of each base tensor that was just copied. Default: nothing.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, StoredTensor],
+        scan: bool,
+        before_building: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
+        copied: Callable[[str], None] = lambda name: None,
+    ):
+        self._sources = sources
+        self._scan = scan
+        self._before_building = before_building
+        self._progress: Progress = progress or NoProgress()
+        self._copied = copied
+        self._bytes_read = 0
+        self._open_files: dict[Path, int] = {}
+        self._reading = threading.Lock()
+
+    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
+        """Write all shards, and the index unless there is a single file of the name that needs none.
+
+        Args:
+            folder: An existing folder.
+            shards: As `split_shards` gives them.
+
+        Raises:
+            RequestError: If a value is NaN, or does not fit the output's dtype.
+            OSError: If reading or writing fails.
+        """
+        bytes_written = 0
+        later: list[_Placed] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_files)
+            for file_name, tensors in shards.items():
+                head, starts = layout([(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors])
+                with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
+                    write_all(target, head, 0)
+                    num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
+                    os.ftruncate(target, num_bytes)
+                    bytes_written += num_bytes
+                    for tensor in tensors:
+                        if isinstance(tensor.recipe, Fill) and tensor.recipe.value == 0:
+                            self._progress.advance(tensor.num_bytes)  # the file is zero where nothing was written
+                        elif self._goes_through_kernel(tensor):
+                            self._copy_in_kernel(tensor, target, starts[tensor.name])
+                        else:
+                            later.append(_Placed(tensor, folder / file_name, starts[tensor.name]))
+            if later:
+                self._before_building()
+            for placed in later:
+                if not isinstance(placed.tensor.recipe, Solved):
+                    with _opened(placed.file, os.O_RDWR) as target:
+                        self._build(placed.tensor, target, placed.start)
+            measurements = self._solve(
+                [placed for placed in later if isinstance(placed.tensor.recipe, Solved)], folder
+            )
+        if set(shards) != {SINGLE_FILE}:
+            self._write_index(folder, shards)
+        return Written(self._bytes_read, bytes_written, measurements)
+
+    def _solve(self, placed: "list[_Placed]", folder: Path) -> list[Measurement]:
+        if not placed:
+            return []
+        wanted: dict[tuple[Solver, str], list[_Placed]] = {}
+        for one in placed:
+            assert isinstance(one.tensor.recipe, Solved)
+            wanted.setdefault((one.tensor.recipe.solver, one.tensor.recipe.key), []).append(one)
+        solvers = list(dict.fromkeys(solver for solver, _ in wanted))
+        scratch = folder / _SCRATCH
+        scratch.mkdir()
+
+        def write(solver: Solver, key: str, values: "torch.Tensor") -> None:
+            for one in wanted.pop((solver, key)):
+                assert tuple(values.shape) == tuple(one.tensor.recipe.shape), (one.tensor.name, values.shape)
+                _refuse_not_finite(values, one.tensor.name)
+                with _opened(one.file, os.O_RDWR) as target:
+                    write_all(target, _to_bytes(values, one.tensor), one.start)
+                self._progress.advance(one.tensor.num_bytes)
+
+        solve_all(solvers, Workplace(self._read, scratch, self._progress), write)
+        assert not wanted, sorted(key for _, key in wanted)
+        shutil.rmtree(scratch)
+        rows = [row for solver in solvers for row in solver.measurements]
+        return sorted(rows, key=lambda row: row["layer"])
+
+    def _goes_through_kernel(self, tensor: OutputTensor) -> bool:
+        if not isinstance(tensor.recipe, Copy):
+            return False
+        dtype = self._sources[tensor.recipe.source].dtype
+        return dtype == tensor.dtype and not (self._scan and dtype in TORCH_NAMES)
+
+    def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
+        assert isinstance(tensor.recipe, Copy)
+        source = self._sources[tensor.recipe.source]
+        assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
+        copy_bytes(self._file_of(source), source.start, target, start, source.num_bytes)
+        self._bytes_read += source.num_bytes
+        self._copied(tensor.recipe.source)
+        self._progress.advance(tensor.num_bytes)
+
+    def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
+        if isinstance(tensor.recipe, Copy | Combine):
+            names = (
+                [tensor.recipe.source]
+                if isinstance(tensor.recipe, Copy)
+                else [name for name, _ in tensor.recipe.terms]
+            )
+            sources = [self._sources[name] for name in names]
+            assert all(source.shape == tensor.recipe.shape for source in sources), tensor.name
+            for chunks in zip(*map(self._read_chunks, sources), strict=True):
+                if self._scan:
+                    for chunk, name in zip(chunks, names, strict=True):
+                        _refuse_nan(chunk, name)
+                if isinstance(tensor.recipe, Copy):
+                    values = chunks[0]
+                else:
+                    values = tensor.recipe.combine(*chunks)
+                    if all(chunk.isfinite().all() for chunk in chunks):
+                        _refuse_not_finite(values, tensor.name)
+                data = _to_bytes(values, tensor)
+                write_all(target, data, start)
+                start += len(data)
+            if isinstance(tensor.recipe, Copy):
+                self._copied(tensor.recipe.source)
+        else:
+            built = tensor.recipe.build(self._read)
+            assert tuple(built.shape) == tuple(tensor.recipe.shape), (tensor.name, built.shape)
+            write_all(target, _to_bytes(built, tensor), start)
+        self._progress.advance(tensor.num_bytes)
+
+    def _read(self, name: str) -> "torch.Tensor":
+        """A whole tensor that something is computed from; any thread may ask."""
+        import torch
+
+        source = self._sources[name]
+        with self._reading:
+            chunks = list(self._read_chunks(source))
+        if not all(chunk.isfinite().all() for chunk in chunks):
+            raise RequestError(
+                f"{name} holds NaN or infinite values; expected finite weights, since new ones are computed from them. Repair "
+                "the base."
+            )
+        return torch.cat(chunks).view(source.shape) if chunks else torch.empty(source.shape)
+
+    def _read_chunks(self, source: StoredTensor) -> Iterator["torch.Tensor"]:
+        import torch
+
+        file, dtype = self._file_of(source), getattr(torch, TORCH_NAMES[source.dtype])
+        position, end = source.start, source.start + source.num_bytes
+        while position < end:
+            data = bytearray(os.pread(file, min(_CHUNK_ELEMENTS * dtype.itemsize, end - position), position))
+            if len(data) % dtype.itemsize or not data:
+                raise OSError(f"the base file ended {end - position - len(data)} bytes early")
+            self._bytes_read += len(data)
+            yield torch.frombuffer(data, dtype=dtype)
+            position += len(data)
+
+    def _file_of(self, source: StoredTensor) -> int:
+        assert source.file is not None
+        if source.file not in self._open_files:
+            if len(self._open_files) >= _MOST_OPEN_FILES:
+                self._close_files()
+            self._open_files[source.file] = os.open(source.file, os.O_RDONLY)
+        return self._open_files[source.file]
+
+    def _close_files(self) -> None:
+        for descriptor in self._open_files.values():
+            os.close(descriptor)
+        self._open_files.clear()
+
+    @staticmethod
+    def _write_index(folder: Path, shards: dict[str, list[OutputTensor]]) -> None:
+        index = {
+            "metadata": {"total_size": sum(tensor.num_bytes for shard in shards.values() for tensor in shard)},
+            "weight_map": {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor that is still to be made, and where its bytes belong."""
+
+    tensor: OutputTensor
+    file: Path
+    start: int
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_nan(values: "torch.Tensor", name: str) -> None:
+    if values.isnan().any():
+        raise RequestError(
+            f"{name} holds NaN; expected finite weights. Repair the base, or pass --allow-nan to go on."
+        )
+
+
+def _refuse_not_finite(values: "torch.Tensor", name: str) -> None:
+    if not values.isfinite().all():
+        raise RequestError(
+            f"{name} came out as NaN or infinite, though what it is made from is finite. Lower the factors, or the learning rate, "
+            "that it is made with."
+        )
+
+
+def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
+    import torch
+
+    dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
+    cast = values.to(dtype).contiguous()
+    if dtype != values.dtype and (cast.isinf() & ~values.isinf()).any():
+        largest = values[values.isfinite()].abs().max().item()
+        raise RequestError(
+            f"{tensor.name} holds {largest:.4g}, which {TORCH_NAMES[tensor.dtype]} cannot; expected at most "
+            f"{torch.finfo(dtype).max:g}. Use a wider --dtype."
+        )
+    return cast.flatten().view(torch.uint8).numpy().data
