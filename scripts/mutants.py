@@ -24,7 +24,12 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 REPOSITORY = Path(__file__).parent.parent
 ENGINE_ROOMS = ["request", "machine", "architecture", "checkpoint", "plan", "tensors", "record", "landing", "runs"]
-FOLDERS = ["midus_hf/ops", "midus_hf/memory", *(f"upscalers/{room}" for room in ENGINE_ROOMS), "upscalers/methods/contract.py"]
+FOLDERS = [
+    "midus_hf/ops",
+    "midus_hf/memory",
+    *(f"upscalers/{room}" for room in ENGINE_ROOMS),
+    "upscalers/methods/contract.py",
+]
 
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 
