@@ -21,6 +21,9 @@ _SLEEP_MARGIN = 3.0
 
 _SHORTEST_SLEEP_MS = 0.2
 
+_LONGEST_SLEEP_MS = 150.0
+"""A call that keeps the host for longer waits for the device, and no sleep outlasts that."""
+
 _FEWEST_ROUNDS = 5
 
 _SLEEPS = 2
@@ -118,10 +121,12 @@ class Stopwatch:
         if self.flushed is None:
             return Lap(wall_ms)
         sleep_ms = max(_SHORTEST_SLEEP_MS, _SLEEP_MARGIN * host_ms)
-        for attempt in range(_SLEEPS):
-            device_ms, queued = self._behind_sleep(task, self.flushed, sleep_ms * _SLEEP_MARGIN**attempt)
-            if queued:
+        for _ in range(_SLEEPS):
+            sleep_ms = min(sleep_ms, _LONGEST_SLEEP_MS)
+            device_ms, queued = self._behind_sleep(task, self.flushed, sleep_ms)
+            if queued or sleep_ms == _LONGEST_SLEEP_MS:
                 break
+            sleep_ms *= _SLEEP_MARGIN
         return Lap(device_ms, host_ms, wall_ms, queued)
 
     def _from_idle(self, task: Task) -> tuple[float, float]:

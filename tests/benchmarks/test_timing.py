@@ -44,7 +44,7 @@ def _launches(gpu, *times: tuple[float, float]) -> Task:
     [
         ([(0.3, 0.02), (0.15, 0.03)], 0.05, 0.45, 0.48),  # the host decides: it issues for longer than the device runs
         ([(0.01, 2.0), (0.01, 3.0)], 5.0, 0.02, 5.01),  # the device decides
-        ([(400.0, 0.1)], 0.1, 400.0, 400.1),  # as long as any host takes
+        ([(40.0, 0.1)], 0.1, 40.0, 40.1),  # as long as any host takes
     ],
 )
 def test_device_host_and_wall_time_are_told_apart(launches, device_ms, host_ms, wall_ms, gpu):
@@ -66,6 +66,12 @@ def test_a_call_that_waits_for_the_device_is_known_by_it(gpu):
     timing = interleaved({"waits": task}, "cuda", seconds=0)["waits"]
     assert not timing.queued
     assert timing.median_ms == pytest.approx(0.5)  # both kernels, and the second launch, which nothing hides
+
+
+def test_a_long_call_that_waits_for_the_device_costs_little_more_than_its_own_time(gpu):
+    lap = Stopwatch("cuda").lap(Task(lambda _: (gpu.issue(0.1, 1000.0), gpu.synchronize())))
+    assert not lap.queued
+    assert gpu.host_ms < 2500  # two runs of 1000 ms and a sleep, not sleeps of 3000 and 9000 as well
 
 
 def test_what_prepares_a_run_is_part_of_no_time(gpu):
