@@ -1,6 +1,7 @@
 """Results that are tracked: rows of a CSV, and what identifies the run they come from."""
 
 import csv
+import hashlib
 import os
 import platform
 import subprocess
@@ -40,7 +41,8 @@ class Run:
 def commit() -> str:
     """The commit that is checked out, marked `-dirty` where files other than results and docs differ.
 
-    Where there is no git, as on a machine that was sent the files alone, what `BENCH_COMMIT` says, or "unknown".
+    Where there is no git, as on a machine that was sent the files alone, what `BENCH_COMMIT` says, or a digest of the
+    code: a run goes on with rows of the same code alone.
     """
     try:
         described = _git("describe", "--always")
@@ -49,8 +51,18 @@ def commit() -> str:
     except FileNotFoundError:
         described = changed = ""
     if not described:
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return os.environ.get("BENCH_COMMIT") or f"files-{_digest()}"
     return f"{described}-dirty" if changed else described
+
+
+def _digest() -> str:
+    """Of the code that is measured, and that measures."""
+    root, digest = RESULTS.parent.parent, hashlib.sha256()
+    for folder in ("benchmarks", "midus_hf", "upscalers"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _sameness(run: Run) -> dict[str, str]:

@@ -111,11 +111,20 @@ def test_rows_are_appended_only_to_a_file_of_the_same_columns(tmp_path):
         append([run], tmp_path / "b.csv")
 
 
-def test_without_git_the_commit_is_what_the_environment_says(monkeypatch):
+def test_without_git_the_commit_is_what_the_environment_says_or_a_digest_of_the_code(monkeypatch, tmp_path):
     def no_git(*arguments, **keywords):
         raise FileNotFoundError("git")
 
     monkeypatch.setattr("subprocess.run", no_git)
-    assert commit() == "unknown"
+    monkeypatch.delenv("BENCH_COMMIT", raising=False)
+    monkeypatch.setattr("benchmarks.tracked.RESULTS", tmp_path / "benchmarks" / "results")
+    code = tmp_path / "midus_hf" / "ops" / "kernel.py"
+    code.parent.mkdir(parents=True)
+    commits = []
+    for text in ("slow", "fast", "slow"):
+        code.write_text(text)
+        commits.append(commit())
+    assert commits[0] == commits[2] != commits[1]
+    assert all(one.startswith("files-") for one in commits)
     monkeypatch.setenv("BENCH_COMMIT", "abc1234")
     assert commit() == "abc1234"
