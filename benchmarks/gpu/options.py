@@ -32,8 +32,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="without a GPU: every case once, with tensors that hold no values and kernels that are compiled, not run; "
-        "needs PyTorch's CUDA build",
+        help="without a GPU: every case once, tiny, on a GPU that is pretended, whose kernels triton interprets",
     )
     parser.set_defaults(run=_run)
 

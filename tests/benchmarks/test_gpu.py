@@ -27,6 +27,16 @@ def test_steps_go_on_where_they_were_cut_off_and_end_in_time(tmp_path):
     assert all("--rehearse" in step.command for step in steps(tmp_path, 540, rehearse=True) if step.name != "tests")
 
 
+def test_a_test_file_that_needs_an_absent_package_keeps_no_other_from_being_run(tmp_path):
+    (tmp_path / "test_absent.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "test_kernel.py").write_text("def test_kernel():\n    pass\n")
+    (tests,) = (step for step in steps(tmp_path, 540, rehearse=False) if step.name == "tests")
+    command = [str(tmp_path) if word == "tests/ops" else word for word in tests.command]
+    done = run_step(Step("tests", [*command, "--noconftest", "--rootdir", str(tmp_path)], ""), tmp_path, 60)
+    assert done.status == 1
+    assert "1 passed, 1 error" in done.last_lines[-1]
+
+
 def test_what_a_step_prints_is_shown_and_kept(tmp_path, capsys):
     done = run_step(python("ops", "import sys; print('one'); print('two', file=sys.stderr)"), tmp_path, 60)
     assert (done.status, done.last_lines) == (0, ("one", "two"))
