@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.device import chosen_device
+from benchmarks.device import chosen_device, require_working
 from benchmarks.models.build import Variant, build, parameters_in, read_base, set_trained, shrunk, variants
 from benchmarks.models.measure import Measured, measure
 from benchmarks.models.points import Point, points
 from benchmarks.models.results import FILE, Measurements, Row, Subject, subject_of
-from benchmarks.profile import write_profile
+from benchmarks.profile import kernels, write_profile
 from benchmarks.timing import is_out_of_memory, release_memory
 from benchmarks.tracked import Run, resumed, this_run
 
@@ -48,6 +48,9 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
     deadline = None if arguments.budget is None else time.perf_counter() + arguments.budget
     profiles = arguments.results if arguments.profile else None
     failures = 0
+    if device == "cuda":
+        # A profiler leaves something behind that slows every later launch a little: all rows shall have it alike.
+        kernels(lambda: None, device)
     for (name, config), (main, by_size) in zip(bases, wanted, strict=True):
         chosen = variants(config, arguments.methods, arguments.placements)
         bench = _Bench(this, measurements, name, chosen, dtype, device, deadline, profiles)
@@ -125,6 +128,7 @@ class _Bench:
         except Exception as error:
             for point in wanted:
                 self.measurements.add(self._failure(variant, point, number, error))
+            self._recover()
             return
         for point in wanted:
             if self._is_late():
@@ -133,10 +137,15 @@ class _Bench:
             try:
                 measured = self._measured(model, variant, point)
             except Exception as error:
-                row = self._failure(variant, point, number, error)
+                self.measurements.add(self._failure(variant, point, number, error))
+                self._recover()
             else:
-                row = self._success(variant, point, number, measured)
-            self.measurements.add(row)
+                self.measurements.add(self._success(variant, point, number, measured))
+
+    def _recover(self) -> None:
+        """Go on after a failure, whose row is there by now: where the device is lost, this ends the run."""
+        require_working(self.device)
+        release_memory(self.device)
 
     def _measured(self, model: PreTrainedModel, variant: Variant, point: Point) -> Measured:
         is_first = self.measurements.is_first(self._subject(variant, point))
@@ -178,7 +187,6 @@ class _Bench:
         _say(f"{self.base}  {variant.name:26} {point}: {status}: {type(error).__name__}: {first_line}")
         for one in chain:
             one.__traceback__ = None  # it holds the tensors of the frames it went through
-        release_memory(self.device)
         return self._row(variant, point, number, status=status, error=f"{type(error).__name__}: {first_line}")
 
     def _row(

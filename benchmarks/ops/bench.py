@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.device import require_working
 from benchmarks.ops.gate import Expected, Verdict, small_case
 from benchmarks.ops.names import COMPILED, OURS
 from benchmarks.ops.registry import OPS, PROVIDERS, Call, Inputs, Provider, Unavailable, make_inputs
@@ -181,6 +182,7 @@ class Bench:
             say(f"  {self.troubles[-1]}")
         self._append(row_of(self.this, case, name, mode, "out of memory" if full else "failed", verdict))
         error.__traceback__ = None  # it holds the tensors of the frames it went through
+        require_working(case.device)
         release_memory(case.device)
 
     def _append(self, *rows: Row) -> None:

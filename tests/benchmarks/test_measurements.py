@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks import profile
+from benchmarks.models.build import build
 from benchmarks.models.measure import Measured
 from benchmarks.models.results import FILE, subject_of
 from benchmarks.models.run import run
-from benchmarks.tracked import read
+from benchmarks.tracked import read, this_run
 
 
 @pytest.fixture
@@ -173,8 +174,6 @@ def test_what_a_failure_held_is_given_back_and_its_model_before_the_next(two_rou
 def test_a_model_that_cannot_be_built_fails_at_each_point_and_the_next_is_measured(
     two_rounds, measured, tmp_path, monkeypatch
 ):
-    from benchmarks.models.build import build
-
     def building(variant, dtype, device):
         if variant.method == "base":
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -186,6 +185,42 @@ def test_a_model_that_cannot_be_built_fails_at_each_point_and_the_next_is_measur
     assert [(row["method"], row["status"]) for row in rows] == [("base", "out of memory")] * 2 + [
         ("midus-hml", "ok")
     ] * 4
+
+
+def test_a_gpu_that_is_lost_ends_the_run_behind_the_row_that_says_why(two_rounds, measured, tmp_path, monkeypatch):
+    def script(*_):
+        monkeypatch.setattr(torch, "randint", lambda *_, **__: broken())
+        broken()
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def release(device):
+        if torch.randint is not randint:
+            broken()
+
+    randint, measured.script = torch.randint, script
+    monkeypatch.setattr("benchmarks.models.run.release_memory", release)
+    monkeypatch.setattr("benchmarks.models.run.kernels", lambda run, device: [])
+    monkeypatch.setattr("benchmarks.models.run.build", lambda variant, dtype, device: build(variant, dtype, "cpu"))
+    monkeypatch.setattr("benchmarks.models.run.this_run", lambda device: this_run("cpu"))
+    words = ["--device", "cuda", "--batches", "16", "--phases", "prefill", "--prompts", "8,16"]
+    with pytest.raises(SystemExit, match=r"of no more use to this process \(CUDA error.*go on with --resume"):
+        run(two_rounds(*words))
+    monkeypatch.setattr(torch, "randint", randint)
+    measured.script = lambda *_: None
+    assert run(two_rounds(*words, "--resume")) == 0
+    rows = [(row["method"], row["length"], row["status"]) for row in read(tmp_path / FILE) if row["round"] == "1"]
+    assert rows == [("base", "8", "failed"), ("base", "16", "ok"), ("midus-hml", "8", "ok"), ("midus-hml", "16", "ok")]
+
+
+def test_the_profiler_is_on_once_before_any_model_is_timed_on_a_gpu(two_rounds, measured, monkeypatch):
+    profiled = []
+    monkeypatch.setattr("benchmarks.models.run.kernels", lambda run, device: profiled.append(device))
+    monkeypatch.setattr("benchmarks.models.run.this_run", lambda device: this_run("cpu"))
+    for device in ("cuda", "cpu"):
+        assert run(two_rounds("--device", device, "--batches", "16", "--budget", "-1")) == 0
+        assert profiled == ["cuda"] and not measured.asked
 
 
 def test_a_spent_budget_begins_no_measurement(two_rounds, measured, tmp_path, monkeypatch, capsys):

@@ -190,6 +190,7 @@ class _OnSimulatedGpu:
         self.case = Case("headwise_memory", SHAPES["tiny"], 70, "uniform", "float32", "cpu")
         this = dataclasses.replace(this_run("cpu"), device="NVIDIA H200")
         self.bench = Bench(this, tmp_path, ["sorted"], ["forward"], 0.0, profiled)
+        self.leaves = dict.fromkeys(("query", "row_keys", "column_keys", "value_bank", "value_transform"))
 
     def time(self) -> None:
         on_gpu = dataclasses.replace(self.case, device="cuda")
@@ -198,9 +199,8 @@ class _OnSimulatedGpu:
             self.gpu.issue(0.4, 0.1)
             return torch.zeros(1)
 
-        leaves = dict.fromkeys(("query", "row_keys", "column_keys", "value_bank", "value_transform"))
         verdict = type("Verdict", (), {"error": 1e-7, "error_of": "output"})()
-        self.bench._time(on_gpu, "forward", {"sorted": call}, leaves, torch.zeros(1), {"sorted": verdict})
+        self.bench._time(on_gpu, "forward", {"sorted": call}, self.leaves, torch.zeros(1), {"sorted": verdict})
 
 
 def test_no_launches_found_are_none_counted(monkeypatch, tmp_path):
@@ -221,6 +221,18 @@ def test_a_row_of_a_gpu_has_all_three_times_and_its_launches(monkeypatch, tmp_pa
     assert float(row["roofline_fraction"]) == pytest.approx(roofline / 100, abs=1e-4)  # of the device's time
     assert "host   0.400  wall   0.500     7 launches" in capsys.readouterr().err
     assert [(row["kernel"], row["launches"]) for row in read(tmp_path / PROFILE_FILE)] == [("a", "5"), ("b", "2")]
+
+
+def test_a_gpu_that_is_lost_fails_one_provider_alone(monkeypatch, tmp_path):
+    def broken(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    on_gpu = _OnSimulatedGpu(monkeypatch, tmp_path)
+    case = dataclasses.replace(on_gpu.case, device="cuda")
+    monkeypatch.setattr(torch, "randint", broken)
+    with pytest.raises(SystemExit, match="go on with --resume"):
+        on_gpu.bench._time(case, "forward", {"sorted": broken, "naive": broken}, on_gpu.leaves, None, {"sorted": None})
+    assert [(row["provider"], row["status"]) for row in read(tmp_path / FILE)] == [("sorted", "failed")]
 
 
 def test_times_are_kept_where_no_profile_can_be_taken(monkeypatch, tmp_path, capsys):
