@@ -151,11 +151,28 @@ class Bench:
         if not tasks:
             return
         rows = []
-        for name, timing in interleaved(tasks, case.device, seconds=self.seconds).items():
+        for name, timing in self._timings(case, mode, tasks, verdicts).items():
             measured = Measured(timing, peaks[name], self._launches(case, mode, name, tasks[name]))
             rows.append(row_of(self.this, case, name, mode, "ok", verdicts[name], measured))
             say(f"  {mode:17} {name:18} {_told(measured)}  error {verdicts[name].error:.1e}")
         self._append(*rows)
+
+    def _timings(
+        self, case: Case, mode: str, tasks: dict[str, Task], verdicts: dict[str, Verdict]
+    ) -> dict[str, Timing]:
+        """Times of all tasks in turn; where one of them fails, as what just fitted into memory may, of each by itself."""
+        try:
+            return interleaved(tasks, case.device, seconds=self.seconds)
+        except Exception as error:
+            say(f"  {mode}: each is timed by itself, after {type(error).__name__}: {_first_line(error)}")
+        timings: dict[str, Timing] = {}
+        for name, task in tasks.items():
+            release_memory(case.device)
+            try:
+                timings |= interleaved({name: task}, case.device, seconds=self.seconds / len(tasks))
+            except Exception as error:
+                self._trouble(case, name, mode, error, verdicts[name])
+        return timings
 
     def _launches(self, case: Case, mode: str, name: str, task: Task) -> int | None:
         """Kernels of a run, on a GPU; writes the profile down where it was asked for."""
