@@ -24,14 +24,7 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
-class _Row:
-    date: str
-    commit: str
-    machine: str
-    device: str
-    torch: str
-    triton: str
-    transformers: str
+class _Row(Run):
     benchmark: str
     subject: str
     kernel: str

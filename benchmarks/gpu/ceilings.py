@@ -13,7 +13,7 @@ from benchmarks.device import chosen_device
 from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results
 from benchmarks.timing import Task, interleaved
-from benchmarks.tracked import append, this_run
+from benchmarks.tracked import Run, append, this_run
 
 FILE = "ceilings.csv"
 _SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512), "rehearsal": (1 << 10, 8)}
@@ -21,16 +21,9 @@ _SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512), "rehearsal": (1 << 10,
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Run):
     """One line of the results; `per_second` counts bytes read and written, or floating-point operations."""
 
-    date: str
-    commit: str
-    machine: str
-    device: str
-    torch: str
-    triton: str
-    transformers: str
     what: str
     median_ms: float
     per_second: float

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models.names import SUBJECT
 from benchmarks.tracked import Run, append, rows_of
 
 FILE = "model.csv"
@@ -63,19 +64,6 @@ class Row:
     transformers: str
 
 
-SUBJECT = (
-    "base",
-    "method",
-    "placement",
-    "dtype",
-    "phase",
-    "decoding",
-    "batch",
-    "accumulation",
-    "length",
-    "new_tokens",
-)
-"""What is measured once a round, by its columns."""
 Subject = tuple[str, ...]
 
 

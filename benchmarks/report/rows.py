@@ -3,22 +3,11 @@
 import statistics
 from collections.abc import Callable, Iterable
 
+from benchmarks.models.names import SUBJECT
+
 Record = dict[str, str]
 _MEDIANS = ("seconds", "host_s", "device_s", "launches", "tokens_per_s")
-_ONE_POINT = (
-    "date",
-    "device",
-    "base",
-    "method",
-    "placement",
-    "dtype",
-    "phase",
-    "decoding",
-    "batch",
-    "accumulation",
-    "length",
-    "new_tokens",
-)
+_ONE_POINT = ("date", "device", *SUBJECT)
 
 
 def having(rows: Iterable[Record], **values: object) -> list[Record]:
