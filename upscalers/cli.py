@@ -159,10 +159,10 @@ def methods(
 ) -> None:
     """List every method, its options, defaults and paper."""
     import upscalers.methods  # noqa: F401 - fills the table
+    from midus_config.options import describe_options
     from upscalers.console import print_methods
     from upscalers.methods.contract import METHODS, get_method
     from upscalers.record.provenance import paper_entry
-    from upscalers.request.options import describe_options
 
     described = [
         {

@@ -127,7 +127,7 @@ def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, MemoryModule):
-                for name in module.value_parameters:
+                for name in module.names_of("value"):
                     getattr(module, name).normal_(0.0, 0.02)
     return model
 

@@ -4,9 +4,9 @@ import importlib
 import pkgutil
 
 from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.registry import MEMORY_TYPES, MemoryModule, MemoryOptions, register_memory
+from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, register_memory
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["MEMORY_TYPES", "MemoryModule", "MemoryOptions", "kept_values", "register_memory"]
+__all__ = ["MEMORY_MODULES", "MemoryModule", "build_memory", "kept_values", "register_memory"]

@@ -1,108 +1,36 @@
 """What memories that retrieve slots have in common: queries, weights, and a gate on what they return."""
 
-import dataclasses
-import math
-
 import torch
 from torch import nn
 
-from midus_hf.memory.registry import MemoryModule, MemoryOptions
+from midus_config.memories.retrieval import RetrievalOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.registry import MemoryModule
 
-QUERY_NORMS = ("none", "batch", "layer")
-GATES = ("none", "token", "head")
 _BATCH_MOMENTUM, _EPS = 0.1, 1e-5
 
 
-@dataclasses.dataclass(kw_only=True)
-class RetrievalOptions(MemoryOptions):
-    """Options of every memory that retrieves slots.
-
-    Args:
-        layers: Indices of the layers that hold this memory, ascending.
-        k: Slots retrieved a head and token. Default: 4.
-        query_norm: `"none"`, `"layer"` over the features of each head's query, or `"batch"` over all tokens of a
-            batch, padding included, which in training lets a token see the statistics of later ones: train it on packed
-            sequences. A batch norm whose gain is frozen uses its running statistics and leaves them as they are. Default:
-            `"none"`.
-        temperature: Scores are divided by it before the softmax. Default: 1.
-        gate: `"none"`, or a sigmoid of the attention output that scales what a `"token"` retrieves, or what each
-            `"head"` of it does. It starts at one half. Default: `"none"`.
-        inner_residual: Whether the block's input is added to the attention output that the memory reads (MIDUS,
-            equation 6). Default: false.
-
-    Raises:
-        ValueError: If a value has another type or lies outside its range.
-    """
-
-    k: int = 4
-    query_norm: str = "none"
-    temperature: float = 1.0
-    gate: str = "none"
-    inner_residual: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("k", self.k)
-        check_choice("query_norm", self.query_norm, QUERY_NORMS)
-        check_choice("gate", self.gate, GATES)
-        check_switch("inner_residual", self.inner_residual)
-        number = type(self.temperature) in (int, float)
-        if not number or not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"temperature is {self.temperature!r}; expected a number above 0.")
-
-
 class RetrievalMemory(MemoryModule):
-    """A memory that asks with a query a head, weighs what it finds by a softmax, and may gate the outcome.
+    """A memory that asks with a query per head, weighs what it finds by a softmax, and may gate the outcome.
 
     Args:
-        query_width: Width of one head's query.
-        input_width: Width of the attention output that the gate reads.
-        num_heads: H.
-        k: Slots retrieved a head and token.
-        query_norm: As in `RetrievalOptions`.
-        temperature: As in `RetrievalOptions`.
-        gate: As in `RetrievalOptions`.
+        options: `RetrievalOptions`.
+        sizes: Of the model.
     """
 
-    site = "inserted"
-    norm_parameters = ("query_norm_weight", "query_norm_bias")
     value_bank: torch.Tensor
+    query_norm_weight: torch.Tensor
+    query_norm_bias: torch.Tensor
     query_mean: torch.Tensor
     query_variance: torch.Tensor
+    gate_weight: torch.Tensor
+    gate_bias: torch.Tensor
 
-    def __init__(
-        self,
-        *,
-        query_width: int,
-        input_width: int,
-        num_heads: int,
-        k: int,
-        query_norm: str = "none",
-        temperature: float = 1.0,
-        gate: str = "none",
-    ):
-        super().__init__()
-        self.num_heads, self.query_width = num_heads, query_width
-        self.k, self.query_norm, self.temperature, self.gate = k, query_norm, temperature, gate
-        if query_norm != "none":
-            self.query_norm_weight = nn.Parameter(torch.empty(num_heads, query_width))
-            self.query_norm_bias = nn.Parameter(torch.empty(num_heads, query_width))
-        if query_norm == "batch":
-            self.register_buffer("query_mean", torch.empty(num_heads, query_width))
-            self.register_buffer("query_variance", torch.empty(num_heads, query_width))
-        if gate != "none":
-            gates = num_heads if gate == "head" else 1
-            self.gate_weight = nn.Parameter(torch.empty(gates, input_width))
-            self.gate_bias = nn.Parameter(torch.empty(gates))
-
-    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator | None = None) -> None:
-        """Norms start as plain normalisation, gates half open; the rest is the subclass's."""
-        if name in ("query_norm_weight", "query_variance"):
-            tensor.fill_(1.0)
-        elif name in ("query_norm_bias", "query_mean", "gate_weight", "gate_bias"):
-            tensor.zero_()
-        else:
-            super().init_parameter(name, tensor, generator)
+    def __init__(self, options: RetrievalOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.num_heads, self.query_width = sizes.num_heads, options.query_width(sizes)
+        self.k, self.query_norm = options.k, options.query_norm
+        self.temperature, self.gate = options.temperature, options.gate
 
     @property
     def num_slots(self) -> int:
@@ -177,24 +105,6 @@ class RetrievalMemory(MemoryModule):
                 self.query_mean.lerp_(mean.to(self.query_mean.dtype), _BATCH_MOMENTUM)
                 self.query_variance.lerp_(unbiased.to(self.query_variance.dtype), _BATCH_MOMENTUM)
         return mean, variance
-
-
-def check_whole(name: str, value: object) -> None:
-    """Refuse what is not a whole number."""
-    if type(value) is not int:
-        raise ValueError(f"{name} is {value!r}; expected a whole number.")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
-
-
-def check_switch(name: str, value: object) -> None:
-    """Refuse what is neither true nor false."""
-    if type(value) is not bool:
-        raise ValueError(f"{name} is {value!r}; expected true or false.")
 
 
 def recomputing() -> bool:

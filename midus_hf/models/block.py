@@ -4,7 +4,9 @@ from typing import ClassVar
 
 import torch
 
-from midus_hf.memory.registry import parse_memory_entry
+from midus_config.memory_types import InsertedOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.registry import build_memory
 
 
 class MemoryBlock:
@@ -20,9 +22,8 @@ class MemoryBlock:
     attention_output_norm: ClassVar[str | None] = None
     """The norm that the family puts behind its attention's output projection."""
 
-    def __init__(self, config, layer_idx: int, memory_entry: dict):
+    def __init__(self, config, layer_idx: int, options: InsertedOptions):
         super().__init__(config, layer_idx)
-        memory_class, options = parse_memory_entry(memory_entry)
         self.normalises_output = options.keeps_output_projection and self.attention_output_norm is not None
         self.adds_block_input = options.adds_block_input
         kept = {"self_attn", "input_layernorm", self.attention_output_norm if self.normalises_output else None}
@@ -32,7 +33,7 @@ class MemoryBlock:
             # A function, not an `nn.Identity`: a LoRA on every `o_proj` would find the module and refuse it.
             del self.self_attn.o_proj
             self.self_attn.o_proj = _unchanged
-        self.memory = memory_class.from_config(config, options)
+        self.memory = build_memory(options, ModelSizes.of(config))
 
     def forward(
         self,

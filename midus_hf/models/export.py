@@ -1,7 +1,7 @@
 """Write the code that a checkpoint needs to load where this package is not installed.
 
-Transformers copies remote code only as flat sibling files. The modules of this package import each other by absolute
-names in one form, `from midus_hf.a.b import c`; written flat, such a module is called `midus_hf_a_b.py` and the import
+Transformers copies remote code only as flat sibling files. The modules of `midus_hf` and `midus_config` import each other by
+absolute names in one form, `from midus_hf.a.b import c`; written flat, such a module is called `midus_hf_a_b.py` and the import
 reads `from .midus_hf_a_b import c`. One more file, the entry, imports the family and the memory types that the
 checkpoint uses.
 """
@@ -12,11 +12,11 @@ import os
 import re
 from pathlib import Path
 
-from midus_hf.memory.registry import MEMORY_TYPES
+from midus_hf.memory.registry import MEMORY_MODULES
 
 ENTRY_MODULE = "modeling_midus"
-_PACKAGE = "midus_hf"
-_PACKAGE_IMPORT = re.compile(r"^from midus_hf\.([\w.]+) import", flags=re.MULTILINE)
+_PACKAGES = ("midus_hf", "midus_config")
+_PACKAGE_IMPORT = re.compile(rf"^from ((?:{'|'.join(_PACKAGES)})\.[\w.]+) import", flags=re.MULTILINE)
 _FLAT_IMPORT = re.compile(r"^from \.(\w+) import", flags=re.MULTILINE)
 
 
@@ -47,7 +47,7 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
     name = type(config).__name__.removesuffix("Config")
     wanted = {family: [f"{name}Config", f"{name}ForCausalLM", f"{name}Model"]}
     for entry in config.memory:
-        memory_class = MEMORY_TYPES[entry["type"]]
+        memory_class = MEMORY_MODULES[entry["type"]]
         wanted.setdefault(memory_class.__module__, []).append(memory_class.__name__)
 
     entry_lines = [
@@ -65,11 +65,9 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
         flat_name = _flat_name(module)
         if flat_name not in sources:
             source = inspect.getsource(importlib.import_module(module))
-            sources[flat_name] = _PACKAGE_IMPORT.sub(
-                lambda match: f"from .{_flat_name(f'{_PACKAGE}.{match[1]}')} import", source
-            )
+            sources[flat_name] = _PACKAGE_IMPORT.sub(lambda match: f"from .{_flat_name(match[1])} import", source)
             parent = module.rpartition(".")[0]
-            pending += [f"{_PACKAGE}.{match[1]}" for match in _PACKAGE_IMPORT.finditer(source)]
+            pending += [match[1] for match in _PACKAGE_IMPORT.finditer(source)]
             pending += [f"{parent}.{match[1]}" for match in _FLAT_IMPORT.finditer(source)]
 
     paths = [folder / f"{name}.py" for name in sources]
@@ -79,6 +77,6 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
 
 
 def _flat_name(module: str) -> str:
-    if module.startswith(f"{_PACKAGE}."):
+    if module.partition(".")[0] in _PACKAGES:
         return module.replace(".", "_")
     return module.rpartition(".")[2]

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from midus_config.memory_entries import Memories, inserted_options, read_memories
+from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.registry import MemoryModule, parse_memory_entry
+from midus_hf.memory.registry import MemoryModule
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
 from midus_hf.models.peft_targets import register_targets
@@ -21,8 +23,8 @@ class MemoryConfig:
     plain dictionaries, so that they travel through `config.json` unchanged.
 
     Raises:
-        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken; if
-            `layer_types` does not have one entry a layer.
+        ValueError: If an entry has an unknown type or key, or names layers that are absent, repeated or taken, or does not fit the
+            model; if `layer_types` does not have one entry per layer.
     """
 
     memory: list | None
@@ -31,8 +33,7 @@ class MemoryConfig:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if not isinstance(self.memory, list | None):
-            raise ValueError(f"memory is {self.memory!r}; expected a list of entries, one a memory.")
+        self.memories()
         self.memory = copy.deepcopy(self.memory or [])
         layer_types = getattr(self, "layer_types", None)
         if layer_types is not None and len(layer_types) != self.num_hidden_layers:
@@ -40,7 +41,6 @@ class MemoryConfig:
                 f"layer_types has {len(layer_types)} entries; expected one for each of the {self.num_hidden_layers} "
                 "layers, memory blocks included."
             )
-        self.inserted_layers()
 
     def to_dict(self) -> dict[str, Any]:
         """As `PreTrainedConfig.to_dict`; `auto_map` names the code saved beside the config, wherever it came from."""
@@ -58,21 +58,13 @@ class MemoryConfig:
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: `save_pretrained` writes the code, and `auto_map` is always set."""
 
-    def inserted_layers(self) -> dict[int, dict[str, Any]]:
-        """The memory entry of each layer that was inserted for one, by layer index."""
-        entry_of_layer: dict[int, dict[str, Any]] = {}
-        for entry in self.memory:
-            memory_class, options = parse_memory_entry(entry)
-            for layer in options.layers:
-                if not 0 <= layer < self.num_hidden_layers:
-                    raise ValueError(
-                        f"memory of type {entry['type']!r} names layer {layer}; expected 0 <= layer < {self.num_hidden_layers}."
-                    )
-                if memory_class.site == "inserted":
-                    if layer in entry_of_layer:
-                        raise ValueError(f"layer {layer} holds two inserted memories; expected at most one.")
-                    entry_of_layer[layer] = entry
-        return entry_of_layer
+    def memories(self) -> Memories:
+        """The memories of the model, from the `memory` list as it is now.
+
+        Raises:
+            ValueError: If the list is not one that `read_memories` takes.
+        """
+        return read_memories(self.memory, ModelSizes.of(self))
 
 
 class HostsMemory:
@@ -98,8 +90,8 @@ class MemoryModel(HostsMemory):
     def __init__(self, config):
         super().__init__(config)
         register_targets(config.model_type)
-        for layer, entry in config.inserted_layers().items():
-            self.layers[layer] = self.memory_block_class(config, layer, entry)
+        for layer, entry in config.memories().inserted.items():
+            self.layers[layer] = self.memory_block_class(config, layer, inserted_options(entry))
         self._no_split_modules = {*self._no_split_modules, self.memory_block_class.__name__}
         self.post_init()
 
@@ -107,7 +99,7 @@ class MemoryModel(HostsMemory):
         """As `nn.Module.train`; warns, once a model, of memories that cannot learn however long they train."""
         super().train(mode)
         if mode and not self.warned_of_dead_memories:
-            inserted = {layer: self.layers[layer] for layer in self.config.inserted_layers()}
+            inserted = {layer: self.layers[layer] for layer in self.config.memories().inserted}
             self.warned_of_dead_memories = warn_of_dead_memories(self, inserted)
         return self
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from midus_config.declared_tensors import Role
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.training.options import ValueSchedule, ValueTransforms, check_one_of
 
@@ -58,7 +59,7 @@ def parameter_groups(
     together = value_learning_rate is None and value_schedule == "constant"
     value_learning_rate = key_value_learning_rate if value_learning_rate is None else value_learning_rate
     key_ids, value_ids = _key_and_value_ids(model, with_transforms=value_transforms == "values")
-    norm_ids = _norm_ids(model)
+    norm_ids = _ids_of(model, "norm")  # they have a row per head, and still do not decay
     members: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -104,27 +105,17 @@ def group_schedules(optimizer: torch.optim.Optimizer, schedule: str, warmup_step
 
 def _key_and_value_ids(model: nn.Module, with_transforms: bool) -> tuple[set[int], set[int]]:
     """Ids of the parameters that are keys, and of those that are values, or count as such."""
-    key_ids: set[int] = set()
-    value_ids: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, MemoryModule):
-            if with_transforms:
-                value_ids |= {
-                    id(getattr(module, name)) for name in module.transform_parameters if hasattr(module, name)
-                }
-            for name in module.key_value_parameters:
-                (value_ids if name in module.value_parameters else key_ids).add(id(getattr(module, name)))
-    return key_ids, value_ids
+    values: tuple[Role, ...] = ("value", "transform") if with_transforms else ("value",)
+    return _ids_of(model, "key"), _ids_of(model, *values)
 
 
-def _norm_ids(model: nn.Module) -> set[int]:
-    """Ids of the gains and biases of the norms within memories, which have a row a head."""
+def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
+    """Ids of the parameters that have one of the roles in a memory."""
     return {
-        id(parameter)
+        id(module.get_parameter(name))
         for module in model.modules()
         if isinstance(module, MemoryModule)
-        for name, parameter in module.named_parameters(recurse=False)
-        if name in module.norm_parameters
+        for name in module.names_of(*roles)
     }
 
 

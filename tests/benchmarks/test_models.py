@@ -78,7 +78,7 @@ def test_memories_hold_values_and_only_new_layers_train(tmp_path, model_argument
         memories = [module for module in model.modules() if isinstance(module, MemoryModule)]
         assert len(memories) == len(variant.new_layers) == 2
         for memory in memories:
-            assert all(getattr(memory, name).count_nonzero() > 0 for name in memory.value_parameters)
+            assert all(getattr(memory, name).count_nonzero() > 0 for name in memory.names_of("value"))
         trained = {id(parameter) for parameter in set_trained(model, variant)}
         stack = model.get_decoder().layers
         assert trained == {id(p) for index in variant.new_layers for p in stack[index].parameters()}

@@ -8,16 +8,17 @@ import torch
 from midus_hf.memory import balance
 from midus_hf.memory.balance import balance_loss
 from midus_hf.memory.headwise import HeadwiseMemory
-from midus_hf.memory.linear import LinearMemory
-from midus_hf.memory.product_key import ProductKeyMemory
 from midus_hf.memory.retrieval import RetrievalMemory
+from tests.memory.building import build
 
 HEADS, WIDTH = 3, 24
 
 MAKERS = {
-    "headwise": lambda **options: HeadwiseMemory(hidden_size=WIDTH, num_heads=HEADS, head_dim=8, n=6, k=2, **options),
-    "product-key": lambda **options: ProductKeyMemory(hidden_size=WIDTH, num_heads=HEADS, n=6, k=2, **options),
-    "linear": lambda **options: LinearMemory(hidden_size=WIDTH, num_heads=HEADS, slots=15, k=2, **options),
+    "headwise": lambda **options: build(
+        "headwise", hidden_size=WIDTH, num_heads=HEADS, head_dim=8, n=6, k=2, **options
+    ),
+    "product-key": lambda **options: build("product-key", hidden_size=WIDTH, num_heads=HEADS, n=6, k=2, **options),
+    "linear": lambda **options: build("linear", hidden_size=WIDTH, num_heads=HEADS, slots=15, k=2, **options),
 }
 
 
@@ -38,7 +39,7 @@ def attention_output(tokens=11, seed=1) -> torch.Tensor:
 
 
 def keys_of(memory: RetrievalMemory) -> list[torch.nn.Parameter]:
-    return [getattr(memory, name) for name in memory.key_value_parameters if name not in memory.value_parameters]
+    return [getattr(memory, name) for name in memory.names_of("key")]
 
 
 def loss_by_loop(memory: RetrievalMemory, given: torch.Tensor) -> float:
@@ -116,7 +117,7 @@ def test_equal_scores_give_one(make):
 
 def chooser(scale: float) -> HeadwiseMemory:
     """A memory of 4 sub-keys per side, of which a query of one-hot halves picks the one it names."""
-    memory = HeadwiseMemory(hidden_size=8, num_heads=1, head_dim=8, n=4, k=1).double()
+    memory = build("headwise", hidden_size=8, num_heads=1, head_dim=8, n=4, k=1).double()
     with torch.no_grad():
         memory.row_keys.copy_(scale * torch.eye(4))
         memory.column_keys.copy_(scale * torch.eye(4))

@@ -4,15 +4,18 @@ import pytest
 import torch
 from tiny import FAMILIES
 
-from midus_hf.memory.headwise import HeadwiseMemory, HeadwiseOptions
+from midus_config.memories.headwise import HeadwiseOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.ops import headwise_memory
+from tests.memory.building import build
 
 NAMES = ("row_keys", "column_keys", "value_bank", "value_transform")
 
 
 def layer(hidden_size=48, num_heads=4, head_dim=16, n=8, k=2, seed=0) -> HeadwiseMemory:
     torch.manual_seed(seed)
-    return HeadwiseMemory(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, n=n, k=k)
+    return build("headwise", hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, n=n, k=k)
 
 
 def attention_output(memory: HeadwiseMemory, batch=2, tokens=7, seed=1) -> torch.Tensor:
@@ -53,7 +56,7 @@ def test_the_same_generator_gives_the_same_bytes(name, dtype):
     memory = layer()
     first, second, other = (torch.full_like(getattr(memory, name), 5.0, dtype=dtype) for _ in range(3))
     for tensor, seed in ((first, 3), (second, 3), (other, 4)):
-        memory.init_parameter(name, tensor, torch.Generator().manual_seed(seed))
+        memory.declared[name].initial.fill(tensor, torch.Generator().manual_seed(seed))
     assert torch.equal(first, second)
     assert torch.equal(first, other) == (name == "value_bank")
 
@@ -147,7 +150,7 @@ def test_empty_and_one_token_batches_run(batch, tokens):
 
 def test_heads_keep_the_width_of_the_family_and_write_an_equal_share_of_the_stream(family):
     config = FAMILIES[family].config()
-    memory = HeadwiseMemory.from_config(config, HeadwiseOptions(layers=[1], n=8, k=3))
+    memory = HeadwiseMemory(HeadwiseOptions(n=8, k=3), ModelSizes.of(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assert (memory.head_dim, memory.value_dim) == (head_dim, config.hidden_size // config.num_attention_heads)
     assert (memory.n, memory.k) == (8, 3)
@@ -176,10 +179,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
 
 
 def test_more_slots_than_sub_keys_are_refused():
-    memory = layer(n=8, k=9)
     with pytest.raises(ValueError, match=r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"):
-        memory(attention_output(memory))
+        layer(n=8, k=9)
 
 
 def test_keys_and_values_are_named_so_that_their_rate_can_be_set():
-    assert set(HeadwiseMemory.key_value_parameters) == set(NAMES) - {"value_transform"}
+    assert set(layer().names_of("key", "value")) == set(NAMES) - {"value_transform"}

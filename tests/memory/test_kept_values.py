@@ -13,12 +13,13 @@ from transformers.optimization import Adafactor
 
 from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.kept_values import kept_values
+from tests.memory.building import build
 
 
 def acting_memory(values: str = "expanded") -> HeadwiseMemory:
     """A memory that retrieves something, in eval mode."""
     torch.manual_seed(0)
-    memory = HeadwiseMemory(hidden_size=32, num_heads=4, head_dim=8, n=8, k=3, values=values).eval()
+    memory = build("headwise", hidden_size=32, num_heads=4, head_dim=8, n=8, k=3, values=values).eval()
     with torch.no_grad():
         memory.value_bank.normal_()
     return memory

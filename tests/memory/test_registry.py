@@ -1,126 +1,85 @@
-"""The table of memory types and the entries that configs name them by."""
+"""The table of memory modules, and what every module has from its declaration."""
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from midus_hf.memory import MEMORY_TYPES, MemoryModule, MemoryOptions, register_memory
-from midus_hf.memory.headwise import HeadwiseMemory, HeadwiseOptions
-from midus_hf.memory.registry import parse_memory_entry
+from midus_config import MEMORY_TYPES
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory import MEMORY_MODULES, MemoryModule, build_memory, register_memory
+from midus_hf.memory.headwise import HeadwiseMemory
+
+SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=48, num_layers=4)
 
 
 @pytest.fixture
-def table(monkeypatch):
-    """The table of types, put back after the test."""
-    before = dict(MEMORY_TYPES)
-    yield MEMORY_TYPES
-    MEMORY_TYPES.clear()
-    MEMORY_TYPES.update(before)
+def table():
+    """The table of modules, put back after the test."""
+    before = dict(MEMORY_MODULES)
+    yield MEMORY_MODULES
+    MEMORY_MODULES.clear()
+    MEMORY_MODULES.update(before)
 
 
-def test_an_entry_names_a_class_and_its_options():
-    memory_class, options = parse_memory_entry({"type": "headwise", "layers": [1, 4], "n": 8, "k": 2})
-    assert memory_class is HeadwiseMemory
-    assert options == HeadwiseOptions(layers=[1, 4], n=8, k=2)
+def test_every_type_has_a_module_of_the_declared_tensors():
+    assert MEMORY_MODULES.keys() == MEMORY_TYPES.keys()
+    for name, options_class in MEMORY_TYPES.items():
+        options = options_class()
+        memory = build_memory(options, SIZES)
+        declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
+        assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
+        assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
+        assert memory.names_of("key") and memory.names_of("value") and memory.__doc__, name
 
 
-def test_an_entry_that_names_no_sizes_gets_those_of_the_paper():
-    _, options = parse_memory_entry({"type": "headwise", "layers": [0]})
-    assert (options.n, options.k) == (64, 4)
-
-
-@pytest.mark.parametrize(
-    "entry, message",
-    [
-        ({"layers": [1]}, r"memory type is None; expected one of \['headwise'"),
-        ({"type": "head-wise", "layers": [1]}, r"memory type is 'head-wise'; expected one of \['headwise', .*\]\.$"),
-        ({"type": "Headwise", "layers": [1]}, r"memory type is 'Headwise'; expected one of \['headwise', .*\]\.$"),
-        ({"type": "attention", "layers": [1]}, r"memory type is 'attention'; expected one of \[.*\]\.$"),
-        ({"type": ["headwise"], "layers": [1]}, r"memory type is \['headwise'\]; expected one of"),
-        ({"type": "headwise"}, r"type 'headwise' has no 'layers'; expected the indices of the layers that hold it"),
-        (
-            {"type": "headwise", "layers": [1], "topk": 4, "N": 2},
-            r"type 'headwise' has unknown keys \['N', 'topk'\]; it knows \['gate', .*'layers', 'n', .*\]",
-        ),
-        ({"type": "headwise", "layers": 1}, r"layers is 1; expected a list of layer indices"),
-        ({"type": "headwise", "layers": ["1"]}, r"layers is \['1'\]; expected a list of layer indices"),
-        ({"type": "headwise", "layers": [True]}, r"layers is \[True\]; expected a list of layer indices"),
-        ({"type": "headwise", "layers": None}, r"layers is None; expected a list of layer indices"),
-        ({"type": "headwise", "layers": [4, 1]}, r"layers is \[4, 1\]; expected ascending indices, each once"),
-        ({"type": "headwise", "layers": [1, 1]}, r"layers is \[1, 1\]; expected ascending indices, each once"),
-        ({"type": "headwise", "layers": [1], "n": "8"}, r"n is '8'; expected a whole number"),
-        ({"type": "headwise", "layers": [1], "k": 2.0}, r"k is 2\.0; expected a whole number"),
-        ({"type": "headwise", "layers": [1], "n": 0}, r"n is 0; expected at least one sub-key a side"),
-        ({"type": "headwise", "layers": [1], "n": 8, "k": 0}, r"k is 0; expected 1 <= k <= n = 8"),
-        (
-            {"type": "headwise", "layers": [1], "n": 8, "k": 9},
-            r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n",
-        ),
-        (
-            "headwise",
-            r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}",
-        ),
-    ],
-    ids=str,
-)
-def test_a_wrong_entry_is_refused(entry, message):
-    with pytest.raises(ValueError, match=message):
-        parse_memory_entry(entry)
-
-
-def test_a_registered_type_is_found_by_its_name(table):
-    @dataclasses.dataclass(kw_only=True)
-    class Options(MemoryOptions):
-        size: int = 3
-
-    @register_memory("example", Options)
-    class Example(MemoryModule):
-        site = "inserted"
-
-    memory_class, options = parse_memory_entry({"type": "example", "layers": [2]})
-    assert memory_class is Example and options == Options(layers=[2], size=3)
-    assert Example.options_class is Options and not options.keeps_output_projection
-
-
-def test_a_name_that_is_taken_is_refused(table):
+def test_a_type_that_has_a_module_is_refused_another(table):
     class Rival(MemoryModule):
-        site = "inserted"
+        """Another module of the same type."""
 
     with pytest.raises(
-        ValueError, match="memory type 'headwise' is already registered by HeadwiseMemory; choose another"
+        ValueError, match="memory type 'headwise' already has the module HeadwiseMemory; choose another"
     ):
-        register_memory("headwise", HeadwiseOptions)(Rival)
+        register_memory("headwise")(Rival)
     assert table["headwise"] is HeadwiseMemory
 
 
 def test_the_same_class_loaded_twice_takes_its_own_name_again(table):
     again = type("HeadwiseMemory", (HeadwiseMemory,), {"__qualname__": "HeadwiseMemory"})
-    assert register_memory("headwise", HeadwiseOptions)(again) is again
+    assert register_memory("headwise")(again) is again
     assert table["headwise"] is again
 
 
-def test_a_memory_that_does_not_say_how_it_is_built_or_filled_is_refused():
-    class Unfinished(MemoryModule):
-        site = "inserted"
-
-    with pytest.raises(TypeError, match="Unfinished does not say how it is built from a config"):
-        Unfinished.from_config(None, MemoryOptions(layers=[0]))
-    with pytest.raises(TypeError, match="Unfinished does not say how table is initialised"):
-        Unfinished().init_parameter("table", torch.empty(1))
+def test_a_module_without_a_declared_type_is_refused():
+    with pytest.raises(
+        ValueError, match="memory type 'exemple' has a module, Stray, but no options; expected one of headwise"
+    ):
+        register_memory("exemple")(type("Stray", (MemoryModule,), {}))
 
 
-def test_importing_the_package_registers_every_type():
-    code = "from midus_hf.memory import MEMORY_TYPES; print(*sorted(MEMORY_TYPES))"
+def test_a_type_without_a_module_is_refused_where_one_is_built(table):
+    del table["linear"]
+    with pytest.raises(ValueError, match="memory type 'linear' has no module; expected one of headwise, product-key"):
+        build_memory(MEMORY_TYPES["linear"](), SIZES)
+
+
+def test_a_memory_that_does_not_fit_the_model_is_refused():
+    with pytest.raises(ValueError, match="hidden_size is 33; expected a multiple of the 4 attention heads"):
+        build_memory(MEMORY_TYPES["linear"](), ModelSizes(hidden_size=33, num_heads=4))
+
+
+def test_what_a_checkpoint_has_filled_is_not_initialised_again():
+    memory = build_memory(MEMORY_TYPES["headwise"](n=4, k=2), SIZES)
+    filled = torch.nn.Parameter(torch.ones_like(memory.value_bank))
+    filled._is_hf_initialized = True
+    memory.value_bank = filled
+    keys = memory.row_keys.clone()
+    memory.reset_parameters()
+    assert memory.value_bank.all() and not torch.equal(memory.row_keys, keys)
+
+
+def test_importing_the_package_registers_every_module():
+    code = "from midus_hf.memory import MEMORY_MODULES; print(*sorted(MEMORY_MODULES))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["headwise", "linear", "product-key"]
-
-
-@pytest.mark.parametrize("name", sorted(MEMORY_TYPES))
-def test_every_registered_type_says_where_it_sits_and_what_it_trains_as_keys_and_values(name):
-    memory_class = MEMORY_TYPES[name]
-    assert memory_class.site == "inserted"
-    assert issubclass(memory_class.options_class, MemoryOptions)
-    assert memory_class.key_value_parameters and memory_class.__doc__

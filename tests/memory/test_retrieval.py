@@ -4,20 +4,18 @@ import copy
 
 import pytest
 import torch
+from config.reading import read_entry
 from models.upscaled import upscaled_model, upscaled_pair
 from tiny import prompt
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.memory.headwise import HeadwiseMemory
-from midus_hf.memory.linear import LinearMemory
-from midus_hf.memory.product_key import ProductKeyMemory
-from midus_hf.memory.registry import parse_memory_entry
+from tests.memory.building import build
 from tests.memory.loops import memory_by_loops
 
 BUILDERS = {
-    "headwise": lambda **options: HeadwiseMemory(hidden_size=12, num_heads=3, head_dim=6, n=5, k=2, **options),
-    "product-key": lambda **options: ProductKeyMemory(hidden_size=12, num_heads=3, n=5, k=2, **options),
-    "linear": lambda **options: LinearMemory(hidden_size=12, num_heads=3, slots=5, k=2, **options),
+    "headwise": lambda **options: build("headwise", hidden_size=12, num_heads=3, head_dim=6, n=5, k=2, **options),
+    "product-key": lambda **options: build("product-key", hidden_size=12, num_heads=3, n=5, k=2, **options),
+    "linear": lambda **options: build("linear", hidden_size=12, num_heads=3, slots=5, k=2, **options),
 }
 
 
@@ -243,41 +241,10 @@ def test_a_block_keeps_and_adds_what_its_entry_says(family, options):
 
 @pytest.mark.parametrize("memory_type, keeps", [("headwise", False), ("product-key", True), ("linear", True)])
 def test_what_a_block_keeps_is_said_by_the_options(memory_type, keeps):
-    _, options = parse_memory_entry({"type": memory_type, "layers": [0]})
+    options = read_entry({"type": memory_type, "layers": [0]}).options
     assert (options.keeps_output_projection, options.adds_block_input) == (keeps, keeps)
-    _, options = parse_memory_entry({"type": memory_type, "layers": [0], "inner_residual": not keeps})
+    options = read_entry({"type": memory_type, "layers": [0], "inner_residual": not keeps}).options
     assert options.adds_block_input != keeps
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"k": "4"}, "k is '4'; expected a whole number"),
-        ({"query_norm": "rms"}, "query_norm is 'rms'; expected one of 'none', 'batch', 'layer'"),
-        ({"gate": "slot"}, "gate is 'slot'; expected one of 'none', 'token', 'head'"),
-        ({"inner_residual": 1}, "inner_residual is 1; expected true or false"),
-        ({"temperature": 0}, "temperature is 0; expected a number above 0"),
-        ({"temperature": "1"}, "temperature is '1'; expected a number above 0"),
-        ({"temperature": float("nan")}, "temperature is nan; expected a number above 0"),
-        ({"temperature": True}, "temperature is True; expected a number above 0"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(memory_type, given, message):
-    with pytest.raises(ValueError, match=message):
-        parse_memory_entry({"type": memory_type, "layers": [1], **given})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"values": "each"}, "values is 'each'; expected one of 'expanded', 'shared', 'own'"),
-        ({"output_projection": "no"}, "output_projection is 'no'; expected true or false"),
-    ],
-)
-def test_wrong_options_of_head_wise_memory_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        parse_memory_entry({"type": "headwise", "layers": [1], **given})
 
 
 def test_a_residual_between_unequal_widths_is_refused():

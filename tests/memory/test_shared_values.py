@@ -4,12 +4,15 @@ import copy
 
 import pytest
 import torch
+from config.reading import read_entry
 from tiny import FAMILIES
 
-from midus_hf.memory import MEMORY_TYPES
+from midus_config.memory_entries import read_memories
+from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.linear import LinearMemory
 from midus_hf.memory.product_key import ProductKeyMemory
-from midus_hf.memory.registry import parse_memory_entry
+from midus_hf.memory.registry import build_memory
+from tests.memory.building import build
 from tests.memory.loops import memory_by_loops
 
 KEYS = {ProductKeyMemory: ("row_keys", "column_keys"), LinearMemory: ("slot_keys",)}
@@ -25,7 +28,7 @@ def layer(memory_class, hidden_size=24, num_heads=4, size=6, k=2, seed=0, **opti
     """A memory of 36 slots or, if linear, of six; in training mode, as any new module."""
     torch.manual_seed(seed)
     sizes = {"n" if memory_class is ProductKeyMemory else "slots": size}
-    return memory_class(hidden_size=hidden_size, num_heads=num_heads, k=k, **sizes, **options)
+    return build(memory_class.memory_type, hidden_size=hidden_size, num_heads=num_heads, k=k, **sizes, **options)
 
 
 def acting(memory, seed=1):
@@ -75,7 +78,7 @@ def test_the_same_generator_gives_the_same_bytes(memory_class, dtype):
     for name, tensor in memory.state_dict().items():
         first, second = (torch.full_like(tensor, 5.0, dtype=dtype) for _ in range(2))
         for filled in (first, second):
-            memory.init_parameter(name, filled, torch.Generator().manual_seed(3))
+            memory.declared[name].initial.fill(filled, torch.Generator().manual_seed(3))
         assert torch.equal(first, second) and not (first == 5.0).any(), name
 
 
@@ -85,8 +88,9 @@ def test_a_family_initialises_the_projection_as_the_memory_says(family, memory_c
     from tiny import tiny_model
     from transformers import AutoModelForCausalLM
 
-    name = next(name for name, registered in MEMORY_TYPES.items() if registered is memory_class)
-    config = memory_config(tiny_model(family, hidden_size=64), memory_type=name, query_norm="batch")
+    config = memory_config(
+        tiny_model(family, hidden_size=64), memory_type=memory_class.memory_type, query_norm="batch"
+    )
     torch.manual_seed(0)
     memory = AutoModelForCausalLM.from_config(config).model.layers[1].memory
     assert memory.query_projection.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
@@ -184,8 +188,8 @@ def test_a_block_of_any_family_holds_one_with_the_options_of_its_entry(family, n
     config = FAMILIES[family].config()
     sizes = {"n": 5} if name == "product-key" else {"slots": 9}
     entry = {"type": name, "layers": [0], "k": 3, "query_norm": "layer", "gate": "token", "temperature": 2, **sizes}
-    memory_class, options = parse_memory_entry(entry)
-    memory = memory_class.from_config(config, options)
+    (read,) = read_memories([entry], ModelSizes.of(config)).entries
+    memory = build_memory(read.options, ModelSizes.of(config))
     assert (memory.k, memory.query_norm, memory.gate, memory.temperature) == (3, "layer", "token", 2)
     assert memory.query_width == config.hidden_size // config.num_attention_heads
     assert memory(torch.randn(2, 3, config.hidden_size)).shape == (2, 3, config.hidden_size)
@@ -207,31 +211,9 @@ def test_queries_that_cannot_be_halved_are_refused_by_product_keys_alone():
     assert layer(LinearMemory, hidden_size=20).query_width == 5
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"type": "product-key", "n": 4, "k": 5}, r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
-        ({"type": "product-key", "n": 0}, "n is 0; expected at least one sub-key a side"),
-        ({"type": "product-key", "n": 2.5}, "n is 2.5; expected a whole number"),
-        ({"type": "linear", "slots": 3}, r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
-        ({"type": "linear", "slots": "3"}, "slots is '3'; expected a whole number"),
-        (
-            {"type": "linear", "gate": "head"},
-            "gate is 'head'; expected 'none' or 'token', since the heads' outputs are",
-        ),
-        ({"type": "product-key", "gate": "head"}, "gate is 'head'; expected 'none' or 'token'"),
-        ({"type": "product-key", "output_projection": True}, r"unknown keys \['output_projection'\]"),
-    ],
-    ids=str,
-)
-def test_wrong_entries_are_refused(entry, message):
-    with pytest.raises(ValueError, match=message):
-        parse_memory_entry({"layers": [1], **entry})
-
-
 def test_by_default_they_are_as_in_the_paper():
     for name, size in (("product-key", {"n": 64}), ("linear", {"slots": 4096})):
-        _, options = parse_memory_entry({"type": name, "layers": [1]})
+        options = read_entry({"type": name, "layers": [1]}).options
         assert {key: getattr(options, key) for key in size} == size
         assert (options.k, options.query_norm, options.temperature, options.gate) == (4, "batch", 1.0, "none")
         assert options.keeps_output_projection and options.adds_block_input

@@ -5,7 +5,7 @@ import torch
 from models.upscaled import upscaled_model
 from transformers import PreTrainedModel
 
-from midus_hf.memory import MEMORY_TYPES, MemoryModule
+from midus_hf.memory import MEMORY_MODULES, MemoryModule
 from midus_hf.models.llama import MidusLlamaConfig, MidusLlamaForCausalLM
 
 LLAMA_3_2_1B = {
@@ -64,8 +64,8 @@ def test_tables_are_parameters_of_the_memory_itself(family):
     for module in upscaled_model(family).modules():
         if isinstance(module, MemoryModule):
             assert not list(module.children())
-            assert set(module.key_value_parameters) < {name for name, _ in module.named_parameters()}
-            assert type(module) in MEMORY_TYPES.values()
+            assert set(module.names_of("key", "value")) < {name for name, _ in module.named_parameters()}
+            assert type(module) in MEMORY_MODULES.values()
 
 
 def test_new_tensors_are_named_beside_those_of_the_base(family):

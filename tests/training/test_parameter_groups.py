@@ -5,10 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from midus_hf.memory import MemoryModule
-from midus_hf.memory.headwise import HeadwiseMemory
-from midus_hf.memory.product_key import ProductKeyMemory
 from midus_hf.training import parameter_groups, set_trainable
 from midus_hf.training.parameter_groups import group_schedules
+from tests.memory.building import build
 
 KEYS = ("row_keys", "column_keys")
 
@@ -121,7 +120,7 @@ def test_transforms_that_count_as_values_take_their_rate_and_course(model):
 
 @pytest.mark.parametrize("values", ["shared", "own"])
 def test_a_memory_without_transforms_has_the_same_groups_either_way(values):
-    memory = HeadwiseMemory(hidden_size=8, num_heads=2, head_dim=4, n=4, k=2, values=values)
+    memory = build("headwise", hidden_size=8, num_heads=2, head_dim=4, n=4, k=2, values=values)
     groups = parameter_groups(memory, learning_rate=1e-3, value_transforms="values")
     assert {group["name"]: names_in(memory, group) for group in groups} == {"keys_and_values": {*KEYS, "value_bank"}}
 
@@ -152,7 +151,7 @@ def test_a_wrapper_that_renames_parameters_changes_no_group(model):
 
 
 def test_norms_within_memories_do_not_decay_though_they_have_a_row_a_head():
-    memory = ProductKeyMemory(hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
+    memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
     groups = parameter_groups(memory, learning_rate=1e-3, weight_decay=0.1)
     assert {group["name"]: names_in(memory, group) for group in groups} == {
         "decay": {"query_projection.weight", "gate_weight"},

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from tiny import FAMILIES as TINY
 
+from midus_config.memories.headwise import HeadwiseOptions
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.midus_hml import HeadwiseMemoryOptions, MidusHml
+from upscalers.methods.midus_hml import MidusHml
 from upscalers.plan.layer_config import follow_plan
 from upscalers.request.errors import RequestError
 
@@ -18,7 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def followed(config: dict[str, Any], indices: list[int]) -> dict[str, Any]:
     """The config after new layers are inserted at `indices`."""
     base = BaseModel(Path(), config, family_of(config), {})
-    method = MidusHml(HeadwiseMemoryOptions())
+    method = MidusHml(HeadwiseOptions())
     return follow_plan(base, method.plan(base, None, ",".join(map(str, indices))))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from midus_config.model_sizes import ModelSizes
 from upscalers.request.errors import RequestError
 
 Config = dict[str, Any]
@@ -90,6 +91,17 @@ class Family:
         if self.get(config, "head_dim") is None:
             return _positive(config, "hidden_size") // self.num_heads(config)
         return _positive({**self.defaults, **config}, "head_dim")
+
+    def sizes(self, config: Config) -> ModelSizes:
+        """The sizes that memories are built for."""
+        return ModelSizes(
+            hidden_size=_positive(config, "hidden_size"),
+            num_heads=self.num_heads(config),
+            head_dim=self.head_dim(config),
+            num_key_value_heads=self.num_key_value_heads(config),
+            intermediate_size=_positive(config, "intermediate_size"),
+            num_layers=config["num_hidden_layers"],
+        )
 
     def tie_word_embeddings(self, config: Config) -> bool:
         """Whether the language head is the embedding."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
-from upscalers.architecture.memory_shapes import is_buffer, kept_roles, memory_by_layer, memory_shapes
+from upscalers.architecture.layer_tensors import expected_layer, memories_of
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.request.errors import RequestError
@@ -62,9 +63,9 @@ class BaseModel:
         return sizes.most_common(1)[0][0]
 
     @cached_property
-    def inserted_memory(self) -> dict[int, Config]:
-        """The memory entry of each layer that an earlier upscaling inserted, by index."""
-        return memory_by_layer(self.config)
+    def memories(self) -> Memories:
+        """The memories that earlier upscalings gave it."""
+        return memories_of(self.family, self.config)
 
     @cached_property
     def _names_by_layer(self) -> list[dict[str, str]]:
@@ -86,33 +87,17 @@ class BaseModel:
 
     def uncounted_names(self) -> set[str]:
         """Names of the tensors that are no parameters of their own: a tied head, buffers, what the family does not have."""
-        buffers = {name for name in self.tensors if is_buffer(name)}
+        layers = range(self.num_layers)
+        buffers = {self.new_name(layer, name) for layer in layers for name in self.memories.buffers(layer)}
         return {*self.family.tied_tensors(self.config), *self.unexpected, *buffers}
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Roles and shapes of a layer's tensors, by their name within the layer."""
-        return expected_layer(self.family, self.config, self.inserted_memory.get(layer))
+        return expected_layer(self.family, self.config, self.memories, layer)
 
     def new_name(self, layer: int, name: str) -> str:
         """The full name of a tensor of output layer `layer`."""
         return f"{self.prefix}layers.{layer}.{name}"
-
-
-def expected_layer(family: Family, config: Config, memory_entry: Config | None) -> dict[str, LayerTensor]:
-    """Roles and shapes of a layer's tensors, by their name within the layer.
-
-    Args:
-        family: The family of the model.
-        config: Its raw config.
-        memory_entry: The entry of the memory that the layer was inserted for; None for a layer of the family's own kind.
-    """
-    tensors = family.layer_tensors(config)
-    if memory_entry is None:
-        return tensors
-    roles = kept_roles(memory_entry)
-    kept = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
-    shapes = memory_shapes(family, config, memory_entry)
-    return {**kept, **{name: LayerTensor("memory", shape) for name, shape in shapes.items()}}
 
 
 def read_config(folder: Path) -> Config:
@@ -200,12 +185,12 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
 
 
 def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ...]]:
-    inserted = memory_by_layer(config)
+    memories = memories_of(family, config)
     outer = family.outer_tensors(config)
     last = [name for name in outer if name != "model.embed_tokens.weight"]
     expected = {"model.embed_tokens.weight": outer["model.embed_tokens.weight"]}
     for layer in range(config["num_hidden_layers"]):
-        for name, tensor in expected_layer(family, config, inserted.get(layer)).items():
+        for name, tensor in expected_layer(family, config, memories, layer).items():
             expected[f"model.layers.{layer}.{name}"] = tensor.shape
     return {**expected, **{name: outer[name] for name in last}}
 

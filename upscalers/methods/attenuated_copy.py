@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+from midus_config.options import option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import DenseMethod, layer_before
 from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
 from upscalers.plan.plan import New, Plan
-from upscalers.request.options import option
 from upscalers.tensors.recipes import Recipe
 
 _HALF_THE_POWER = 0.5**0.5

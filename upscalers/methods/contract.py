@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from midus_config.wording import near_matches
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import default_remark, in_whole_periods, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
-from upscalers.request.errors import RequestError, near_matches
+from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import Measurement
 

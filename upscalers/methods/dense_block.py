@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from midus_config.options import option
 from upscalers.architecture.families import NORM_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
-from upscalers.request.options import option
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 IdentityInit = Literal["auto", "zero_out_proj", "zero_out_norm", "none"]
@@ -97,7 +97,7 @@ def whole_layer(base: BaseModel, layer: int, index: int) -> int:
     Raises:
         RequestError: If it is a memory block, which has no feed-forward network.
     """
-    if layer in base.inserted_memory:
+    if layer in base.memories.inserted:
         raise RequestError(
             f"new layer {index} would be made from base layer {layer}, which is a memory block; expected a layer with a "
             "feed-forward network. Choose other layers or another placement."
@@ -159,7 +159,7 @@ def both_neighbours(base: BaseModel, layer: New, index: int, same_type: bool = F
     if not same_type or types is None:
         return following, whole_layer(base, layer.previous, index)
     for candidate in range(layer.previous, -1, -1):
-        if types[candidate] == types[following] and candidate not in base.inserted_memory:
+        if types[candidate] == types[following] and candidate not in base.memories.inserted:
             return following, candidate
     raise RequestError(
         f"new layer {index} stands before base layer {following} ({types[following]}), and no layer before it attends like "

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from midus_config.options import option
 from upscalers.architecture.families import MATRIX_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
@@ -13,7 +14,6 @@ from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean, str
 from upscalers.methods.papers import LESA
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
-from upscalers.request.options import option
 from upscalers.solvers.devices import check_device, workers_on
 from upscalers.tensors.recipes import Copy, Recipe, tensor_seed
 from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace
@@ -93,7 +93,7 @@ class Lesa(FusionMethod):
             raise RequestError(
                 f"the base has {base.num_layers} layers; lesa needs at least 3, to learn a layer from the two around it."
             )
-        for layer in sorted(base.inserted_memory):
+        for layer in sorted(base.memories.inserted):
             raise RequestError(
                 f"base layer {layer} is a memory block; lesa learns from all layers, and expected each to have a feed-forward "
                 "network. Upscale the base without memory first."

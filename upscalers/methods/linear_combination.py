@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from midus_config.options import finite_number, option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import (
@@ -17,7 +18,6 @@ from upscalers.methods.dense_block import (
 )
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
-from upscalers.request.options import finite_number, option
 from upscalers.tensors.recipes import Recipe
 
 _LAYER = re.compile(r"^(?:(?P<index>-?\d+)|(?P<side>previous|next)\s*(?P<offset>[+-]\s*\d+)?)$", re.ASCII)

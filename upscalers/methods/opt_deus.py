@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from midus_config.options import option
 from upscalers.architecture.families import MATRIX_ROLES, LayerTensor
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
@@ -19,7 +20,6 @@ from upscalers.methods.dense_block import (
 from upscalers.methods.papers import OPT_DEUS
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError
-from upscalers.request.options import option
 from upscalers.solvers.devices import check_device, check_package, workers_on
 from upscalers.tensors.recipes import Recipe
 from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace

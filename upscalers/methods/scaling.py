@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from midus_config.options import finite_number
+from midus_config.wording import near_matches
 from upscalers.architecture.families import MATRIX_ROLES, NORM_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.dense_block import combination
-from upscalers.request.errors import RequestError, near_matches
-from upscalers.request.options import finite_number
+from upscalers.request.errors import RequestError
 from upscalers.tensors.recipes import Recipe
 
 OTHERS = "others"

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from midus_config.options import option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import DenseMethod, whole_layer
 from upscalers.methods.scaling import SCALE_TYPE, check_roles, read_scale, scaled_layer, without_effect
 from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.errors import RequestError
-from upscalers.request.options import option, parse_options
+from upscalers.request.options import parse_options
 from upscalers.tensors.recipes import Recipe
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from upscalers.request.errors import RequestError, near_matches
+from midus_config.wording import near_matches
+from upscalers.request.errors import RequestError
 
 Policy = Callable[[int, int, int | None], list[int]]
 """`(L, K, p) -> K ascending indices`; p is the period of the base's attention types, None where they do not repeat."""

@@ -1,8 +1,8 @@
 """Errors meant for people."""
 
-import difflib
+import contextlib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 _LONGEST_REASON = 400
 
@@ -24,10 +24,12 @@ def one_line(error: BaseException) -> str:
     return textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...")
 
 
-def near_matches(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the known words nearest to `word`, or all of them if none is near."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    if near:
-        return f"Did you mean {' or '.join(repr(match) for match in near)}?"
-    return f"Expected one of: {', '.join(known)}."
+@contextlib.contextmanager
+def refusing_requests() -> Iterator[None]:
+    """What is refused as a value within is refused as a request: its message becomes that of a `RequestError`."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise RequestError(str(error)) from None

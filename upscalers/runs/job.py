@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.families import MEMORY_PREFIX, Config
-from upscalers.architecture.memory_shapes import is_buffer
+from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
@@ -93,19 +93,21 @@ class Job:
 
     def counts(self) -> ParameterCounts:
         """Numbers of parameters; buffers are none."""
-        uncounted = self.base.uncounted_names()
+        uncounted, memories = self.base.uncounted_names(), memories_of(self.base.family, self.config)
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
+        layers = range(self.plan.num_layers)
+        buffers = {self.base.new_name(layer, name) for layer in layers for name in memories.buffers(layer)}
         total = sum(
             math.prod(tensor.recipe.shape)
             for tensor in self.tensors
-            if not is_buffer(tensor.name)
+            if tensor.name not in buffers
             and not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
         )
         new = sum(
             math.prod(recipe.shape)
             for index in self.plan.new_indices
             for name, recipe in self.layers[index].items()
-            if not is_buffer(name)
+            if name not in memories.buffers(index)
         )
         return ParameterCounts(base, new, total, new if self.method.trained == "new" else total)
 

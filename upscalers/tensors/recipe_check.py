@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from upscalers.architecture.families import Config, LayerTensor, family_of
-from upscalers.architecture.memory_shapes import memory_by_layer
-from upscalers.checkpoint.base_model import BaseModel, expected_layer
+from upscalers.architecture.layer_tensors import expected_layer, memories_of
+from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
 from upscalers.tensors.recipes import Combine, Copy, Recipe
@@ -42,9 +42,10 @@ def check_recipes(
             raise MethodError(
                 f"method {method} gives {what} {number}; expected {plan.num_layers}, as many as its plan has."
             )
-    family, origins, inserted = family_of(config), _origins(base), memory_by_layer(config)
+    family, origins = family_of(config), _origins(base)
+    memories = memories_of(family, config)
     for index, recipes in enumerate(layers):
-        expected = expected_layer(family, config, inserted.get(index))
+        expected = expected_layer(family, config, memories, index)
         _check_part(f"method {method}, layer {index}", base, origins, expected, recipes)
     tensors = {
         name if base.prefix else name.removeprefix("model."): shape

@@ -1,0 +1,9 @@
+"""What configs say of memories, readable without torch and transformers: types, options, tensors, sites.
+
+Importing this package registers every type of memory.
+"""
+
+from midus_config import memories
+from midus_config.memory_types import MEMORY_TYPES
+
+__all__ = ["MEMORY_TYPES", "memories"]

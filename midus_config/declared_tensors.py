@@ -1,0 +1,70 @@
+"""Tensors as declarations name them: shape, role, and what they start as."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Role = Literal["key", "value", "transform", "projection", "norm", "gate", "router", "buffer"]
+"""What a tensor of a memory is.
+
+`key`: compared with queries. `value`: what is retrieved. `transform`: makes values from others. `projection`: any other
+linear map. `norm`: gain or bias of a norm. `gate`: scales what a memory returns. `router`: chooses parts of a memory.
+`buffer`: no parameter.
+"""
+
+
+class Initial(Protocol):
+    """What a tensor starts as."""
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        """Fill `tensor` in place; the same generator, the same bytes."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        tensor.fill_(self.value)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform between `-bound` and `bound`."""
+
+    bound: float
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        tensor.uniform_(-self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean zero and standard deviation `std`."""
+
+    std: float
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        tensor.normal_(0.0, self.std, generator=generator)
+
+
+ZEROS, ONES = Constant(0.0), Constant(1.0)
+
+
+@dataclass(frozen=True)
+class DeclaredTensor:
+    """One tensor of a memory.
+
+    Args:
+        shape: Its shape.
+        role: What it is.
+        initial: What it starts as.
+    """
+
+    shape: tuple[int, ...]
+    role: Role
+    initial: Initial

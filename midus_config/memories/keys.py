@@ -1,0 +1,17 @@
+"""Keys that queries are compared with."""
+
+import math
+
+from midus_config.declared_tensors import DeclaredTensor, Uniform
+
+
+def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
+    """Row and column keys `[H, n, query_width / 2]`: uniform in +-1 over the square root of their width (Lample et al.)."""
+    width = query_width // 2
+    keys = DeclaredTensor((num_heads, n, width), "key", key_initial(width))
+    return {"row_keys": keys, "column_keys": keys}
+
+
+def key_initial(width: int) -> Uniform:
+    """What keys of a width start as."""
+    return Uniform(1.0 / math.sqrt(width))

@@ -1,0 +1,30 @@
+"""Linear, or flat, memory, which MIDUS compares its own with: a key per slot and head, values that all heads read."""
+
+from dataclasses import dataclass
+
+from midus_config.declared_tensors import DeclaredTensor
+from midus_config.memories.keys import key_initial
+from midus_config.memories.shared_values import SharedValueOptions
+from midus_config.memory_types import register_memory_type
+from midus_config.model_sizes import ModelSizes
+from midus_config.options import option
+
+
+@register_memory_type("linear")
+@dataclass(kw_only=True)
+class LinearOptions(SharedValueOptions):
+    """Size of the memory (MIDUS, equations 4 and 5)."""
+
+    slots: int = option(4096, "values, and keys per head")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size("slots", "slot")
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        width = self.query_width(sizes)
+        return {
+            **self.norm_and_gate(sizes),
+            **self.projection_and_values(sizes, self.slots),
+            "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
+        }

@@ -1,0 +1,33 @@
+"""Product-key memory (PKM), which MIDUS compares its own with: sub-keys per head, values that all heads read."""
+
+from dataclasses import dataclass
+
+from midus_config.declared_tensors import DeclaredTensor
+from midus_config.memories.keys import sub_keys
+from midus_config.memories.shared_values import SharedValueOptions
+from midus_config.memory_types import register_memory_type
+from midus_config.model_sizes import ModelSizes
+from midus_config.options import option
+
+
+@register_memory_type("product-key")
+@dataclass(kw_only=True)
+class ProductKeyOptions(SharedValueOptions):
+    """Size of the memory (MIDUS, equations 11 to 15; Lample et al. 2019)."""
+
+    n: int = option(64, "sub-keys per side; every head addresses the same n * n values")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size("n", "sub-key per side")
+
+    def check(self, sizes: ModelSizes) -> None:
+        super().check(sizes)
+        self.check_halves(sizes)
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        return {
+            **self.norm_and_gate(sizes),
+            **self.projection_and_values(sizes, self.n * self.n),
+            **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
+        }

@@ -1,0 +1,124 @@
+"""What a type of memory is: its options, its tensors, the sites it can take; and the table of types."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar, get_args
+
+from midus_config.declared_tensors import DeclaredTensor, Role
+from midus_config.model_sizes import ModelSizes
+
+Site = Literal["inserted"]
+"""Where a memory sits. `inserted`: it has a decoder layer of its own, and reads what the attention there gives."""
+
+SITES: tuple[Site, ...] = get_args(Site)
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(kw_only=True)
+class MemoryOptions:
+    """What one may choose of a type of memory, and what follows from that.
+
+    A subclass is registered under the `type` that entries of a config's `memory` list call it by. Its fields are
+    made with `midus_config.options.option` and have defaults. `__post_init__` refuses values out of range, `check` a model that
+    the memory does not fit.
+    """
+
+    type: ClassVar[str]
+    sites: ClassVar[tuple[Site, ...]] = ()
+    """The sites that the memory can take, its usual one first."""
+
+    def check(self, sizes: ModelSizes) -> None:
+        """Refuse a model that the memory does not fit.
+
+        Raises:
+            ValueError: With the size, what was expected and what helps.
+        """
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """The tensors of the memory in one layer, by their name within it, in the order that they are stored.
+
+        `weight` of a linear layer is declared as `name.weight`; every other name has no dot.
+        """
+        raise TypeError(f"{type(self).__name__} does not say which tensors it has.")
+
+
+@dataclass(kw_only=True)
+class InsertedOptions(MemoryOptions):
+    """Options of a memory that has a decoder layer of its own, and reads what the attention in front gives."""
+
+    @property
+    def keeps_output_projection(self) -> bool:
+        """Whether the attention in front keeps its output projection, and the norm behind it."""
+        return False
+
+    @property
+    def adds_block_input(self) -> bool:
+        """Whether the block's input is added to the attention output that the memory reads."""
+        return False
+
+    def read_width(self, sizes: ModelSizes) -> int:
+        """Width of what the memory reads: D behind an output projection, H * d without one."""
+        return sizes.hidden_size if self.keeps_output_projection else sizes.num_heads * sizes.head_dim
+
+
+MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
+Options = TypeVar("Options", bound=MemoryOptions)
+
+
+def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
+    """Register the options of a type of memory under the `type` that configs call it by.
+
+    Args:
+        name: Lower case words joined by hyphens.
+
+    Raises:
+        ValueError: If the name is of another form, or taken by another class, or if what the class declares cannot be built:
+            a site that there is not, an option without a default, a name or role of a tensor.
+    """
+    if not name or name != name.lower() or not name.replace("-", "").isalnum():
+        raise ValueError(f"memory type is {name!r}; expected lower case words joined by hyphens.")
+
+    def decorate(cls: type[Options]) -> type[Options]:
+        taken = MEMORY_TYPES.get(name)
+        if (
+            taken is not None and taken.__qualname__ != cls.__qualname__
+        ):  # a checkpoint's own code brings the same class
+            raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
+        _check_declaration(name, cls)
+        cls.type = name
+        MEMORY_TYPES[name] = cls
+        return cls
+
+    return decorate
+
+
+_SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
+
+
+def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
+    strange = [site for site in cls.sites if site not in SITES]
+    if strange or not cls.sites:
+        raise ValueError(f"memory type {name!r} has sites = {cls.sites}; expected one or more of {', '.join(SITES)}.")
+    if "inserted" in cls.sites and not issubclass(cls, InsertedOptions):
+        raise ValueError(f"memory type {name!r} can be inserted; expected its options to extend InsertedOptions.")
+    try:
+        options = cls()
+    except TypeError as error:
+        raise ValueError(
+            f"memory type {name!r} cannot be built without options ({error}); give each a default."
+        ) from None
+    for tensor_name, tensor in options.tensors(_SAMPLE).items():
+        parent, _, leaf = tensor_name.rpartition(".")
+        if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
+            raise ValueError(
+                f"memory type {name!r} has a tensor {tensor_name!r}; expected a name without dots, or NAME.weight."
+            )
+        if hasattr(dict, parent or leaf):
+            raise ValueError(
+                f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
+                "PEFT cannot wrap; choose another."
+            )
+        if tensor.role not in ROLES:
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(ROLES)}."
+            )

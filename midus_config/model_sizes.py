@@ -1,0 +1,43 @@
+"""The sizes of a model that memories are built for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a model, as its config has them.
+
+    Args:
+        hidden_size: D, the width of the residual stream.
+        num_heads: H, query heads of each attention.
+        head_dim: d, the width of one head. Default: D / H.
+        num_key_value_heads: Key and value heads of each attention. Default: H.
+        intermediate_size: Hidden units of each feed-forward network. Default: 0, unknown.
+        num_layers: L, memory blocks included. Default: 0, unknown.
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int = 0
+    num_key_value_heads: int = 0
+    intermediate_size: int = 0
+    num_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_heads)
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelSizes":
+        """The sizes that a config of transformers has."""
+        return cls(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or 0,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or 0,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+        )

@@ -1,0 +1,14 @@
+"""Entries of a `memory` list, read for a small model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from midus_config.memory_entries import MemoryEntry, read_memories
+from midus_config.model_sizes import ModelSizes
+
+SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)
+
+
+def read_entry(entry: Mapping[str, Any] | str) -> MemoryEntry:
+    """The one entry of a model of `SIZES`."""
+    return read_memories([entry], SIZES).entries[0]

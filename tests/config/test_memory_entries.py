@@ -1,0 +1,122 @@
+"""The `memory` list of a config: what an entry means, and what is refused, alike for planning and for models."""
+
+import json
+
+import pytest
+import torch
+from config.reading import SIZES, read_entry
+from tiny import FAMILIES, save_tiny_model
+
+from midus_config import MEMORY_TYPES
+from midus_config.memories.headwise import HeadwiseOptions
+from midus_config.memory_entries import read_memories
+from midus_hf.models import FAMILIES as HOSTS
+from upscalers.checkpoint.base_model import open_base
+from upscalers.request.errors import RequestError
+
+
+def test_an_entry_names_a_type_its_options_a_site_and_layers():
+    entry = read_entry({"type": "headwise", "layers": [1, 4], "n": 8, "k": 2})
+    assert entry.options == HeadwiseOptions(n=8, k=2)
+    assert (entry.type, entry.site, entry.layers) == ("headwise", "inserted", (1, 4))
+
+
+@pytest.mark.parametrize("memory_type", MEMORY_TYPES)
+def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
+    entry = read_entry({"type": memory_type, "layers": [1, 4], "k": 2})
+    assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
+
+
+@pytest.mark.parametrize("memories", [None, []])
+def test_a_model_without_memory_has_no_entries(memories):
+    assert read_memories(memories, SIZES).entries == ()
+
+
+WRONG = [
+    ({"type": "headwise"}, r"memory is \{'type': 'headwise'\}; expected a list of entries, one per memory"),
+    (["headwise"], r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}"),
+    ([5], "memory entry is 5; expected a mapping"),
+    ([{"layers": [1]}], "memory type is None; expected one of: headwise, linear, product-key"),
+    ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* A type is added, not renamed"),
+    ([{"type": "Headwise", "layers": [1]}], "memory type is 'Headwise'; expected one of: headwise"),
+    ([{"type": ["headwise"], "layers": [1]}], r"memory type is \['headwise'\]; expected one of"),
+    ([{"type": "headwise"}], "type 'headwise' has no 'layers'; expected the indices of the layers that hold it"),
+    (
+        [{"type": "headwise", "layers": [1], "sub_keys": 4}],
+        r"memory entry of type 'headwise' has no option 'sub_keys'\. Expected one of: k, query_norm",
+    ),
+    ([{"type": "linear", "layers": [1], "slotz": 9}], r"no option 'slotz'\. Did you mean 'slots'"),
+    ([{"type": "headwise", "layers": [1], "site": "beside"}], "'headwise' has site = 'beside'; expected one of: inserted"),
+    ([{"type": "headwise", "layers": 1}], "layers is 1; expected a list of layer indices"),
+    ([{"type": "headwise", "layers": ["1"]}], r"layers is \['1'\]; expected a list of layer indices"),
+    ([{"type": "headwise", "layers": [True]}], r"layers is \[True\]; expected a list of layer indices"),
+    ([{"type": "headwise", "layers": None}], "layers is None; expected a list of layer indices"),
+    ([{"type": "headwise", "layers": [4, 1]}], r"layers is \[4, 1\]; expected ascending indices, each once"),
+    ([{"type": "headwise", "layers": [1, 1]}], r"layers is \[1, 1\]; expected ascending indices, each once"),
+    ([{"type": "headwise", "layers": [6]}], "'headwise' names layer 6; expected 0 <= layer < 6"),
+    ([{"type": "headwise", "layers": [-1]}], "'headwise' names layer -1; expected 0 <= layer < 6"),
+    (
+        [{"type": "headwise", "layers": [1]}, {"type": "linear", "layers": [1]}],
+        "layer 1 holds two inserted memories; expected at most one",
+    ),
+    ([{"type": "headwise", "layers": [1], "n": "8"}], "n is '8'; expected an integer"),
+    ([{"type": "headwise", "layers": [1], "n": True}], "n is True; expected an integer"),
+    ([{"type": "headwise", "layers": [1], "k": 2.0}], "k is 2.0; expected an integer"),
+    ([{"type": "headwise", "layers": [1], "n": 0}], "n is 0; expected at least one sub-key per side"),
+    ([{"type": "headwise", "layers": [1], "n": 8, "k": 0}], "k is 0; expected 1 <= k <= n = 8"),
+    ([{"type": "headwise", "layers": [1], "n": 8, "k": 9}], r"k is 9; expected 1 <= k <= n = 8\. Lower k or raise n"),
+    ([{"type": "headwise", "layers": [1], "values": "each"}], "values is 'each'; expected one of: expanded, shared, own"),
+    ([{"type": "headwise", "layers": [1], "output_projection": "no"}], "output_projection is 'no'; expected true or false"),
+    ([{"type": "product-key", "layers": [1], "n": 4, "k": 5}], r"k is 5; expected 1 <= k <= n = 4\. Lower k or raise n"),
+    ([{"type": "product-key", "layers": [1], "n": 2.5}], "n is 2.5; expected an integer"),
+    ([{"type": "product-key", "layers": [1], "output_projection": True}], "has no option 'output_projection'"),
+    ([{"type": "linear", "layers": [1], "slots": 3}], r"k is 4; expected 1 <= k <= slots = 3\. Lower k or raise slots"),
+    ([{"type": "linear", "layers": [1], "slots": "3"}], "slots is '3'; expected an integer"),
+    *(
+        ([{"type": name, "layers": [1], "gate": "head"}], "gate is 'head'; expected 'none' or 'token', since the heads'")
+        for name in ("linear", "product-key")
+    ),
+    *(
+        ([{"type": name, "layers": [1], **given}], message)
+        for name in MEMORY_TYPES
+        for given, message in (
+            ({"k": "4"}, "k is '4'; expected an integer"),
+            ({"query_norm": "rms"}, "query_norm is 'rms'; expected one of: none, batch, layer"),
+            ({"query_norm": ["batch"]}, r"query_norm is \['batch'\]; expected one of: none, batch, layer"),
+            ({"gate": "slot"}, "gate is 'slot'; expected one of: none, token, head"),
+            ({"gate": None}, "gate is None; expected one of: none, token, head"),
+            ({"inner_residual": 1}, "inner_residual is 1; expected true or false"),
+            ({"temperature": 0}, "temperature is 0.0; expected a number above 0"),
+            ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+            ({"temperature": float("nan")}, "temperature is nan; expected a number"),
+            ({"temperature": True}, "temperature is True; expected a number"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("memory", "message"), WRONG, ids=str)
+def test_a_wrong_list_is_refused(memory, message):
+    with pytest.raises(ValueError, match=message):
+        read_memories(memory, SIZES)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        [{"type": "linear", "layers": [1], "slotz": 9}],
+        [{"type": "headwise", "layers": [1]}] * 2,
+        [{"type": "headwise"}],
+    ],
+    ids=["unknown option", "two memories on one layer", "no layers"],
+)
+def test_planning_and_models_refuse_it_with_the_same_words(memory, tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "model_type": "midus_llama", "memory": memory}))
+    with pytest.raises(RequestError) as by_planning:
+        open_base(folder)
+    fields = {key: value for key, value in FAMILIES["llama"].config().to_dict().items() if key != "model_type"}
+    with pytest.raises(ValueError) as by_model, torch.device("meta"):
+        HOSTS["llama"].config_class(**fields, memory=memory)
+    assert str(by_planning.value) == str(by_model.value)

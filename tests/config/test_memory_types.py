@@ -1,0 +1,106 @@
+"""Declarations of memory types: what is refused where they are registered, and that reading them costs nothing."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+
+import pytest
+
+from midus_config.declared_tensors import ZEROS, DeclaredTensor
+from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, register_memory_type
+from midus_config.options import option
+
+
+@pytest.fixture(autouse=True)
+def table():
+    """The table of types, put back after the test."""
+    before = dict(MEMORY_TYPES)
+    yield MEMORY_TYPES
+    MEMORY_TYPES.clear()
+    MEMORY_TYPES.update(before)
+
+
+@dataclass(kw_only=True)
+class Example(InsertedOptions):
+    """What a type needs at least."""
+
+    sites = ("inserted",)
+    size: int = option(3, "rows")
+
+    def tensors(self, sizes):
+        return {"table": DeclaredTensor((self.size, sizes.hidden_size), "value", ZEROS)}
+
+
+def declaring(**tensors):
+    """A type with these tensors."""
+    return type("Declaring", (Example,), {"tensors": lambda self, sizes: tensors})
+
+
+def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
+    assert register_memory_type("example")(Example) is Example
+    assert table["example"] is Example and Example().type == "example"
+    assert not (Example().keeps_output_projection or Example().adds_block_input)
+
+
+def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_loaded_again(table):
+    with pytest.raises(
+        ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions; choose another"
+    ):
+        register_memory_type("headwise")(Example)
+    again = type("HeadwiseOptions", (table["headwise"],), {"__qualname__": "HeadwiseOptions"})
+    assert register_memory_type("headwise")(again) is again
+
+
+@pytest.mark.parametrize("name", ["", "Example", "two words", "a.b"])
+def test_a_name_of_another_form_is_refused(name):
+    with pytest.raises(ValueError, match=r"memory type is .*; expected lower case words joined by hyphens"):
+        register_memory_type(name)
+
+
+@dataclass(kw_only=True)
+class Demanding(Example):
+    """An option without a default."""
+
+    width: int
+
+
+ROW = DeclaredTensor((4, 4), "value", ZEROS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (type("Nowhere", (Example,), {"sites": ()}), r"has sites = \(\); expected one or more of inserted"),
+        (type("Elsewhere", (Example,), {"sites": ("outside",)}), r"has sites = \('outside',\); expected one or more of"),
+        (
+            type("Attached", (MemoryOptions,), {"sites": ("inserted",)}),
+            "can be inserted; expected its options to extend InsertedOptions",
+        ),
+        (Demanding, r"cannot be built without options \(.*'width'\); give each a default"),
+        (declaring(**{"a.b": ROW}), r"has a tensor 'a\.b'; expected a name without dots, or NAME\.weight"),
+        (declaring(**{"a.b.weight": ROW}), r"has a tensor 'a\.b\.weight'; expected a name without dots"),
+        (declaring(values=ROW), "has a tensor 'values', a name that dictionaries have for a method, which PEFT cannot wrap"),
+        (declaring(**{"keys.weight": ROW}), r"has a tensor 'keys\.weight', a name that dictionaries have"),
+        (declaring(table=DeclaredTensor((4,), "bank", ZEROS)), "gives table the role 'bank'; expected one of key, value"),
+    ],
+)  # fmt: skip
+def test_a_declaration_that_cannot_be_built_is_refused(options, message):
+    with pytest.raises(ValueError, match=f"memory type 'example' .*{message}"):
+        register_memory_type("example")(options)
+
+
+def test_a_type_must_say_which_tensors_it_has():
+    with pytest.raises(TypeError, match="Silent does not say which tensors it has"):
+        register_memory_type("silent")(type("Silent", (InsertedOptions,), {"sites": ("inserted",)}))
+
+
+def test_every_type_is_declared_with_a_text_and_options_that_have_one():
+    for name, options in MEMORY_TYPES.items():
+        assert options.__doc__ and options.sites, name
+        assert all(field.metadata["help"] for field in fields(options)), name
+
+
+def test_declarations_are_read_without_torch_and_transformers():
+    code = "import sys, midus_config.memory_entries as m; print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert sorted(done.stdout.split()) == ["headwise", "linear", "product-key"]

@@ -1,0 +1,45 @@
+"""The tensors that the layers of a model have, by its raw config: those of its family, and those of its memories."""
+
+from midus_config.memory_entries import Memories, inserted_options, read_memories
+from midus_config.memory_types import InsertedOptions
+from upscalers.architecture.families import (
+    ATTENTION_OUTPUT_ROLES,
+    ATTENTION_ROLES,
+    Config,
+    Family,
+    LayerTensor,
+)
+from upscalers.request.errors import refusing_requests
+
+
+def memories_of(family: Family, config: Config) -> Memories:
+    """The memories of a model.
+
+    Raises:
+        RequestError: If the config's `memory` list is malformed, or does not fit the model.
+    """
+    with refusing_requests():
+        return read_memories(config.get("memory"), family.sizes(config))
+
+
+def kept_roles(options: InsertedOptions) -> frozenset[str]:
+    """The roles of a layer's tensors that a block with this memory keeps."""
+    return ATTENTION_ROLES | ATTENTION_OUTPUT_ROLES if options.keeps_output_projection else ATTENTION_ROLES
+
+
+def expected_layer(family: Family, config: Config, memories: Memories, layer: int) -> dict[str, LayerTensor]:
+    """Roles and shapes of a layer's tensors, by their name within the layer.
+
+    Args:
+        family: The family of the model.
+        config: Its raw config.
+        memories: Its memories.
+        layer: Index of the layer.
+    """
+    tensors = family.layer_tensors(config)
+    entry = memories.inserted.get(layer)
+    if entry is not None:
+        roles = kept_roles(inserted_options(entry))
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
+    of_memories = memories.layer_tensors(layer)
+    return tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in of_memories.items()}
