@@ -4,13 +4,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks.device_options import add_device, prepare_device
-from benchmarks.ops.shapes import MODES, POPULARITIES, SHAPES
+from benchmarks.ops.shapes import MODES, SHAPES
 from benchmarks.tracked import RESULTS
-
-DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8b"], "rehearsal": ["tiny"]}
-DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1], "rehearsal": [9, 1]}
-DEFAULT_POPULARITIES = {"cpu": list(POPULARITIES), "cuda": list(POPULARITIES), "rehearsal": ["uniform"]}
-DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.device import chosen_device
 from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
 from benchmarks.ops.bench import Bench, say
-from benchmarks.ops.options import DEFAULT_DTYPES, DEFAULT_POPULARITIES, DEFAULT_SHAPES, DEFAULT_TOKENS
 from benchmarks.ops.registry import OPS, PROVIDERS
 from benchmarks.ops.row import FILE, key_of
 from benchmarks.ops.shapes import MODES, POPULARITIES, SHAPES, Case
@@ -17,6 +16,11 @@ from benchmarks.profile import kernels
 from benchmarks.timing import release_memory
 from benchmarks.tracked import Run, resumed, rows_of, this_run
 from midus_hf.ops import op_choices
+
+DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8b"], "rehearsal": ["tiny"]}
+DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1], "rehearsal": [9, 1]}
+DEFAULT_POPULARITIES = {"cpu": list(POPULARITIES), "cuda": list(POPULARITIES), "rehearsal": ["uniform"]}
+DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def run(arguments: argparse.Namespace) -> int:
