@@ -1,15 +1,13 @@
 """The command line of `model`."""
 
 import argparse
-from pathlib import Path
 
 from benchmarks.device_options import add_device, prepare_device
+from benchmarks.models.bases import CONFIGS
+from benchmarks.models.points import PHASES
 from benchmarks.ops.options import add_results, numbers, words
 
-CONFIGS = Path(__file__).parent / "configs"
 METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "solar"]
-PHASES = ["train", "generate", "prefill"]
-DECODINGS = ["eager", "graph", "compiled"]
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -3,7 +3,8 @@
 import argparse
 from dataclasses import dataclass
 
-from benchmarks.models.options import DECODINGS, PHASES
+PHASES = ["train", "generate", "prefill"]
+DECODINGS = ["eager", "graph", "compiled"]
 
 
 @dataclass(frozen=True)
