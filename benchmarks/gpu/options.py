@@ -3,10 +3,9 @@
 import argparse
 from pathlib import Path
 
+from benchmarks.gpu.steps import FURTHER_STEPS, STEPS
 from benchmarks.ops.options import words
 
-STEPS = ["ceilings", "tests", "ops", "1b", "8b"]
-FURTHER_STEPS = ["compiled", "sizes"]
 SECONDS = 540
 
 

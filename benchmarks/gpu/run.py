@@ -11,8 +11,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from benchmarks.gpu.options import FURTHER_STEPS, STEPS
-from benchmarks.gpu.steps import Done, Step, steps
+from benchmarks.gpu.steps import FURTHER_STEPS, STEPS, Done, Step, steps
 from benchmarks.gpu.summary import write_summary
 
 LOG = "log.txt"

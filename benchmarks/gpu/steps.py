@@ -4,6 +4,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+STEPS = ["ceilings", "tests", "ops", "1b", "8b"]
+FURTHER_STEPS = ["compiled", "sizes"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 _MARGIN_SECONDS = 60
 """Between the last case that a step begins and its end."""

@@ -3,10 +3,8 @@
 import argparse
 import os
 
+from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 from benchmarks.ops.options import words
-
-MOST_SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-"""Bytes that one program may use, by target."""
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

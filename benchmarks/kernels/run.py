@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from benchmarks.kernels.cases import launches
 from benchmarks.kernels.compilation import compile_for
-from benchmarks.kernels.options import MOST_SHARED_MEMORY
+from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 
 
 def run(targets: list[str], as_json: bool) -> int:

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from benchmarks.gpu.options import FURTHER_STEPS, STEPS
 from benchmarks.gpu.run import run, run_step
-from benchmarks.gpu.steps import Done, Step, steps
+from benchmarks.gpu.steps import FURTHER_STEPS, STEPS, Done, Step, steps
 from benchmarks.gpu.summary import write_summary
 
 
