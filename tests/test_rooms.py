@@ -56,7 +56,9 @@ def test_a_room_imports_those_before_it_alone(room):
             assert name.split(".")[1:2] == [] or name.split(".")[1] not in later, f"{file.name} imports {name}"
 
 
-@pytest.mark.parametrize("package", ["upscalers", "midus_hf", "midus_commands"])
+@pytest.mark.parametrize(
+    "package", ["upscalers", "midus_hf", "midus_commands", "benchmarks", "demo", "material", "scripts"]
+)
 def test_no_modules_import_one_another_in_a_circle(package):
     files = {module_of(file): file for file in files_of(package)}
     graph = {name: imports_of(file, package, everywhere=False) & set(files) - {name} for name, file in files.items()}
