@@ -40,6 +40,7 @@ NEAREST = {
     "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
+    "midus_config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
 """The tests that judge a file: those of its longest prefix."""
@@ -58,8 +59,8 @@ NEAREST_TO_UPSCALERS = {
     "inspection": "confirmation strip dense/opt_deus_report command_line",
     "job": "recipe_check verification ownership push command_line identity",
     "layer_config": "layer_config families",
+    "layer_tensors": "dry_run families",
     "measurements": "solvers/measurements",
-    "memory_shapes": "dry_run families options",
     "contract": "options default_count recipe_check dense/identity_declared",
     "model_card": "base_card provenance strip",
     "options": "options command_line",

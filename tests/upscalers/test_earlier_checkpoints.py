@@ -129,7 +129,7 @@ def test_it_trains_and_what_was_trained_is_saved_and_loaded(upscaled, tmp_path):
         f"{path}.{name}"
         for path, module in model.named_modules()
         if isinstance(module, MemoryModule)
-        for name in module.value_parameters
+        for name in module.names_of("value")
     }
     assert moved
     assert banks & training <= moved <= training
