@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from midus_config.declared_tensors import DeclaredTensor
-from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, Site
+from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, SharedTables, Site
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import read_options
 
-_PLACING_KEYS = ("type", "site", "layers")
+INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
+"""What the names of tensors begin with: of an inserted memory and of attached ones, within their layer, each with its name; and of
+tables that layers share, within the stack of layers, each with the name of its memory and a number."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,36 @@ class MemoryEntry:
         options: Of its type.
         site: Where the memory sits in its layers.
         layers: Indices of the layers that have it, ascending.
+        name: What its tensors are called by where it is attached to layers; unique in a model. Empty where it is inserted.
+        into: For the site `skip`, the layer behind which each of `layers` adds to the residual stream.
     """
 
     options: MemoryOptions
     site: Site
     layers: tuple[int, ...]
+    name: str = ""
+    into: tuple[int, ...] = ()
 
     @property
     def type(self) -> str:
         """The type of memory."""
         return self.options.type
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it is attached to layers, rather than having layers of its own."""
+        return self.site != "inserted"
+
     def to_dict(self) -> dict[str, Any]:
         """The entry as a config has it, every option written out."""
-        return {"type": self.type, "site": self.site, **dataclasses.asdict(self.options), "layers": list(self.layers)}
+        return {
+            "type": self.type,
+            **({"name": self.name} if self.is_attached else {}),
+            "site": self.site,
+            **dataclasses.asdict(self.options),
+            "layers": list(self.layers),
+            **({"into": list(self.into)} if self.into else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -53,18 +71,50 @@ class Memories:
     @cached_property
     def inserted(self) -> dict[int, MemoryEntry]:
         """The entry of each layer that was inserted for a memory, by its index."""
-        return {layer: entry for entry in self.entries if entry.site == "inserted" for layer in entry.layers}
+        return {layer: entry for entry in self.entries if not entry.is_attached for layer in entry.layers}
+
+    @cached_property
+    def attached(self) -> dict[str, MemoryEntry]:
+        """The entries of memories that are attached to layers, by their name."""
+        return {entry.name: entry for entry in self.entries if entry.is_attached}
+
+    def attached_to(self, layer: int) -> list[MemoryEntry]:
+        """The entries of the memories that are attached to a layer, in the order of the config."""
+        return [entry for entry in self.attached.values() if layer in entry.layers]
 
     def layer_tensors(self, layer: int) -> dict[str, DeclaredTensor]:
         """The tensors that memories have in a layer, by their name within the layer."""
-        entry = self.inserted.get(layer)
-        if entry is None:
-            return {}
-        return {f"memory.{name}": tensor for name, tensor in entry.options.tensors(self.sizes).items()}
+        tensors: dict[str, DeclaredTensor] = {}
+        if layer in self.inserted:
+            options = self.inserted[layer].options
+            tensors = {f"{INSERTED}.{name}": tensor for name, tensor in options.tensors(self.sizes).items()}
+        for entry in self.attached_to(layer):
+            prefix = f"{ATTACHED}.{entry.name}"
+            tensors |= {f"{prefix}.{name}": tensor for name, tensor in entry.options.tensors(self.sizes).items()}
+        return tensors
+
+    def tables(self, name: str) -> tuple[SharedTables, ...]:
+        """The tables that the layers of an attached memory share."""
+        entry = self.attached[name]
+        return entry.options.tables(self.sizes, entry.layers)
+
+    def table_tensors(self) -> dict[str, DeclaredTensor]:
+        """The tensors of all tables, by their name within the stack of layers that holds them."""
+        return {
+            f"{TABLES}.{name}.{number}.{tensor_name}": tensor
+            for name in self.attached
+            for number, shared in enumerate(self.tables(name))
+            for tensor_name, tensor in shared.tensors.items()
+        }
 
     def buffers(self, layer: int) -> set[str]:
         """Those of `layer_tensors` that are buffers and no parameters."""
         return {name for name, tensor in self.layer_tensors(layer).items() if tensor.role == "buffer"}
+
+    def free_name(self, memory_type: str) -> str:
+        """A name for another attached memory: its type, with a number where that is taken."""
+        names = (memory_type, *(f"{memory_type}-{number}" for number in range(2, len(self.attached) + 3)))
+        return next(name for name in names if name not in self.attached)
 
 
 def inserted_options(entry: MemoryEntry) -> InsertedOptions:
@@ -78,23 +128,40 @@ def read_memories(entries: Any, sizes: ModelSizes) -> Memories:
 
     Args:
         entries: `[{"type": ..., "layers": [...], ...}, ...]`, or None for a model without memory. An entry may leave out its
-            `site`, which is then the usual one of its type, and options, which then have their defaults.
+            `site`, which is then the usual one of its type, its `name`, which is then its type, and options, which then have
+            their defaults.
         sizes: Of the model.
 
     Raises:
         ValueError: If it is no list of mappings, a type, a site or an option is unknown or a value refused, layers are absent,
-            repeated, out of range or taken, or the memory does not fit the model.
+            repeated, out of range or taken, a name is taken, or the memory does not fit the model.
     """
     if not isinstance(entries, list | None):
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes)
-    taken: set[int] = set()
-    for entry in memories.entries:
-        for layer in entry.layers:
-            if entry.site == "inserted" and layer in taken:
-                raise ValueError(f"layer {layer} holds two inserted memories; expected at most one.")
-        taken |= set(entry.layers)
+    _check_layers(memories)
+    names = [entry.name for entry in memories.entries if entry.is_attached]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(f"two memories have the name {repeated[0]!r}; expected a name of its own for each.")
     return memories
+
+
+def _check_layers(memories: Memories) -> None:
+    inserted: set[int] = set()
+    for entry in memories.entries:
+        if not entry.is_attached:
+            twice = inserted & set(entry.layers)
+            if twice:
+                raise ValueError(f"layer {min(twice)} holds two inserted memories; expected at most one.")
+            inserted |= set(entry.layers)
+    for entry in memories.attached.values():
+        own = inserted & {*entry.layers, *entry.into}
+        if own:
+            raise ValueError(
+                f"memory {entry.name!r} is attached to layer {min(own)}, which was inserted for a memory; expected layers of the "
+                "base, which have a feed-forward network."
+            )
 
 
 def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
@@ -102,35 +169,61 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
         raise ValueError(
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'headwise', 'layers': [1]}}."
         )
-    name = values.get("type")
-    if not isinstance(name, str) or name not in MEMORY_TYPES:
+    memory_type = values.get("type")
+    if not isinstance(memory_type, str) or memory_type not in MEMORY_TYPES:
         raise ValueError(
-            f"memory type is {name!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. A type is added, not renamed: "
+            f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. A type is added, not renamed: "
             "under another name its tensors mean something else."
         )
-    options_class = MEMORY_TYPES[name]
-    given = {key: value for key, value in values.items() if key not in _PLACING_KEYS}
-    options = read_options(options_class, given, f"memory entry of type {name!r}")
+    options_class = MEMORY_TYPES[memory_type]
     site = values.get("site", options_class.sites[0])
     if site not in options_class.sites:
         raise ValueError(
-            f"memory of type {name!r} has site = {site!r}; expected one of: {', '.join(options_class.sites)}."
+            f"memory of type {memory_type!r} has site = {site!r}; expected one of: {', '.join(options_class.sites)}."
         )
+    placing = {
+        "type",
+        "site",
+        "layers",
+        *(() if site == "inserted" else ("name",)),
+        *(("into",) if site == "skip" else ()),
+    }
+    given = {key: value for key, value in values.items() if key not in placing}
+    options = read_options(options_class, given, f"memory entry of type {memory_type!r}")
     options.check(sizes)
-    return MemoryEntry(options, site, _read_layers(name, values, sizes.num_layers))
-
-
-def _read_layers(name: str, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    if "layers" not in values:
-        raise ValueError(
-            f"memory entry of type {name!r} has no 'layers'; expected the indices of the layers that hold it."
-        )
-    layers = values["layers"]
-    if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
-        raise ValueError(f"layers is {layers!r}; expected a list of layer indices.")
+    layers = _read_layers(memory_type, "layers", values, sizes.num_layers)
     if list(layers) != sorted(set(layers)):
-        raise ValueError(f"layers is {layers}; expected ascending indices, each once.")
+        raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
+    name = "" if site == "inserted" else values.get("name", memory_type)
+    if not isinstance(name, str) or (site != "inserted" and not _is_name(name)):
+        raise ValueError(f"memory of type {memory_type!r} has name = {name!r}; expected words joined by hyphens.")
+    into = _read_layers(memory_type, "into", values, sizes.num_layers) if site == "skip" else ()
+    if site == "skip" and (len(into) != len(layers) or any(to < at for at, to in zip(layers, into, strict=True))):
+        raise ValueError(
+            f"memory of type {memory_type!r} reads at layers {list(layers)} and adds behind {list(into)}; expected a layer to add "
+            "behind for each, at or after it."
+        )
+    return MemoryEntry(options, site, layers, name, into)
+
+
+def _is_name(name: str) -> bool:
+    return name.replace("-", "").replace("_", "").isalnum()
+
+
+def _read_layers(memory_type: str, key: str, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    if key not in values:
+        what = (
+            "the indices of the layers that hold it"
+            if key == "layers"
+            else "a layer to add behind for each of its layers"
+        )
+        raise ValueError(f"memory entry of type {memory_type!r} has no {key!r}; expected {what}.")
+    layers = values[key]
+    if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
+        raise ValueError(f"{key} is {layers!r}; expected a list of layer indices.")
     outside = [layer for layer in layers if not 0 <= layer < num_layers]
     if outside:
-        raise ValueError(f"memory of type {name!r} names layer {outside[0]}; expected 0 <= layer < {num_layers}.")
+        raise ValueError(
+            f"memory of type {memory_type!r} names layer {outside[0]}; expected 0 <= layer < {num_layers}."
+        )
     return tuple(layers)

@@ -7,8 +7,16 @@ from typing import ClassVar, Literal, TypeVar, get_args
 from midus_config.declared_tensors import DeclaredTensor, Role
 from midus_config.model_sizes import ModelSizes
 
-Site = Literal["inserted"]
-"""Where a memory sits. `inserted`: it has a decoder layer of its own, and reads what the attention there gives."""
+Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
+"""Where a memory sits.
+
+`inserted`: it has a decoder layer of its own, and reads what the attention there gives. Every other site is in a layer of the
+base, to which the memory is attached. `beside-ffn`: it reads what the feed-forward network (FFN) reads, and adds to what that
+gives, in front of the norm behind it where a family has one. `inside-ffn`: it changes what the projections of the FFN give.
+`inside-attention`: it changes what the projections of the attention give, or what its heads read. `behind-attention` and
+`behind-layer`: it reads the residual stream there and adds to it. `skip`: it reads what the FFN of one layer reads, and adds to the
+residual stream behind another.
+"""
 
 SITES: tuple[Site, ...] = get_args(Site)
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -40,6 +48,28 @@ class MemoryOptions:
         `weight` of a linear layer is declared as `name.weight`; every other name has no dot.
         """
         raise TypeError(f"{type(self).__name__} does not say which tensors it has.")
+
+    def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
+        """The tables that layers share, which live once, at the model. Default: none.
+
+        Args:
+            sizes: Of the model.
+            layers: Those that have the memory, ascending. What is shared by which of them follows from their order alone.
+        """
+        return ()
+
+
+@dataclass(frozen=True)
+class SharedTables:
+    """Tables that live at the model.
+
+    Args:
+        layers: Those that read them.
+        tensors: By name, as `MemoryOptions.tensors` has them.
+    """
+
+    layers: tuple[int, ...]
+    tensors: dict[str, DeclaredTensor]
 
 
 @dataclass(kw_only=True)
@@ -107,7 +137,9 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
         raise ValueError(
             f"memory type {name!r} cannot be built without options ({error}); give each a default."
         ) from None
-    for tensor_name, tensor in options.tensors(_SAMPLE).items():
+    layers = tuple(range(_SAMPLE.num_layers))
+    tables = [item for shared in options.tables(_SAMPLE, layers) for item in shared.tensors.items()]
+    for tensor_name, tensor in (*options.tensors(_SAMPLE).items(), *tables):
         parent, _, leaf = tensor_name.rpartition(".")
         if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
             raise ValueError(

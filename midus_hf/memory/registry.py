@@ -3,23 +3,29 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
-from midus_config.declared_tensors import Role
 from midus_config.memory_types import MEMORY_TYPES, MemoryOptions
 from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.declared_module import DeclaredModule
 
 MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}
 """The module of each type of memory."""
 
 
-class MemoryModule(nn.Module):
+class MemoryModule(DeclaredModule):
     """A memory layer: keys, values, and the way from hidden states to what they retrieve.
 
-    A subclass is registered under the type whose options declare its tensors, which it therefore need not make: they are raw
-    parameters and buffers, and linear layers where the name says `NAME.weight`. It reads them in its own `forward`, which
-    is what offloading and sharding hooks need.
+    A subclass is registered under the type whose options declare its tensors, which it therefore need not make. It reads them
+    in its own `forward`, which is what offloading and sharding hooks need. What it is called with, and what it returns, follows
+    from its site:
+
+    - `inserted`: `forward(attention_output, residual)`, the attention output `[B, T, W]` and the residual stream
+      `[B, T, D]`, which it returns with what it retrieves.
+    - `inside-ffn`, `inside-attention`: `forward(read, given, projection=role)` for each of its `projections`, what the projection
+      reads and what it gives; it returns what the projection shall give instead.
+    - any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
+
+    A memory that shares tables is also given `tables`, those of its layer by name, and each of its `inputs` that the model was
+    called with, by that name.
 
     Args:
         options: Of its type.
@@ -30,34 +36,18 @@ class MemoryModule(nn.Module):
     """
 
     memory_type: ClassVar[str]
+    inputs: ClassVar[tuple[str, ...]] = ()
+    """Names of keyword arguments of the model's forward pass that the memory asks for."""
+    projections: ClassVar[tuple[str, ...]] = ()
+    """Roles of the projections that a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
+    `output_projection`, `gate`, `up`, `down`."""
     values_were_set: bool = False
     """Whether a model that went into training mode has seen its frozen values to be anything but zero."""
 
     def __init__(self, options: Any, sizes: ModelSizes):
-        super().__init__()
         options.check(sizes)
+        super().__init__(options.tensors(sizes))
         self.options: Any = options
-        self.declared = options.tensors(sizes)
-        for name, tensor in self.declared.items():
-            if name.endswith(".weight"):
-                outputs, inputs = tensor.shape
-                setattr(self, name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
-            elif tensor.role == "buffer":
-                self.register_buffer(name, torch.empty(tensor.shape))
-            else:
-                setattr(self, name, nn.Parameter(torch.empty(tensor.shape)))
-        self.reset_parameters()
-
-    def names_of(self, *roles: Role) -> list[str]:
-        """Names of the tensors that have one of the roles."""
-        return [name for name, tensor in self.declared.items() if tensor.role in roles]
-
-    def reset_parameters(self) -> None:
-        """Initialise every parameter and buffer that no checkpoint has filled."""
-        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            if not getattr(tensor, "_is_hf_initialized", False):
-                with torch.no_grad():
-                    self.declared[name].initial.fill(tensor)
 
 
 def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModule]]:

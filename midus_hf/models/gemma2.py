@@ -1,11 +1,18 @@
 """Gemma2 with memory."""
 
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2Model
+from transformers.models.gemma2.modeling_gemma2 import (
+    Gemma2Attention,
+    Gemma2DecoderLayer,
+    Gemma2ForCausalLM,
+    Gemma2MLP,
+    Gemma2Model,
+)
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
 
 
 class MidusGemma2Config(MemoryConfig, Gemma2Config):
@@ -15,17 +22,33 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
     memory: list | None = None
 
 
-class MidusGemma2MemoryBlock(MemoryBlock, Gemma2DecoderLayer):
-    """A `Gemma2DecoderLayer` whose feed-forward network is a memory."""
+class MidusGemma2Attention(HostAttention, Gemma2Attention):
+    """`Gemma2Attention` in a layer that hosts memory."""
+
+    family_class = Gemma2Attention
+
+
+class MidusGemma2MLP(Adapted, Gemma2MLP):
+    """`Gemma2MLP` in a layer that hosts memory."""
+
+    family_class = Gemma2MLP
+
+
+class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):
+    """`Gemma2DecoderLayer` that hosts memory."""
 
     attention_output_norm = "post_attention_layernorm"
+    mlp_norm = "pre_feedforward_layernorm"
+    mlp_output_norm = "post_feedforward_layernorm"
+    attention_class = MidusGemma2Attention
+    mlp_class = MidusGemma2MLP
 
 
 class MidusGemma2Model(MemoryModel, Gemma2Model):
-    """`Gemma2Model` with memory blocks among its layers."""
+    """`Gemma2Model` whose layers host memory."""
 
     config: MidusGemma2Config
-    memory_block_class = MidusGemma2MemoryBlock
+    layer_class = MidusGemma2Layer
 
 
 @register_family

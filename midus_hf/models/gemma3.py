@@ -1,11 +1,18 @@
 """Gemma3 (text) with memory."""
 
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3ForCausalLM, Gemma3TextModel
+from transformers.models.gemma3.modeling_gemma3 import (
+    Gemma3Attention,
+    Gemma3DecoderLayer,
+    Gemma3ForCausalLM,
+    Gemma3MLP,
+    Gemma3TextModel,
+)
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
 
 
 class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
@@ -15,17 +22,33 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
     memory: list | None = None
 
 
-class MidusGemma3MemoryBlock(MemoryBlock, Gemma3DecoderLayer):
-    """A `Gemma3DecoderLayer` whose feed-forward network is a memory."""
+class MidusGemma3Attention(HostAttention, Gemma3Attention):
+    """`Gemma3Attention` in a layer that hosts memory."""
+
+    family_class = Gemma3Attention
+
+
+class MidusGemma3MLP(Adapted, Gemma3MLP):
+    """`Gemma3MLP` in a layer that hosts memory."""
+
+    family_class = Gemma3MLP
+
+
+class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):
+    """`Gemma3DecoderLayer` that hosts memory."""
 
     attention_output_norm = "post_attention_layernorm"
+    mlp_norm = "pre_feedforward_layernorm"
+    mlp_output_norm = "post_feedforward_layernorm"
+    attention_class = MidusGemma3Attention
+    mlp_class = MidusGemma3MLP
 
 
 class MidusGemma3Model(MemoryModel, Gemma3TextModel):
-    """`Gemma3TextModel` with memory blocks among its layers."""
+    """`Gemma3TextModel` whose layers host memory."""
 
     config: MidusGemma3Config
-    memory_block_class = MidusGemma3MemoryBlock
+    layer_class = MidusGemma3Layer
 
 
 @register_family

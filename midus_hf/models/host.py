@@ -4,15 +4,18 @@ import copy
 import os
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from midus_config.memory_entries import Memories, inserted_options, read_memories
+from midus_config.memory_entries import Memories, read_memories
 from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.tables import MemoryTables
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
+from midus_hf.models.memory_inputs import MemoryInputs, input_names
 from midus_hf.models.peft_targets import register_targets
 
 
@@ -75,25 +78,64 @@ class HostsMemory:
         """Do nothing: transformers would copy the code a second time and point `auto_map` past the entry module."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MemoryModule):
+        if isinstance(module, DeclaredModule):
             module.reset_parameters()
         else:
             super()._init_weights(module)
 
 
 class MemoryModel(HostsMemory):
-    """Mixin for a family's decoder stack: its layers at the inserted places become memory blocks."""
+    """Mixin for a family's decoder stack: layers that hold memories become host layers, and shared tables live here.
 
-    memory_block_class: ClassVar[type[nn.Module]]
+    Where memories are attached, every layer becomes one: all are called with what the pass brings to memories.
+    """
+
+    layer_class: ClassVar[type[nn.Module]]
+    memory_tables: nn.ModuleDict
+    memory_input_names: set[str]
     warned_of_dead_memories: bool = False
 
     def __init__(self, config):
         super().__init__(config)
         register_targets(config.model_type)
-        for layer, entry in config.memories().inserted.items():
-            self.layers[layer] = self.memory_block_class(config, layer, inserted_options(entry))
-        self._no_split_modules = {*self._no_split_modules, self.memory_block_class.__name__}
+        memories = config.memories()
+        for layer in range(config.num_hidden_layers) if memories.attached else memories.inserted:
+            self.layers[layer] = self.layer_class(config, layer, memories)
+        shared = {name: memories.tables(name) for name in memories.attached}
+        self._table_of_layer = {
+            name: {layer: str(number) for number, tables in enumerate(of_memory) for layer in tables.layers}
+            for name, of_memory in shared.items()
+            if of_memory
+        }
+        if self._table_of_layer:
+            self.memory_tables = nn.ModuleDict(
+                {
+                    name: nn.ModuleDict(
+                        {str(number): MemoryTables(tables.tensors) for number, tables in enumerate(of_memory)}
+                    )
+                    for name, of_memory in shared.items()
+                    if of_memory
+                }
+            )
+        self.memory_input_names = input_names(self.layers.modules())
+        self._passes_inputs = bool(memories.attached or self.memory_input_names)
+        self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
         self.post_init()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's forward; what memories ask for may be given as well, by name."""
+        if self._passes_inputs:
+            given = {name: kwargs.pop(name) for name in self.memory_input_names & kwargs.keys()}
+            kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables())
+        return super().forward(*args, **kwargs)
+
+    def _shared_tables(self) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
+        tables = {}
+        for name, number_of_layer in self._table_of_layer.items():
+            modules: Any = self.memory_tables[name]
+            by_number = {number: module() for number, module in modules.items()}
+            tables[name] = {layer: by_number[number] for layer, number in number_of_layer.items()}
+        return tables
 
     def train(self, mode: bool = True):
         """As `nn.Module.train`; warns, once a model, of memories that cannot learn however long they train."""
@@ -115,6 +157,12 @@ class MemoryForCausalLM(HostsMemory):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """As the family's, which does not know of what memories ask for."""
+        model: Any = self.model
+        names: set[str] = model.memory_input_names
+        super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the family's `generate`; values are expanded once for the call."""

@@ -1,11 +1,18 @@
 """Llama with memory."""
 
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+)
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
 
 
 class MidusLlamaConfig(MemoryConfig, LlamaConfig):
@@ -15,15 +22,30 @@ class MidusLlamaConfig(MemoryConfig, LlamaConfig):
     memory: list | None = None
 
 
-class MidusLlamaMemoryBlock(MemoryBlock, LlamaDecoderLayer):
-    """A `LlamaDecoderLayer` whose feed-forward network is a memory."""
+class MidusLlamaAttention(HostAttention, LlamaAttention):
+    """`LlamaAttention` in a layer that hosts memory."""
+
+    family_class = LlamaAttention
+
+
+class MidusLlamaMLP(Adapted, LlamaMLP):
+    """`LlamaMLP` in a layer that hosts memory."""
+
+    family_class = LlamaMLP
+
+
+class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
+    """`LlamaDecoderLayer` that hosts memory."""
+
+    attention_class = MidusLlamaAttention
+    mlp_class = MidusLlamaMLP
 
 
 class MidusLlamaModel(MemoryModel, LlamaModel):
-    """`LlamaModel` with memory blocks among its layers."""
+    """`LlamaModel` whose layers host memory."""
 
     config: MidusLlamaConfig
-    memory_block_class = MidusLlamaMemoryBlock
+    layer_class = MidusLlamaLayer
 
 
 @register_family

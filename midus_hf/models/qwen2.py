@@ -1,11 +1,18 @@
 """Qwen2 with memory."""
 
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2Attention,
+    Qwen2DecoderLayer,
+    Qwen2ForCausalLM,
+    Qwen2MLP,
+    Qwen2Model,
+)
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
 
 
 class MidusQwen2Config(MemoryConfig, Qwen2Config):
@@ -15,15 +22,30 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
     memory: list | None = None
 
 
-class MidusQwen2MemoryBlock(MemoryBlock, Qwen2DecoderLayer):
-    """A `Qwen2DecoderLayer` whose feed-forward network is a memory."""
+class MidusQwen2Attention(HostAttention, Qwen2Attention):
+    """`Qwen2Attention` in a layer that hosts memory."""
+
+    family_class = Qwen2Attention
+
+
+class MidusQwen2MLP(Adapted, Qwen2MLP):
+    """`Qwen2MLP` in a layer that hosts memory."""
+
+    family_class = Qwen2MLP
+
+
+class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):
+    """`Qwen2DecoderLayer` that hosts memory."""
+
+    attention_class = MidusQwen2Attention
+    mlp_class = MidusQwen2MLP
 
 
 class MidusQwen2Model(MemoryModel, Qwen2Model):
-    """`Qwen2Model` with memory blocks among its layers."""
+    """`Qwen2Model` whose layers host memory."""
 
     config: MidusQwen2Config
-    memory_block_class = MidusQwen2MemoryBlock
+    layer_class = MidusQwen2Layer
 
 
 @register_family

@@ -1,11 +1,18 @@
 """Qwen3 with memory."""
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3ForCausalLM,
+    Qwen3MLP,
+    Qwen3Model,
+)
 
-from midus_hf.models.block import MemoryBlock
+from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
 
 
 class MidusQwen3Config(MemoryConfig, Qwen3Config):
@@ -15,15 +22,30 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
     memory: list | None = None
 
 
-class MidusQwen3MemoryBlock(MemoryBlock, Qwen3DecoderLayer):
-    """A `Qwen3DecoderLayer` whose feed-forward network is a memory."""
+class MidusQwen3Attention(HostAttention, Qwen3Attention):
+    """`Qwen3Attention` in a layer that hosts memory."""
+
+    family_class = Qwen3Attention
+
+
+class MidusQwen3MLP(Adapted, Qwen3MLP):
+    """`Qwen3MLP` in a layer that hosts memory."""
+
+    family_class = Qwen3MLP
+
+
+class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
+    """`Qwen3DecoderLayer` that hosts memory."""
+
+    attention_class = MidusQwen3Attention
+    mlp_class = MidusQwen3MLP
 
 
 class MidusQwen3Model(MemoryModel, Qwen3Model):
-    """`Qwen3Model` with memory blocks among its layers."""
+    """`Qwen3Model` whose layers host memory."""
 
     config: MidusQwen3Config
-    memory_block_class = MidusQwen3MemoryBlock
+    layer_class = MidusQwen3Layer
 
 
 @register_family

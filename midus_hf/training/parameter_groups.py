@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from midus_config.declared_tensors import Role
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.training.options import ValueSchedule, ValueTransforms, check_one_of
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
@@ -114,7 +114,7 @@ def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
     return {
         id(module.get_parameter(name))
         for module in model.modules()
-        if isinstance(module, MemoryModule)
+        if isinstance(module, DeclaredModule)
         for name in module.names_of(*roles)
     }
 

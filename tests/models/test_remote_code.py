@@ -12,6 +12,7 @@ from models.upscaled import memory_config, upscaled_model
 from tiny import FAMILIES, prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
+import midus_config
 import midus_hf
 from midus_hf.models.export import ENTRY_MODULE, write_code
 
@@ -150,16 +151,19 @@ def test_the_code_is_the_entry_and_exactly_what_it_imports(family, folder):
 
 
 def test_code_differs_from_its_source_in_imports_alone(family, folder):
-    root = Path(midus_hf.__file__).parent
+    roots = [Path(package.__file__).parent for package in (midus_config, midus_hf)]
     sources = {
-        "_".join(("midus_hf", *path.relative_to(root).with_suffix("").parts)): path for path in root.rglob("*.py")
+        "_".join((root.name, *path.relative_to(root).with_suffix("").parts)): path
+        for root in roots
+        for path in root.rglob("*.py")
     }
     for path in (folder / family).glob("*.py"):
         if path.stem == ENTRY_MODULE:
             continue
         written, original = (p.read_text().splitlines() for p in (path, sources[path.stem]))
         for new, old in zip(written, original, strict=True):
-            assert new == old or (new.startswith("from .midus_hf_") and old.startswith("from midus_hf."))
+            prefixes = ("from .midus_hf_", "from .midus_config_"), ("from midus_hf.", "from midus_config.")
+            assert new == old or (new.startswith(prefixes[0]) and old.startswith(prefixes[1]))
 
 
 def test_a_model_without_memory_entries_saves_no_memory_layer(family, tmp_path):

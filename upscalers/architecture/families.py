@@ -304,13 +304,13 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "mistral",
-            None,
+            "Mistral",
             {"num_key_value_heads": 8, "tie_word_embeddings": False},
             biases=frozenset(),
         ),
         Family(
             "olmo2",
-            None,
+            "Olmo2",
             {"tie_word_embeddings": False},
             query_key_norm="whole",
             input_norms=False,

@@ -1,0 +1,166 @@
+"""The decoder layer that hosts memories, at every site that there is."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from midus_config.memory_entries import Memories, inserted_options
+from midus_hf.memory.registry import MemoryModule, build_memory
+from midus_hf.models.adapted import Adapter
+from midus_hf.models.memory_inputs import MemoryInputs
+
+_ATTENTION_ROLES = ("query", "key", "value", "output_projection")
+
+
+class HostLayer:
+    """Mixin that turns a family's decoder layer into one that hosts memories.
+
+    The family's layer is built first, so what it has keeps its name, its place in the cache and its class: masks, caches,
+    checkpointing and output capture treat it as any other layer. Its forward is written once for all families, from the
+    roles of its norms.
+
+    A layer that was inserted for a memory is a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18). It loses the
+    feed-forward network, every norm but the one in front of attention, and, unless the memory wants them, the output projection and
+    the norm behind it. The memory's output goes straight into the residual stream: an output norm (Gemma) at its start value
+    of zero would have a gradient of 1 / sqrt(eps).
+
+    Args:
+        config: Of the model.
+        layer_idx: Index of the layer.
+        memories: Of the model.
+    """
+
+    attention_norm: ClassVar[str | None] = "input_layernorm"
+    """The norm in front of attention; None where the family has none."""
+    attention_output_norm: ClassVar[str | None] = None
+    """The norm behind the attention's output projection."""
+    mlp_norm: ClassVar[str | None] = "post_attention_layernorm"
+    """The norm in front of the feed-forward network."""
+    mlp_output_norm: ClassVar[str | None] = None
+    """The norm behind the feed-forward network."""
+    attention_class: ClassVar[type[nn.Module]]
+    mlp_class: ClassVar[type[nn.Module]]
+    memories: nn.ModuleDict
+    self_attn: Any
+
+    def __init__(self, config, layer_idx: int, memories: Memories):
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+        self.is_inserted = layer_idx in memories.inserted
+        self.sites = {entry.name: entry.site for entry in memories.attached_to(layer_idx)}
+        self.skips_from = [
+            (entry.name, layer)
+            for entry in memories.attached.values()
+            for layer, into in zip(entry.layers, entry.into, strict=False)
+            if into == layer_idx
+        ]
+        if self.is_inserted:
+            self._become_block(config, memories)
+        if "inside-attention" in self.sites.values():
+            self.self_attn = self.attention_class(config, layer_idx)
+        if "inside-ffn" in self.sites.values():
+            self.mlp = self.mlp_class(config)
+        if self.sites:
+            self.memories = nn.ModuleDict(
+                {entry.name: build_memory(entry.options, memories.sizes) for entry in memories.attached_to(layer_idx)}
+            )
+
+    def _become_block(self, config, memories: Memories) -> None:
+        options = inserted_options(memories.inserted[self.layer_idx])
+        output_norm = self.attention_output_norm if options.keeps_output_projection else None
+        self.normalises_output, self.adds_block_input = output_norm is not None, options.adds_block_input
+        for name in [
+            name for name, _ in self.named_children() if name not in ("self_attn", self.attention_norm, output_norm)
+        ]:
+            delattr(self, name)
+        self.self_attn = self.attention_class(config, self.layer_idx)
+        if not options.keeps_output_projection:
+            self.self_attn.drop_output_projection()
+        self.memory = build_memory(options, memories.sizes)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        memory_inputs: MemoryInputs | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Map the residual stream `[B, T, D]` to itself behind this layer."""
+        memory_inputs = MemoryInputs() if memory_inputs is None else memory_inputs
+        adapters = self._adapters("inside-attention", memory_inputs)
+        attention_output, _ = self.self_attn(
+            hidden_states=self._normalised(self.attention_norm, hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **({"adapters": adapters} if adapters else {}),
+            **kwargs,
+        )  # [B, T, D], or [B, T, H * d] without an output projection
+        if self.is_inserted:
+            return self._block_output(hidden_states, attention_output, memory_inputs)
+        hidden_states = hidden_states + self._normalised(self.attention_output_norm, attention_output)
+        hidden_states = self._with_added("behind-attention", hidden_states, hidden_states, memory_inputs)
+
+        mlp_input = self._normalised(self.mlp_norm, hidden_states)
+        adapters = self._adapters("inside-ffn", memory_inputs)
+        mlp_output = self.mlp(mlp_input, adapters=adapters) if adapters else self.mlp(mlp_input)
+        mlp_output = self._with_added("beside-ffn", mlp_output, mlp_input, memory_inputs)
+        for name in self._at("skip"):
+            memory_inputs.carry(name, self.layer_idx, self._read(name, mlp_input, memory_inputs))
+        hidden_states = hidden_states + self._normalised(self.mlp_output_norm, mlp_output)
+        for name, layer in self.skips_from:
+            hidden_states = hidden_states + memory_inputs.carried(name, layer, hidden_states)
+        return self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
+
+    def _block_output(
+        self, hidden_states: torch.Tensor, attention_output: torch.Tensor, memory_inputs: MemoryInputs
+    ) -> torch.Tensor:
+        if self.normalises_output:
+            attention_output = self._normalised(self.attention_output_norm, attention_output)
+        if self.adds_block_input:
+            attention_output = hidden_states + attention_output
+        return self.memory(attention_output, hidden_states, **memory_inputs.of(self.memory))
+
+    def _normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states if norm is None else getattr(self, norm)(hidden_states)
+
+    def _at(self, site: str) -> list[str]:
+        """Names of the memories of this layer at a site."""
+        return [name for name, taken in self.sites.items() if taken == site]
+
+    def _read(self, name: str, hidden_states: torch.Tensor, memory_inputs: MemoryInputs) -> torch.Tensor:
+        memory = self.memories[name]
+        return memory(hidden_states, **memory_inputs.of(memory, name, self.layer_idx))
+
+    def _with_added(
+        self, site: str, hidden_states: torch.Tensor, read: torch.Tensor, memory_inputs: MemoryInputs
+    ) -> torch.Tensor:
+        """`hidden_states`, and what each memory at a site adds to it after reading `read`."""
+        for name in self._at(site):
+            hidden_states = hidden_states + self._read(name, read, memory_inputs)
+        return hidden_states
+
+    def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
+        """What the memories at a site change of projections, by the role of the projection."""
+        adapters: dict[str, Adapter] = {}
+        for name in self._at(site):
+            memory = self.memories[name]
+            inputs = memory_inputs.of(memory, name, self.layer_idx)
+            for role in memory.projections:
+                if (role in _ATTENTION_ROLES) == (site == "inside-attention"):
+                    adapters[role] = _after(adapters.get(role), memory, role, inputs)
+        return adapters
+
+
+def _after(first: Adapter | None, memory: MemoryModule, role: str, inputs: Mapping[str, Any]) -> Adapter:
+    """A memory's adapter of a projection, behind another memory's."""
+
+    def adapter(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        given = given if first is None else first(read, given)
+        return memory(read, given, projection=role, **inputs)
+
+    return adapter

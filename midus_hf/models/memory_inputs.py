@@ -1,0 +1,64 @@
+"""What a forward pass brings to memories beside hidden states."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from midus_hf.memory.registry import MemoryModule
+
+
+class MemoryInputs:
+    """What one forward pass of a model brings to its memories.
+
+    It is made for one pass and travels through the layers as a keyword argument, so nothing of a pass is left on modules: two
+    passes may run before one backward pass, and activation checkpointing repeats a layer with the same.
+
+    Args:
+        given: The keyword arguments of the model's forward that memories ask for. Default: none.
+        tables: For each attached memory, the tables of each layer that shares some, by its index. Default: none.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any] | None = None,
+        tables: Mapping[str, Mapping[int, Mapping[str, torch.Tensor]]] | None = None,
+    ):
+        self._given, self._tables = given or {}, tables or {}
+        self._carried: dict[tuple[str, int], torch.Tensor] = {}
+
+    def of(self, memory: MemoryModule, name: str = "", layer: int = -1) -> dict[str, Any]:
+        """The keyword arguments of a memory: those of its `inputs` that were given, and `tables` where it shares some.
+
+        Args:
+            memory: The module.
+            name: That it is attached by. Default: it is inserted.
+            layer: That it is attached to.
+        """
+        inputs = {key: self._given[key] for key in memory.inputs if key in self._given}
+        if layer in self._tables.get(name, {}):
+            inputs["tables"] = self._tables[name][layer]
+        return inputs
+
+    def carry(self, name: str, layer: int, output: torch.Tensor) -> None:
+        """Keep what a memory read at a layer for the layer that adds it."""
+        self._carried[name, layer] = output
+
+    def carried(self, name: str, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a memory read at a layer.
+
+        Raises:
+            ValueError: If no gradient would reach it.
+        """
+        if hidden_states.requires_grad and not torch.is_grad_enabled():
+            raise ValueError(
+                f"memory {name!r} reads at layer {layer} and adds behind another, and reentrant activation checkpointing loses the "
+                "gradient between them; expected gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        return self._carried[name, layer].to(hidden_states.device)
+
+
+def input_names(modules: Iterable[nn.Module]) -> set[str]:
+    """The keyword arguments that the memories among modules ask for."""
+    return {name for module in modules if isinstance(module, MemoryModule) for name in module.inputs}

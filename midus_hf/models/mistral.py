@@ -1,0 +1,56 @@
+"""Mistral with memory."""
+
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import (
+    MistralAttention,
+    MistralDecoderLayer,
+    MistralForCausalLM,
+    MistralMLP,
+    MistralModel,
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.families import register_family
+from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
+
+
+class MidusMistralConfig(MemoryConfig, MistralConfig):
+    """`MistralConfig` with a list of memory entries."""
+
+    model_type = "midus_mistral"
+    memory: list | None = None
+
+
+class MidusMistralAttention(HostAttention, MistralAttention):
+    """`MistralAttention` in a layer that hosts memory."""
+
+    family_class = MistralAttention
+
+
+class MidusMistralMLP(Adapted, MistralMLP):
+    """`MistralMLP` in a layer that hosts memory."""
+
+    family_class = MistralMLP
+
+
+class MidusMistralLayer(HostLayer, MistralDecoderLayer):
+    """`MistralDecoderLayer` that hosts memory."""
+
+    attention_class = MidusMistralAttention
+    mlp_class = MidusMistralMLP
+
+
+class MidusMistralModel(MemoryModel, MistralModel):
+    """`MistralModel` whose layers host memory."""
+
+    config: MidusMistralConfig
+    layer_class = MidusMistralLayer
+
+
+@register_family
+class MidusMistralForCausalLM(MemoryForCausalLM, MistralForCausalLM):
+    """`MistralForCausalLM` over a `MidusMistralModel`."""
+
+    config: MidusMistralConfig
+    model_class = MidusMistralModel

@@ -1,0 +1,60 @@
+"""OLMo 2 with memory."""
+
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
+from transformers.models.olmo2.modeling_olmo2 import (
+    Olmo2Attention,
+    Olmo2DecoderLayer,
+    Olmo2ForCausalLM,
+    Olmo2MLP,
+    Olmo2Model,
+)
+
+from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.families import register_family
+from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.layer import HostLayer
+
+
+class MidusOlmo2Config(MemoryConfig, Olmo2Config):
+    """`Olmo2Config` with a list of memory entries."""
+
+    model_type = "midus_olmo2"
+    memory: list | None = None
+
+
+class MidusOlmo2Attention(HostAttention, Olmo2Attention):
+    """`Olmo2Attention` in a layer that hosts memory."""
+
+    family_class = Olmo2Attention
+
+
+class MidusOlmo2MLP(Adapted, Olmo2MLP):
+    """`Olmo2MLP` in a layer that hosts memory."""
+
+    family_class = Olmo2MLP
+
+
+class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
+    """`Olmo2DecoderLayer` that hosts memory."""
+
+    attention_norm = None
+    attention_output_norm = "post_attention_layernorm"
+    mlp_norm = None
+    mlp_output_norm = "post_feedforward_layernorm"
+    attention_class = MidusOlmo2Attention
+    mlp_class = MidusOlmo2MLP
+
+
+class MidusOlmo2Model(MemoryModel, Olmo2Model):
+    """`Olmo2Model` whose layers host memory."""
+
+    config: MidusOlmo2Config
+    layer_class = MidusOlmo2Layer
+
+
+@register_family
+class MidusOlmo2ForCausalLM(MemoryForCausalLM, Olmo2ForCausalLM):
+    """`Olmo2ForCausalLM` over a `MidusOlmo2Model`."""
+
+    config: MidusOlmo2Config
+    model_class = MidusOlmo2Model
