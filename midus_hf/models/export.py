@@ -16,7 +16,6 @@ from midus_hf.memory.registry import MEMORY_MODULES
 
 ENTRY_MODULE = "modeling_midus"
 _PACKAGES = ("midus_hf", "midus_config")
-_PACKAGE_IMPORT = re.compile(rf"^from ((?:{'|'.join(_PACKAGES)})\.[\w.]+) import", flags=re.MULTILINE)
 _FLAT_IMPORT = re.compile(r"^from \.(\w+) import", flags=re.MULTILINE)
 
 
@@ -60,14 +59,16 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
     ]
     sources = {ENTRY_MODULE: "\n".join(entry_lines) + "\n"}
     pending = list(wanted)
+    packages = {*_PACKAGES, *(module.partition(".")[0] for module in wanted)}  # a memory may come from another package
+    package_import = re.compile(rf"^from ((?:{'|'.join(map(re.escape, packages))})[\w.]*) import", flags=re.MULTILINE)
     while pending:
         module = pending.pop()
         flat_name = _flat_name(module)
         if flat_name not in sources:
             source = inspect.getsource(importlib.import_module(module))
-            sources[flat_name] = _PACKAGE_IMPORT.sub(lambda match: f"from .{_flat_name(match[1])} import", source)
+            sources[flat_name] = package_import.sub(lambda match: f"from .{_flat_name(match[1])} import", source)
             parent = module.rpartition(".")[0]
-            pending += [match[1] for match in _PACKAGE_IMPORT.finditer(source)]
+            pending += [match[1] for match in package_import.finditer(source)]
             pending += [f"{parent}.{match[1]}" for match in _FLAT_IMPORT.finditer(source)]
 
     paths = [folder / f"{name}.py" for name in sources]
@@ -77,6 +78,9 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
 
 
 def _flat_name(module: str) -> str:
-    if module.partition(".")[0] in _PACKAGES:
-        return module.replace(".", "_")
-    return module.rpartition(".")[2]
+    """What a module is called as a file beside a config: code that was loaded from a checkpoint has such a name already."""
+    name = module.rpartition(".")[2]
+    if module.startswith("transformers_modules."):
+        return name
+    flat = module.replace(".", "_")
+    return flat if flat.startswith("midus_") else f"midus_of_{flat}"

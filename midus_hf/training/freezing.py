@@ -8,6 +8,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from midus_config.memory_entries import ATTACHED, TABLES
 from midus_hf.training.options import Trainable
 
 _SUMMARIES = {"new": "the new layers alone", "all": "everything"}
@@ -69,7 +70,7 @@ def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Literal
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
         _check_listed(config, resolved)
     elif resolved == "new":
-        new_layers(config)
+        _new_layers(config)
     elif resolved != "all":
         raise ValueError(f"trainable is {trainable!r}; expected 'auto', 'new', 'all' or a list of layer indices.")
     return resolved
@@ -96,6 +97,41 @@ def new_layers(config: PreTrainedConfig) -> list[int]:
     return sorted(layers)
 
 
+def _new_layers(config: PreTrainedConfig) -> list[int]:
+    """As `new_layers`; none are needed where memories were attached."""
+    return [] if recorded_new_memories(config) and not recorded_new_layers(config) else new_layers(config)
+
+
+def recorded_new_memories(config: PreTrainedConfig) -> list[str]:
+    """Names of the memories that were attached to layers of the base; empty if the config records none."""
+    return _record(config).get("new_memories") or []
+
+
+def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.Module]:
+    """The modules of attached memories, and of the tables that their layers share, by their name in the model.
+
+    Args:
+        model: A causal language model.
+        names: Of the memories.
+
+    Raises:
+        ValueError: If the model has no memory of a name.
+    """
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        modules = {
+            path: module
+            for path, module in model.named_modules()
+            if path.endswith((f".{ATTACHED}.{name}", f".{TABLES}.{name}"))
+        }
+        if not modules:
+            raise ValueError(
+                f"upscale.new_memories of the config names {name!r}, which the model does not have. Upscale the base again."
+            )
+        found |= modules
+    return found
+
+
 def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
     """What the config records as new layers, as it stands there; empty if it records none."""
     return _record(config).get("new_layers") or []
@@ -104,9 +140,10 @@ def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
 def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> TrainableReport:
     """Set `requires_grad` of every parameter: without more said, what trains is what the method's paper trains.
 
-    With `"new"`, the added layers train whole (norms, projections, memory) and nothing else does: not the base layers,
-    the embeddings, the final norm or the head. With a list, the same holds of the layers it names. `"auto"` is what
-    the config of an upscaled model records as its method's own: `"new"` or `"all"`.
+    With `"new"`, the added layers train whole (norms, projections, memory), memories that were attached to layers of the
+    base train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list, layers
+    that it names train whole. `"auto"` is what the config of an upscaled model records as its method's own: `"new"` or
+    `"all"`.
 
     Args:
         model: A causal language model whose decoder has `layers`.
@@ -125,28 +162,38 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
     if isinstance(resolved, list):
         chosen = sorted(resolved)
     else:
-        chosen = new_layers(model.config) if resolved == "new" else list(range(len(layers)))
+        chosen = _new_layers(model.config) if resolved == "new" else list(range(len(layers)))
     model.requires_grad_(resolved == "all")
     for index in chosen:
         layers[index].requires_grad_(True)
+    if resolved == "new":
+        for module in attached_modules(model, recorded_new_memories(model.config)).values():
+            module.requires_grad_(True)
 
     parameters_of_part: dict[str, int] = {}
     inside = {id(parameter) for parameter in layers.parameters()}
-    for index in chosen:
+    training = [index for index, layer in enumerate(layers) if _num_training(layer)]
+    for index in training:
         for part, module in layers[index].named_children():
-            count = sum(parameter.numel() for parameter in module.parameters())
-            parameters_of_part[f"layers.{part}"] = parameters_of_part.get(f"layers.{part}", 0) + count
+            if _num_training(module):
+                count = parameters_of_part.get(f"layers.{part}", 0) + _num_training(module)
+                parameters_of_part[f"layers.{part}"] = count
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
             parameters_of_part[name] = parameter.numel()
     return TrainableReport(
         trainable=resolved,
-        layers=chosen,
+        layers=training,
         num_layers=len(layers),
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_of_part=parameters_of_part,
     )
+
+
+def _num_training(module: nn.Module) -> int:
+    """Parameters of a module that train."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _record(config: PreTrainedConfig) -> dict[str, Any]:

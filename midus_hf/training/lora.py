@@ -5,11 +5,11 @@ from typing import Any
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from midus_hf.training.freezing import new_layers, recorded_new_layers
+from midus_hf.training.freezing import attached_modules, new_layers, recorded_new_layers, recorded_new_memories
 
 
 def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **options: Any) -> LoraConfig:
-    """The `LoraConfig` for an upscaled model: adapters on what the base brought, the new layers trained whole.
+    """The `LoraConfig` for an upscaled model: adapters on what the base brought, new layers and memories trained whole.
 
     An adapter on a new layer could not do instead. Where a memory's values are zero, nothing else in its layer has a
     gradient, and values are no linear layer that an adapter could sit on. So PEFT copies every new layer, trains the
@@ -27,14 +27,16 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     """
     if hasattr(model, "peft_config"):
         raise ValueError("the model is wrapped by PEFT already; expected it as from_pretrained gives it.")
-    if not recorded_new_layers(model.config):
+    memories = recorded_new_memories(model.config)
+    if not (memories or recorded_new_layers(model.config)):
         raise ValueError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
             "would train whole; upscale the model first, or make a peft.LoraConfig."
         )
     stack = model.get_decoder().layers
     name_of_stack = next(name for name, module in model.named_modules() if module is stack)
-    whole = [f"{name_of_stack}.{layer}" for layer in new_layers(model.config)]
+    layers = new_layers(model.config) if recorded_new_layers(model.config) else []
+    whole = [*(f"{name_of_stack}.{layer}" for layer in layers), *attached_modules(model, memories)]
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     options["modules_to_save"] = [*whole, *(options.get("modules_to_save") or [])]
     return LoraConfig(r=r, lora_alpha=lora_alpha, **options)

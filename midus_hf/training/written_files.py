@@ -18,7 +18,7 @@ ACCOMPANYING = ("upscale.json", "README.md", "LICENSE*", "NOTICE*")
 
 _MODEL = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("modeling_midus.py", "midus_hf_*.py"),
+    *("modeling_midus.py", "midus_*.py"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "training_args.bin"),

@@ -11,4 +11,6 @@ from midus_hf.memory import build_memory
 def build(memory_type: str, *, hidden_size: int, num_heads: int, head_dim: int = 0, **options: Any) -> Any:
     """A memory of a type for a model of these sizes, without norm unless the options say; `head_dim` is D / H by default."""
     sizes = ModelSizes(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim)
-    return build_memory(read_options(MEMORY_TYPES[memory_type], {"query_norm": "none", **options}, f"memory {memory_type}"), sizes)
+    return build_memory(
+        read_options(MEMORY_TYPES[memory_type], {"query_norm": "none", **options}, f"memory {memory_type}"), sizes
+    )

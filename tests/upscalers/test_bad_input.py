@@ -84,7 +84,7 @@ REQUESTS = [
     (["--set", "=3"], "--set is '=3'; expected key=value"),
     (["--set", "n=["], r"--set is 'n=\['; expected a YAML scalar"),
     (["--set", "n=2", "--set", "k=3"], "k is 3; expected 1 <= k <= n = 2. Lower k or raise n"),
-    (["--set", "n=0"], "n is 0; expected at least one sub-key a side"),
+    (["--set", "n=0"], "n is 0; expected at least one sub-key per side"),
     (["--placement", "0,6"], r"placement is 0,6; expected indices from 0 to 5, counted in the upscaled model of 4 \+ 2 layers"),
     (["--placement", "2,2"], "placement is 2,2; expected ascending indices without repetition"),
     (["--placement", "4,1"], "placement is 4,1; expected ascending indices without repetition. Sort them"),
@@ -183,7 +183,7 @@ BASES: dict[str, tuple[Mutation, str]] = {
     ),
     "D no multiple of H": (
         lambda base: (shutil.rmtree(base), save_base(base, "qwen3", hidden_size=34)),
-        "hidden_size is 34, no multiple of the 4 attention heads; expected D % H = 0",
+        "hidden_size is 34; expected a multiple of the 4 attention heads",
     ),
 }  # fmt: skip
 
@@ -275,8 +275,8 @@ def test_a_head_of_odd_size_is_refused(command, base, tmp_path):
     [
         ("midus-hml", ["output_projection=true"], {"hidden_size": 20}, r"hidden_size / num_attention_heads is 5; expected an even"),
         ("midus-pkm", [], {"hidden_size": 20, "head_dim": 8}, "hidden_size / num_attention_heads is 5; expected an even number"),
-        ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34, no multiple of the 4 attention heads"),
-        ("midus-linear", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34, no multiple of the 4 attention heads"),
+        ("midus-hml", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34; expected a multiple of the 4 attention heads"),
+        ("midus-linear", [], {"hidden_size": 34, "head_dim": 8}, "hidden_size is 34; expected a multiple of the 4 attention heads"),
         (
             "midus-hml",
             ["inner_residual=true"],

@@ -100,7 +100,7 @@ def test_the_config_names_the_memory_and_the_classes(family, shared_base, tmp_pa
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     base_config = json.loads((shared_base(family) / "config.json").read_text())
     assert config["model_type"] == f"midus_{base_config['model_type']}"
-    assert config["memory"] == [{"type": "headwise", **MEMORY_OPTIONS, "layers": [1, 4]}]
+    assert config["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4]}]
     assert config["architectures"] == [f"Midus{base_config['architectures'][0]}"]
     assert config["num_hidden_layers"] == 6
     assert type(load(tmp_path / "out")).__name__ == config["architectures"][0]

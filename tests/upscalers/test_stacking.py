@@ -46,8 +46,8 @@ def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, veri
     config = json.loads((tmp_path / "twice" / "config.json").read_text())
     assert config["num_hidden_layers"] == 9
     assert config["memory"] == [
-        {"type": "headwise", **MEMORY_OPTIONS, "layers": [3, 6]},
-        {"type": "headwise", **MEMORY_OPTIONS, "n": 4, "k": 1, "layers": [0, 2, 8]},
+        {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [3, 6]},
+        {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "n": 4, "k": 1, "layers": [0, 2, 8]},
     ]
     assert config["upscale"]["new_layers"] == [0, 2, 8]
     assert config["upscale"]["base_config"] == json.loads((tmp_path / "once" / "config.json").read_text())

@@ -264,7 +264,7 @@ def test_inspect_tells_what_was_done(family, shared_base, tmp_path):
     assert (told["method"], told["seed"], told["trainable"]) == ("midus-hml", 7, "new")
     assert (told["model"], told["base"]) == (str(model), base.name)
     assert told["options"] == MEMORY_OPTIONS
-    assert told["memory"] == [{"type": "headwise", **MEMORY_OPTIONS, "layers": [0, 2, 6]}]
+    assert told["memory"] == [{"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [0, 2, 6]}]
     assert [row["index"] for row in told["layers"]] == list(range(7))
     assert [row["index"] for row in told["layers"] if row["new"]] == [0, 2, 6]
     assert [row["from"] for row in told["layers"]] == [

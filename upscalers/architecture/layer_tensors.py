@@ -8,6 +8,7 @@ from upscalers.architecture.families import (
     Config,
     Family,
     LayerTensor,
+    Shape,
 )
 from upscalers.request.errors import refusing_requests
 
@@ -43,3 +44,9 @@ def expected_layer(family: Family, config: Config, memories: Memories, layer: in
         tensors = {name: tensor for name, tensor in tensors.items() if tensor.role in roles}
     of_memories = memories.layer_tensors(layer)
     return tensors | {name: LayerTensor("memory", tensor.shape) for name, tensor in of_memories.items()}
+
+
+def expected_outer(family: Family, config: Config, memories: Memories) -> dict[str, Shape]:
+    """Shapes of the tensors outside the layers, by full name: the family's own, and tables that layers share."""
+    tables = {f"model.{name}": tensor.shape for name, tensor in memories.table_tensors().items()}
+    return family.outer_tensors(config) | tables

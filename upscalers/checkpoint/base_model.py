@@ -11,7 +11,7 @@ from pathlib import Path
 
 from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
-from upscalers.architecture.layer_tensors import expected_layer, memories_of
+from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
 from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.request.errors import RequestError
@@ -186,7 +186,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
 
 def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ...]]:
     memories = memories_of(family, config)
-    outer = family.outer_tensors(config)
+    outer = expected_outer(family, config, memories)
     last = [name for name in outer if name != "model.embed_tokens.weight"]
     expected = {"model.embed_tokens.weight": outer["model.embed_tokens.weight"]}
     for layer in range(config["num_hidden_layers"]):

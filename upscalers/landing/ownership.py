@@ -12,7 +12,7 @@ from upscalers.request.errors import RequestError
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d+(-of-\d+)?)?\.safetensors")
-_CODE = re.compile(r"(modeling_midus|midus_hf_\w+)\.py")
+_CODE = re.compile(r"(modeling_midus|midus_\w+)\.py")
 _OF_TRAINING = frozenset({"training_args.bin", "trainer_state.json", "train_config.yaml", "log.jsonl"})
 """What a Trainer and `train_cpt` put beside a model. Checkpoints to resume from are not among it: they are a run."""
 _OTHERS = frozenset({_CONFIG, _INDEX, RECORD_FILE, "README.md", ".gitattributes", *_OF_TRAINING})

@@ -1,6 +1,6 @@
 """What an upscaling method says of itself, and the table of methods."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -183,14 +183,18 @@ class Method(ABC):
             for index, layer in enumerate(plan.layers)
         ]
 
+    def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
+        """A recipe for each tensor outside the layers, by full name."""
+        return {name: Copy(base.tensors[name].shape, name) for name in base.outer_names()}
+
     @staticmethod
     def copied_layer(base: BaseModel, layer: int) -> dict[str, Recipe]:
         """Recipes that take a base layer over as it is."""
         return {name: Copy(base.tensors[source].shape, source) for name, source in base.layer_names(layer).items()}
 
-    @abstractmethod
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
-        """A recipe for each tensor of the new layer `index`, by its name within the layer."""
+        """A recipe for each tensor of the new layer `index`, by its name within the layer; needed where a plan has new layers."""
+        raise TypeError(f"{type(self).__name__} does not say what new layers are made from.")
 
 
 def register_method(name: str) -> Callable[[type[Method]], type[Method]]:

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+from midus_config.memory_entries import MemoryEntry
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.attention_pattern import implying_its_types, keeps_pattern
@@ -46,14 +47,28 @@ def follow_plan(base: BaseModel, plan: Plan) -> Config:
     if layer_types is not None:
         config["layer_types"] = layer_types
     followed = _Followed(plan).mapping(config, "")
-    for entry in followed.get("memory") or []:
-        entry["layers"] = sorted(
-            index
-            for index, layer in enumerate(plan.layers)
-            if isinstance(layer, Base) and layer.index in entry["layers"]
-        )
+    for values, entry in zip(followed.get("memory") or [], base.memories.entries, strict=True):
+        values |= _followed_layers(base, plan, entry)
     followed["num_hidden_layers"] = plan.num_layers
     return implying_its_types(base.family, followed) if keeps_pattern(base) else followed
+
+
+def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[str, list[int]]:
+    """Where the upscaled model has a memory of the base: wherever it has a layer that has it."""
+    taken = [
+        (index, layer.index)
+        for index, layer in enumerate(plan.layers)
+        if isinstance(layer, Base) and layer.index in entry.layers
+    ]
+    if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
+        if entry.into or base.memories.tables(entry.name):
+            raise RequestError(
+                f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats or leaves out "
+                "some of them; expected each once. Choose a method that inserts layers."
+            )
+    into = dict(zip(entry.layers, entry.into, strict=False))
+    followed = {"layers": [index for index, _ in taken]}
+    return {**followed, "into": [plan.kept_indices[into[layer]] for _, layer in taken]} if into else followed
 
 
 class _Followed:

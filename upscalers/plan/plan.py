@@ -1,11 +1,15 @@
 """The layer plan: an ordered list, one entry an output layer, that says where each layer comes from."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from midus_config.memory_entries import ATTACHED, TABLES
 from upscalers.request.errors import RequestError
+
+_LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,12 @@ class Plan:
     Args:
         layers: One entry an output layer.
         num_base_layers: L, layers of the base.
+        new_memories: Names of the memories that are attached to layers. Default: none.
     """
 
     layers: tuple[Base | New, ...]
     num_base_layers: int
+    new_memories: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -73,6 +79,17 @@ class Plan:
         """Indices in the upscaled model of what the base does not have: inserted layers, and repeats of base layers."""
         kept = set(self.kept_indices.values())
         return [index for index in range(self.num_layers) if index not in kept]
+
+    def owns(self, name: str) -> bool:
+        """Whether a tensor of the upscaled model, by its full name, is new: the base does not have it, and `strip` takes it away.
+
+        It is if its layer is new, or if it belongs to a memory that is attached, in whatever layer or at the model.
+        """
+        match = _LAYER_TENSOR.match(name)
+        if match and int(match["layer"]) in self.new_indices:
+            return True
+        within, memory, *_ = (match["rest"] if match else name.removeprefix("model.")).split(".") + [""]
+        return within == (ATTACHED if match else TABLES) and memory in self.new_memories
 
     @property
     def in_whole_periods(self) -> bool:
@@ -114,8 +131,10 @@ class Plan:
         ]
 
     @classmethod
-    def from_list(cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int) -> "Plan":
-        """Read what `to_list` wrote."""
+    def from_list(
+        cls, layers: Iterable[Mapping[str, Any]], num_base_layers: int, new_memories: Iterable[str] = ()
+    ) -> "Plan":
+        """Read what `to_list` wrote; the names of attached memories stand beside it."""
         return cls(
             tuple(
                 Base(layer["base"])
@@ -130,6 +149,7 @@ class Plan:
                 for layer in layers
             ),
             num_base_layers,
+            tuple(new_memories),
         )
 
 

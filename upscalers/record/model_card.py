@@ -5,9 +5,11 @@ from typing import Any
 
 import yaml
 
+from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method
+from upscalers.plan.describe import describe_layer
 from upscalers.plan.plan import Plan
 from upscalers.record.card_metadata import front_matter, licence_section
 from upscalers.record.report import ParameterCounts
@@ -20,6 +22,7 @@ def model_card(
     base: Source,
     plan: Plan,
     config: Config,
+    memories: Memories,
     counts: ParameterCounts,
     request: dict[str, Any],
     measurements: Sequence[Measurement],
@@ -29,6 +32,7 @@ def model_card(
     """The text of `README.md`: metadata, how to load it, the plan as a table, the counts, licence, what to cite.
 
     Args:
+        memories: Those of the upscaled model.
         carried: What holds of the base's metadata, from `base_metadata`.
         repository: Where it will be uploaded to; None where that is not known. The folder's name is left out, so that
             the same request gives the same bytes wherever the output lies.
@@ -42,11 +46,10 @@ def model_card(
         if method.promises_identity
         else "It is not promised to compute what the base computes: it is meant to be trained first."
     )
+    described = [describe_layer(plan, memories, index) for index in range(plan.num_layers)]
     rows = [
-        f"| **{index}** | **{plan.describe(index)}** |"
-        if index in plan.new_indices
-        else f"| {index} | {plan.describe(index)} |"
-        for index in range(plan.num_layers)
+        f"| **{index}** | **{words}** |" if index in plan.new_indices else f"| {index} | {words} |"
+        for index, words in enumerate(described)
     ]
     measured = _measured(measurements) if measurements else []
     return "\n".join(
@@ -55,8 +58,7 @@ def model_card(
             "",
             f"# {base_name.rstrip('/').rsplit('/', 1)[-1]}, upscaled with {method.name}",
             "",
-            f"{base_name} ({plan.num_base_layers} layers) as {plan.num_layers} layers, {len(plan.new_indices)} of them new: "
-            f"{method.summary}.",
+            f"{base_name} ({plan.num_base_layers} layers) {_change(plan, memories)}: {method.summary}.",
             start,
             "",
             "```python",
@@ -91,6 +93,13 @@ def model_card(
             *_citation(method),
         ]
     )
+
+
+def _change(plan: Plan, memories: Memories) -> str:
+    if not plan.new_memories:
+        return f"as {plan.num_layers} layers, {len(plan.new_indices)} of them new"
+    attached = [memories.attached[name] for name in plan.new_memories]
+    return "with memory " + ", ".join(f"{entry.site} of {len(entry.layers)} of them" for entry in attached)
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[str]:

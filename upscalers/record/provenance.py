@@ -27,6 +27,7 @@ def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Conf
     return {
         "method": method.name,
         "new_layers": plan.new_indices,
+        **({"new_memories": list(plan.new_memories)} if plan.new_memories else {}),
         "trainable": method.trained,
         "plan": plan.to_list(),
         "options": dataclasses.asdict(method.options),
@@ -107,7 +108,8 @@ def read_plan(entry: Config, model: BaseModel) -> Plan:
         RequestError: If it is not a plan of this model.
     """
     try:
-        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"])
+        memories = tuple(entry.get("new_memories", ()))
+        plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories)
         sound = 0 < plan.num_base_layers <= MOST_LAYERS and all(
             layer in range(plan.num_base_layers) for layer in (*plan.kept_indices, *plan.sources)
         )
@@ -115,6 +117,12 @@ def read_plan(entry: Config, model: BaseModel) -> Plan:
         raise RequestError(
             f"config.json has a malformed plan ({error!r}). Restore the config that upscale wrote."
         ) from None
+    absent = set(plan.new_memories) - model.memories.attached.keys()
+    if absent:
+        raise RequestError(
+            f"config.json has no memory {min(map(str, absent))!r}, which upscale.new_memories names; expected it there. Restore the "
+            "config that upscale wrote."
+        )
     if plan.num_layers != model.num_layers or not sound:
         raise RequestError(
             f"the plan in config.json has {plan.num_layers} layers from {len(plan.kept_indices)} of {plan.num_base_layers} base "

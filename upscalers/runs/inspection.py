@@ -6,6 +6,7 @@ from typing import Any
 
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
+from upscalers.plan.describe import describe_layer
 from upscalers.record.provenance import STRIPPED_KEY, has_config_entry, read_config_entry, read_plan, read_record
 
 
@@ -38,7 +39,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             {
                 "index": index,
                 "new": index in plan.new_indices,
-                "from": plan.describe(index),
+                "from": describe_layer(plan, opened.memories, index),
                 "parameters": sum(
                     math.prod(opened.tensors[name].shape)
                     for name in opened.layer_names(index).values()
@@ -59,7 +60,11 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "memory": opened.config.get("memory") or [],
             "parameters": {
                 "total": _num_parameters(opened),
-                "new": sum(layer["parameters"] for layer in layers if layer["new"]),
+                "new": sum(
+                    math.prod(tensor.shape)
+                    for name, tensor in opened.tensors.items()
+                    if name not in uncounted and plan.owns(name)
+                ),
             },
             "layers": layers,
             "measurements": record.get("measurements") or [],

@@ -60,7 +60,7 @@ class Job:
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = self.dtype
         self.layers = self.method.recipes(self.base, self.plan, self.seed)
-        outer = {name: Copy(self.base.tensors[name].shape, name) for name in self.base.outer_names()}
+        outer = self.method.outer_recipes(self.base, self.plan, self.seed)
         check_recipes(self.method.name, self.base, self.plan, self.config, self.layers, outer)
         self.tensors = self._tensors(outer)
         self.record: dict[str, Any] = {}
@@ -68,9 +68,13 @@ class Job:
         self.measurements: list[Measurement] = []
         self.kl_divergence: float | None = None
 
-    def _tensors(self, outer_recipes: dict[str, Copy]) -> list[OutputTensor]:
+    def _tensors(self, outer_recipes: dict[str, Recipe]) -> list[OutputTensor]:
         outer = [
-            OutputTensor(name, recipe, self._cast(self.base.tensors[name].dtype))
+            OutputTensor(
+                name,
+                recipe,
+                self._cast(self.base.tensors[recipe.source].dtype if isinstance(recipe, Copy) else self.base.dtype),
+            )
             for name, recipe in outer_recipes.items()
         ]
         layers = [
@@ -104,10 +108,9 @@ class Job:
             and not (isinstance(tensor.recipe, Copy) and tensor.recipe.source in uncounted)
         )
         new = sum(
-            math.prod(recipe.shape)
-            for index in self.plan.new_indices
-            for name, recipe in self.layers[index].items()
-            if name not in memories.buffers(index)
+            math.prod(tensor.recipe.shape)
+            for tensor in self.tensors
+            if tensor.name not in buffers and self.plan.owns(tensor.name)
         )
         return ParameterCounts(base, new, total, new if self.method.trained == "new" else total)
 
@@ -237,8 +240,7 @@ class Job:
             return Identity("logits", found.max_abs_diff)
         if not promised:
             return Identity(None, None)
-        new_layers = {index: self.base.new_name(index, "") for index in self.plan.new_indices}
-        check_blocks(partial, self.config, new_layers, tensors, dtype, progress)
+        check_blocks(partial, self.config, self.base, self.plan, tensors, dtype, progress)
         return Identity("blocks", 0.0)
 
     def _write_provenance(self, partial: Path, identity: Identity, progress: Progress) -> None:
@@ -264,6 +266,7 @@ class Job:
             self.source,
             self.plan,
             self.config,
+            memories_of(self.base.family, self.config),
             counts,
             request,
             self.measurements,

@@ -47,9 +47,10 @@ def strip(
         progress: Told of every step. Default: silent.
 
     Returns:
-        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "base_confirmed", "differing_tensors",
-        "bytes_written", "seconds"}`. `base_confirmed` says whether the weights are the base's, byte for byte; None where the
-        model was upscaled before that was recorded. `differing_tensors` is how many are not; None where that is not known.
+        `{"model", "output", "model_type", "num_layers", "removed_layer_indices", "removed_memories", "base_confirmed",
+        "differing_tensors", "bytes_written", "seconds"}`. `base_confirmed` says whether the weights are the base's, byte for byte;
+        None where the model was upscaled before that was recorded. `differing_tensors` is how many are not; None where that is
+        not known.
 
     Raises:
         RequestError: If the model was not made by `upscale`, or the output cannot be made.
@@ -87,6 +88,7 @@ def strip(
             if comparison.confirmed is False:
                 progress.warn(comparison.warning)
             what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
+            what |= {"removed_memories": list(plan.new_memories)} if plan.new_memories else {}
             version = importlib.metadata.version("midus-hf")
             write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
@@ -99,6 +101,7 @@ def strip(
         "model_type": entry["base_config"].get("model_type"),
         "num_layers": plan.num_base_layers,
         "removed_layer_indices": plan.new_indices,
+        "removed_memories": list(plan.new_memories),
         **comparison.told,
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
@@ -153,11 +156,13 @@ def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     def carried(name: str, source: str) -> OutputTensor:
         return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
 
-    outer = [carried(name, name) for name in model.outer_names()]
+    outer = [carried(name, name) for name in model.outer_names() if not plan.owns(name)]
     layers: dict[int, list[OutputTensor]] = {}
     for layer, index in plan.kept_indices.items():
         names = model.layer_names(index)
-        layers[layer] = [carried(model.new_name(layer, key), source) for key, source in names.items()]
+        layers[layer] = [
+            carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
+        ]
     embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
     rest = [tensor for tensor in outer if "embed_tokens" not in tensor.name]
     return embeddings + [tensor for index in sorted(layers) for tensor in layers[index]] + rest

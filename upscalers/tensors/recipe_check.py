@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from upscalers.architecture.families import Config, LayerTensor, family_of
-from upscalers.architecture.layer_tensors import expected_layer, memories_of
+from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import MethodError
@@ -49,7 +49,7 @@ def check_recipes(
         _check_part(f"method {method}, layer {index}", base, origins, expected, recipes)
     tensors = {
         name if base.prefix else name.removeprefix("model."): shape
-        for name, shape in family.outer_tensors(config).items()
+        for name, shape in expected_outer(family, config, memories).items()
     }
     tensors |= {name: shape for name, shape in family.tied_tensors(config).items() if name in outer}
     expected = {name: LayerTensor(name, shape) for name, shape in tensors.items()}

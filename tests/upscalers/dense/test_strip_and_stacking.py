@@ -169,7 +169,9 @@ def test_trained_memories_keep_their_effect_among_new_copies(family, shared_base
     assert not torch.allclose(logits(shared_base(family)), logits(tmp_path / "trained"))
     upscaled(tmp_path / "trained", tmp_path / "twice", "llama-pro", placement="3,7", verify=True)
     assert torch.equal(logits(tmp_path / "trained"), logits(tmp_path / "twice"))
-    assert config_of(tmp_path / "twice")["memory"] == [{"type": "headwise", **MEMORY_OPTIONS, "layers": [1, 5]}]
+    assert config_of(tmp_path / "twice")["memory"] == [
+        {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 5]}
+    ]
 
 
 def test_solar_stacks_on_solar_and_each_strip_takes_one_stack_away(native_family, shared_base, tmp_path):
@@ -188,7 +190,9 @@ def test_solar_stacks_on_solar_and_each_strip_takes_one_stack_away(native_family
 def test_solar_repeats_memory_blocks_like_any_layer(family, shared_base, tmp_path):
     with_memory(shared_base(family), tmp_path / "once")
     upscaled(tmp_path / "once", tmp_path / "twice", "solar", verify=True)
-    assert config_of(tmp_path / "twice")["memory"] == [{"type": "headwise", **MEMORY_OPTIONS, "layers": [1, 4, 5, 8]}]
+    assert config_of(tmp_path / "twice")["memory"] == [
+        {"type": "headwise", "site": "inserted", **MEMORY_OPTIONS, "layers": [1, 4, 5, 8]}
+    ]
     old, new = read_tensors(tmp_path / "once"), read_tensors(tmp_path / "twice")
     for index, source in enumerate([0, 1, 2, 3, 4, 1, 2, 3, 4, 5]):
         assert same_layers(layer(new, index), layer(old, source))

@@ -2,19 +2,18 @@
 
 from typing import ClassVar
 
-from midus_config.memory_entries import MemoryEntry
+from midus_config.memory_entries import INSERTED, MemoryEntry
 from midus_config.memory_types import InsertedOptions
-from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX, Config
 from upscalers.architecture.layer_tensors import kept_roles
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.contract import Method
+from upscalers.methods.hosted_memory import HostedMemoryMethod, initialised
 from upscalers.methods.papers import MIDUS
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
-from upscalers.tensors.recipes import Copy, Initialise, Recipe, tensor_seed
+from upscalers.tensors.recipes import Copy, Recipe
 
 
-class MemoryMethod(Method):
+class InsertedMemoryMethod(HostedMemoryMethod):
     """Inserts `M(x) = x + Mem(Attn'(LN(x)))`; attention and norm are copied from the next layer (MIDUS, section 4.1)."""
 
     paper = MIDUS
@@ -23,11 +22,7 @@ class MemoryMethod(Method):
     options: InsertedOptions
 
     def check(self, base: BaseModel) -> None:
-        if not base.family.hosts_memory:
-            raise RequestError(
-                f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
-                f"{', '.join(name for name, family in FAMILIES.items() if family.hosts_memory)}. Dense methods take it."
-            )
+        super().check(base)
         with refusing_requests():
             self.options.check(base.family.sizes(base.config))
 
@@ -54,15 +49,7 @@ class MemoryMethod(Method):
             "to copy. Choose midus-hml without output_projection."
         )
 
-    def config(self, base: BaseModel, plan: Plan) -> Config:
-        config = super().config(base, plan)
-        config["model_type"] = MEMORY_PREFIX + base.family.model_type
-        config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
-        config["memory"] = [*(config.get("memory") or []), self.entry(plan).to_dict()]
-        return config
-
-    def entry(self, plan: Plan) -> MemoryEntry:
-        """The entry of the config's `memory` list."""
+    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
         return MemoryEntry(self.options, "inserted", tuple(plan.new_indices))
 
     def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
@@ -74,7 +61,6 @@ class MemoryMethod(Method):
             if tensor.role in roles
         }
         for name, tensor in self.options.tensors(base.family.sizes(base.config)).items():
-            full_name = base.new_name(index, f"memory.{name}")
-            initialise = Initialise(tensor.shape, tensor.initial.fill, tensor_seed(seed, full_name))
-            recipes[f"memory.{name}"] = initialise
+            name = f"{INSERTED}.{name}"
+            recipes[name] = initialised(tensor, base.new_name(index, name), seed)
         return recipes

@@ -1,0 +1,109 @@
+"""A memory for every site, in one file outside the package: a low-rank map, at first to zero."""
+
+from dataclasses import dataclass
+
+from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
+from midus_config.memory_types import InsertedOptions, MemoryOptions, SharedTables, register_memory_type
+from midus_config.options import option
+from midus_hf.memory.registry import MemoryModule, register_memory
+
+
+@register_memory_type("toy")
+@dataclass(kw_only=True)
+class ToyOptions(InsertedOptions):
+    """A map `up(down(x))`; every `share` layers have the same `up`, which is then a table at the model."""
+
+    sites = ("beside-ffn", "behind-attention", "behind-layer", "skip", "inserted")
+    keeps_output_projection = True
+
+    rank: int = option(2, "width of the map")
+    share: int = option(1, "layers that have the same table")
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; expected 1 or more.")
+
+    def tensors(self, sizes):
+        down = DeclaredTensor((self.rank, sizes.hidden_size), "key", Normal(1.0))
+        return {"down": down} if self.share > 1 else {"down": down, **self._up(sizes)}
+
+    def tables(self, sizes, layers):
+        groups = [layers[first : first + self.share] for first in range(0, len(layers), self.share)]
+        return tuple(SharedTables(group, self._up(sizes)) for group in groups) if self.share > 1 else ()
+
+    def _up(self, sizes):
+        return {"up": DeclaredTensor((self.rank, sizes.hidden_size), "value", ZEROS)}
+
+
+@register_memory("toy")
+class Toy(MemoryModule):
+    """Adds `scale * up(down(x))`; `toy_scale` `[B]` is an argument of the model's forward pass, 1 if it is not given."""
+
+    inputs = ("toy_scale",)
+
+    def forward(self, hidden_states, residual=None, *, tables=None, toy_scale=None):
+        up = self.up if tables is None else tables["up"]
+        added = hidden_states @ self.down.T @ up
+        if toy_scale is not None:
+            added = added * toy_scale.to(added.dtype)[:, None, None]
+        return added if residual is None else residual + added
+
+
+class _AdapterOptions(MemoryOptions):
+    """A low-rank map beside projections."""
+
+    widths: tuple[tuple[str, str, str], ...]
+    """Role, and what the projection reads and gives."""
+
+    def tensors(self, sizes):
+        width = {
+            "D": sizes.hidden_size,
+            "F": sizes.intermediate_size,
+            "Q": sizes.num_heads * sizes.head_dim,
+            "K": sizes.num_key_value_heads * sizes.head_dim,
+        }
+        tensors = {}
+        for role, read, given in self.widths:
+            tensors[f"{role}_down"] = DeclaredTensor((2, width[read]), "key", Normal(1.0))
+            tensors[f"{role}_up"] = DeclaredTensor((2, width[given]), "value", ZEROS)
+        return tensors
+
+
+@register_memory_type("toy-attention")
+@dataclass(kw_only=True)
+class ToyAttentionOptions(_AdapterOptions):
+    """Adapters on the projections of attention."""
+
+    sites = ("inside-attention",)
+    widths = (("query", "D", "Q"), ("key", "D", "K"), ("value", "D", "K"), ("output_projection", "Q", "D"))
+
+
+@register_memory_type("toy-ffn")
+@dataclass(kw_only=True)
+class ToyFfnOptions(_AdapterOptions):
+    """Adapters on the projections of a feed-forward network."""
+
+    sites = ("inside-ffn",)
+    widths = (("gate", "D", "F"), ("up", "D", "F"), ("down", "F", "D"))
+
+
+class _Adapter(MemoryModule):
+    inputs = ("toy_scale",)
+
+    def forward(self, read, given, *, projection, toy_scale=None):
+        added = read @ getattr(self, f"{projection}_down").T @ getattr(self, f"{projection}_up")
+        return given + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None])
+
+
+@register_memory("toy-attention")
+class ToyAttention(_Adapter):
+    """Adapters on the projections of attention."""
+
+    projections = ("query", "key", "value", "output_projection")
+
+
+@register_memory("toy-ffn")
+class ToyFfn(_Adapter):
+    """Adapters on the projections of a feed-forward network."""
+
+    projections = ("gate", "up", "down")

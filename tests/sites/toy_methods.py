@@ -1,0 +1,36 @@
+"""Methods that give a base the toy memories."""
+
+from sites.toy_memory import ToyAttentionOptions, ToyFfnOptions, ToyOptions
+
+from upscalers.methods.attached_memory import AttachedMemoryMethod
+from upscalers.methods.contract import register_method
+
+
+@register_method("toy")
+class ToyMethod(AttachedMemoryMethod):
+    """A low-rank map at any site outside the base's own modules."""
+
+    summary = "a low-rank map, attached to layers"
+    paper = None
+    identity = True
+    memory_options = ToyOptions
+
+
+@register_method("toy-attention")
+class ToyAttentionMethod(AttachedMemoryMethod):
+    """Adapters inside attention."""
+
+    summary = "low-rank maps beside the projections of attention"
+    paper = None
+    identity = True
+    memory_options = ToyAttentionOptions
+
+
+@register_method("toy-ffn")
+class ToyFfnMethod(AttachedMemoryMethod):
+    """Adapters inside the feed-forward network."""
+
+    summary = "low-rank maps beside the projections of the feed-forward network"
+    paper = None
+    identity = True
+    memory_options = ToyFfnOptions

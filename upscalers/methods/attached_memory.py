@@ -1,0 +1,143 @@
+"""What methods share that attach memory to layers of the base: nothing is added to the depth."""
+
+from dataclasses import asdict, make_dataclass
+from typing import Any, ClassVar
+
+from midus_config.memory_entries import ATTACHED, TABLES, MemoryEntry
+from midus_config.memory_types import MemoryOptions, Site
+from midus_config.options import option
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.hosted_memory import HostedMemoryMethod, initialised
+from upscalers.plan.plan import Base, Plan
+from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.tensors.recipes import Recipe
+
+
+class AttachedMemoryMethod(HostedMemoryMethod):
+    """Attaches a memory to layers of the base, which are otherwise taken over as they are.
+
+    A subclass names the options of its memory type in `memory_options`. Its own options are those, and where the memory goes:
+    `layers`, `site` and, for the site `skip`, `span`.
+    """
+
+    memory_options: ClassVar[type[MemoryOptions]]
+    default_layers: ClassVar[Any] = "all"
+    """As the option `layers`."""
+    default_placement = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "memory_options" in vars(cls):
+            cls.options_class = _with_places(cls.memory_options, cls.default_layers)
+
+    def check(self, base: BaseModel) -> None:
+        super().check(base)
+        with refusing_requests():
+            self._memory().check(base.family.sizes(base.config))
+        if self.options.site not in self.memory_options.sites:
+            raise RequestError(
+                f"site is {self.options.site!r}; expected one of: {', '.join(self.memory_options.sites)}."
+            )
+
+    def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
+        for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
+            if value is not None:
+                raise RequestError(
+                    f"{name} is {value!r}, but {self.name} attaches memory to layers that there are; expected none. Pass "
+                    "--set layers=... instead."
+                )
+        layers = tuple(map(Base, range(base.num_layers)))
+        return Plan(layers, base.num_layers, (base.memories.free_name(self.memory_options.type),))
+
+    def default_remark(self, base: BaseModel, plan: Plan, placement: str | None) -> str | None:
+        return None
+
+    def placement_request(self, plan: Plan) -> dict[str, Any]:
+        return {}
+
+    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+        site: Site = self.options.site
+        (name,), layers = plan.new_memories, self.layers(base)
+        into: tuple[int, ...] = ()
+        if site == "skip":
+            layers, into = self._skips(base, layers)
+        return MemoryEntry(self._memory(), site, layers, name, into)
+
+    def layers(self, base: BaseModel) -> tuple[int, ...]:
+        """Indices of the layers that have the memory.
+
+        Raises:
+            RequestError: If the option `layers` names none, or one that the base does not have or that is a memory block.
+        """
+        own = [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
+        chosen = self.options.layers
+        if chosen == "all":
+            return tuple(own)
+        if type(chosen) is int and 1 <= chosen <= len(own):
+            return tuple(own[(2 * number + 1) * len(own) // (2 * chosen)] for number in range(chosen))
+        if isinstance(chosen, list) and chosen and all(type(layer) is int for layer in chosen):
+            if sorted(set(chosen)) == chosen and set(chosen) <= set(own):
+                return tuple(chosen)
+        raise RequestError(
+            f"layers is {chosen!r}; expected all, a number from 1 to {len(own)}, or a list of ascending indices among the layers "
+            f"of the base that have a feed-forward network: {', '.join(map(str, own))}."
+        )
+
+    def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Those layers that have another `span` layers behind them, and these."""
+        own = [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
+        span = self.options.span
+        if span < 0:
+            raise RequestError(f"span is {span}; expected 0 or more layers.")
+        pairs = [(layer, own[own.index(layer) + span]) for layer in layers if own.index(layer) + span < len(own)]
+        if not pairs:
+            raise RequestError(f"span is {span}; expected fewer than the {len(own)} layers of the base. Lower it.")
+        read, added = zip(*pairs, strict=True)
+        return read, added
+
+    def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
+        recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
+        tensors = entry.options.tensors(base.family.sizes(base.config))
+        for layer in entry.layers:
+            for name, tensor in tensors.items():
+                name = f"{ATTACHED}.{entry.name}.{name}"
+                recipes[layer][name] = initialised(tensor, base.new_name(layer, name), seed)
+        return recipes
+
+    def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
+        recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
+        for number, shared in enumerate(entry.options.tables(base.family.sizes(base.config), entry.layers)):
+            for name, tensor in shared.tensors.items():
+                name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
+                recipes[name] = initialised(tensor, name, seed)
+        return recipes
+
+    def _memory(self) -> MemoryOptions:
+        """The options of the memory type alone."""
+        values = {name: value for name, value in asdict(self.options).items() if name not in _PLACES}
+        with refusing_requests():
+            return self.memory_options(**values)
+
+
+_PLACES = ("layers", "site", "span")
+
+
+def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> type[MemoryOptions]:
+    """The options of a memory type, and where the memory goes."""
+    sites = ", ".join(memory_options.sites)
+    places: list[tuple[str, type, Any]] = [
+        (
+            "layers",
+            object,
+            option(default_layers, "which layers have it", "all | a number of evenly spaced ones | a list of indices"),
+        ),
+        ("site", str, option(memory_options.sites[0], f"where it sits in them: {sites}")),
+    ]
+    if "skip" in memory_options.sites:
+        places.append(("span", int, option(1, "of site skip: how many layers behind the one that it reads it adds")))
+    taken = {name for name, *_ in places} & {named.name for named in memory_options.__dataclass_fields__.values()}
+    if taken:
+        raise ValueError(
+            f"memory type {memory_options.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
+        )
+    return make_dataclass(f"Attached{memory_options.__name__}", places, bases=(memory_options,), kw_only=True)
