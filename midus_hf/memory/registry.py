@@ -22,6 +22,8 @@ class MemoryModule(DeclaredModule):
       `[B, T, D]`, which it returns with what it retrieves.
     - `inside-ffn`, `inside-attention`: `forward(read, given, projection=role)` for each of its `projections`, what the projection
       reads and what it gives; it returns what the projection shall give instead.
+    - `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)`, queries `[B, H, T, d]`, keys and values
+      `[B, K, S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
     - any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
 
     A memory that shares tables is also given `tables`, those of its layer by name, and each of its `inputs` that the model was
@@ -41,6 +43,8 @@ class MemoryModule(DeclaredModule):
     projections: ClassVar[tuple[str, ...]] = ()
     """Roles of the projections that a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
     `output_projection`, `gate`, `up`, `down`."""
+    reads_heads: ClassVar[bool] = False
+    """Whether a memory inside attention changes what the heads give."""
     values_were_set: bool = False
     """Whether a model that went into training mode has seen its frozen values to be anything but zero."""
 

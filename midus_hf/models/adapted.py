@@ -1,13 +1,19 @@
 """A family's attention or feed-forward network, with what memories change inside it for one forward pass."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Given what a projection reads and what it gives, what it shall give instead."""
+
+HeadReader = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Given queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and what the heads give
+`[B, T, H, d]`, what they shall give instead."""
 
 PROJECTION_NAMES = {
     "query": "q_proj",
@@ -52,21 +58,71 @@ class Adapted:
         """
         if not adapters:
             return self.family_class.forward(self, *args, **kwargs)
-        replaced = {
+        return self.family_class.forward(_View(self, self._replaced_projections(adapters)), *args, **kwargs)
+
+    def _replaced_projections(self, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
+        return {
             PROJECTION_NAMES[role]: _adapted(getattr(self, PROJECTION_NAMES[role]), adapter)
             for role, adapter in adapters.items()
         }
-        return self.family_class.forward(_View(self, replaced), *args, **kwargs)
 
 
 class HostAttention(Adapted):
     """Mixin for a family's attention in a layer that hosts memory: a class of its own, which may lack its output projection."""
+
+    def forward(
+        self,
+        *args: Any,
+        adapters: Mapping[str, Adapter] | None = None,
+        readers: Sequence[HeadReader] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's forward.
+
+        Args:
+            args: What the family's forward takes.
+            adapters: What projections give instead, by their role. Default: nothing is changed.
+            readers: What heads read beside the sequence, one after another. Default: nothing.
+            kwargs: What the family's forward takes.
+        """
+        if not readers:
+            return super().forward(*args, adapters=adapters, **kwargs)
+        # The families look their attention function up in the config and hand it every keyword argument they do not know.
+        replaced = {"config": _View(self.config, {"_attn_implementation": _WITH_READERS}), "own_config": self.config}
+        view = _View(self, {**replaced, **self._replaced_projections(adapters or {})})
+        return self.family_class.forward(view, *args, memory_readers=readers, **kwargs)
 
     def drop_output_projection(self) -> None:
         """Give the heads' outputs side by side."""
         del self.o_proj
         # A function, not an `nn.Identity`: a LoRA on every `o_proj` would find the module and refuse it.
         self.o_proj = _unchanged
+
+
+_WITH_READERS = f"with_readers_{__name__.replace('.', '_')}"
+"""A name of its own for each copy of this code that a checkpoint brings."""
+
+
+def _attend_with_readers(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    memory_readers: Sequence[HeadReader],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention function, and what memories make of its output."""
+    eager = sys.modules[module.family_class.__module__].eager_attention_forward
+    own = ALL_ATTENTION_FUNCTIONS.get_interface(module.own_config._attn_implementation, eager)
+    output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
+    for reader in memory_readers:
+        output = reader(query, key, value, output)
+    return output, weights
+
+
+ALL_ATTENTION_FUNCTIONS.register(_WITH_READERS, _attend_with_readers)
 
 
 def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapter) -> Callable[..., torch.Tensor]:

@@ -1,6 +1,7 @@
 """The decoder layer that hosts memories, at every site that there is."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +11,6 @@ from midus_config.memory_entries import Memories, inserted_options
 from midus_hf.memory.registry import MemoryModule, build_memory
 from midus_hf.models.adapted import Adapter
 from midus_hf.models.memory_inputs import MemoryInputs
-
-_ATTENTION_ROLES = ("query", "key", "value", "output_projection")
 
 
 class HostLayer:
@@ -91,13 +90,13 @@ class HostLayer:
     ) -> torch.Tensor:
         """Map the residual stream `[B, T, D]` to itself behind this layer."""
         memory_inputs = MemoryInputs() if memory_inputs is None else memory_inputs
-        adapters = self._adapters("inside-attention", memory_inputs)
+        inside = self._inside_attention(memory_inputs)
         attention_output, _ = self.self_attn(
             hidden_states=self._normalised(self.attention_norm, hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            **({"adapters": adapters} if adapters else {}),
+            **inside,
             **kwargs,
         )  # [B, T, D], or [B, T, H * d] without an output projection
         if self.is_inserted:
@@ -144,6 +143,17 @@ class HostLayer:
             hidden_states = hidden_states + self._read(name, read, memory_inputs)
         return hidden_states
 
+    def _inside_attention(self, memory_inputs: MemoryInputs) -> dict[str, Any]:
+        """What the memories inside attention change of it."""
+        names = self._at("inside-attention")
+        if not names:
+            return {}
+        memories = [
+            (self.memories[name], memory_inputs.of(self.memories[name], name, self.layer_idx)) for name in names
+        ]
+        readers = [partial(memory, **inputs) for memory, inputs in memories if memory.reads_heads]
+        return {"adapters": self._adapters("inside-attention", memory_inputs), "readers": readers}
+
     def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
         """What the memories at a site change of projections, by the role of the projection."""
         adapters: dict[str, Adapter] = {}
@@ -151,8 +161,7 @@ class HostLayer:
             memory = self.memories[name]
             inputs = memory_inputs.of(memory, name, self.layer_idx)
             for role in memory.projections:
-                if (role in _ATTENTION_ROLES) == (site == "inside-attention"):
-                    adapters[role] = _after(adapters.get(role), memory, role, inputs)
+                adapters[role] = _after(adapters.get(role), memory, role, inputs)
         return adapters
 
 

@@ -107,3 +107,26 @@ class ToyFfn(_Adapter):
     """Adapters on the projections of a feed-forward network."""
 
     projections = ("gate", "up", "down")
+
+
+@register_memory_type("toy-heads")
+@dataclass(kw_only=True)
+class ToyHeadsOptions(MemoryOptions):
+    """A map of each head's query, added to what the head gives, at first zero."""
+
+    sites = ("inside-attention",)
+
+    def tensors(self, sizes):
+        return {"table": DeclaredTensor((sizes.num_heads, sizes.head_dim, sizes.head_dim), "value", ZEROS)}
+
+
+@register_memory("toy-heads")
+class ToyHeads(MemoryModule):
+    """Adds a map of each head's query to what the head gives."""
+
+    inputs = ("toy_scale",)
+    reads_heads = True
+
+    def forward(self, query, key, value, output, *, toy_scale=None):
+        added = (query @ self.table).transpose(1, 2)
+        return output + (added if toy_scale is None else added * toy_scale.to(added.dtype)[:, None, None, None])

@@ -1,6 +1,6 @@
 """Methods that give a base the toy memories."""
 
-from sites.toy_memory import ToyAttentionOptions, ToyFfnOptions, ToyOptions
+from sites.toy_memory import ToyAttentionOptions, ToyFfnOptions, ToyHeadsOptions, ToyOptions
 
 from upscalers.methods.attached_memory import AttachedMemoryMethod
 from upscalers.methods.contract import register_method
@@ -34,3 +34,13 @@ class ToyFfnMethod(AttachedMemoryMethod):
     paper = None
     identity = True
     memory_options = ToyFfnOptions
+
+
+@register_method("toy-heads")
+class ToyHeadsMethod(AttachedMemoryMethod):
+    """A map of what heads ask."""
+
+    summary = "a map of each head's query, added to what the head gives"
+    paper = None
+    identity = True
+    memory_options = ToyHeadsOptions
