@@ -9,7 +9,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.memory.retrieval import RetrievalMemory, recomputing
+from midus_hf.memory.protocols import RetrievesSlots
+from midus_hf.memory.retrieval import recomputing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,11 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
         ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
     """
     bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    memories = [
+    memories: list[tuple[int, Any]] = [
         (layer, module)
         for layer, block in enumerate(bare.get_decoder().layers)
         for module in block.modules()
-        if isinstance(module, RetrievalMemory)
+        if isinstance(module, RetrievesSlots)
     ]
     if not memories:
         raise ValueError(
@@ -111,13 +112,13 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
             "memory layers."
         )
     for layer, memory in memories:
-        if memory.value_bank.device.type == "meta":
+        if any(parameter.device.type == "meta" for parameter in memory.parameters()):
             raise ValueError(
                 f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
             )
     usage = Usage(
         {
-            layer: torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=memory.value_bank.device)
+            layer: torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=_device_of(memory))
             for layer, memory in memories
         }
     )
@@ -130,15 +131,19 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
             handle.remove()
 
 
+def _device_of(memory: nn.Module) -> torch.device:
+    return next(memory.parameters()).device
+
+
 def _counter(
     usage: Usage, layer: int, training_only: bool
-) -> Callable[[RetrievalMemory, tuple[torch.Tensor, ...], torch.Tensor], None]:
+) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
     """A forward hook that counts what a memory has retrieved.
 
     It runs after the forward pass, so that the weights that autocast keeps were cast for the pass, with a gradient.
     """
 
-    def count(memory: RetrievalMemory, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if not recomputing() and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])

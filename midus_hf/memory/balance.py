@@ -3,13 +3,13 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_hf.memory.retrieval import RetrievalMemory
+from midus_hf.memory.protocols import ScoresSubKeys
 
 _MOST_SCORES = 1 << 24
 """Scores held at a time: 64 MB in float32."""
 
 
-def balance_loss(memory: RetrievalMemory, attention_output: torch.Tensor) -> torch.Tensor:
+def balance_loss(memory: ScoresSubKeys, attention_output: torch.Tensor) -> torch.Tensor:
     """How unevenly the tokens of a batch select sub-keys: Switch Transformer's loss (Fedus et al. 2021, equation 4).
 
     For every head and side, `n * sum_i f_i P_i`: `f_i` is the share of the tokens' selections of their k best sub-keys
@@ -42,7 +42,7 @@ def balance_loss(memory: RetrievalMemory, attention_output: torch.Tensor) -> tor
     return torch.stack(losses).mean()
 
 
-def _side_sums(memory: RetrievalMemory, query: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _side_sums(memory: ScoresSubKeys, query: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each side, sums over the tokens of `query` `[S, H, query_width]`: of probabilities `[H, n]`, and how often
     each sub-key is among a token's k best `[H, n]`."""
     sums = []

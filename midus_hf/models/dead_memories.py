@@ -15,7 +15,7 @@ def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> 
 
     Args:
         model: What goes into training mode.
-        layers: Its layers that were inserted for a memory, by index.
+        layers: Its layers, by index.
 
     Returns:
         Whether there was something to warn of.
@@ -29,9 +29,9 @@ def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> 
 
 def _is_dead(layer: nn.Module) -> bool:
     """Whether every memory in a layer, PEFT's copies of it included, is frozen while its values are zero."""
-    memories = [module for module in layer.modules() if isinstance(module, MemoryModule)]
+    memories = [module for module in layer.modules() if isinstance(module, MemoryModule) and module.names_of("value")]
     adapted = {getattr(module, "parameter_name", None) for module in layer.modules()}  # by LoRA's `target_parameters`
-    return all(_values_are_frozen_at_zero(memory, adapted) for memory in memories)
+    return bool(memories) and all(_values_are_frozen_at_zero(memory, adapted) for memory in memories)
 
 
 def _values_are_frozen_at_zero(memory: MemoryModule, adapted: set[str | None]) -> bool:

@@ -141,8 +141,7 @@ class MemoryModel(HostsMemory):
         """As `nn.Module.train`; warns, once a model, of memories that cannot learn however long they train."""
         super().train(mode)
         if mode and not self.warned_of_dead_memories:
-            inserted = {layer: self.layers[layer] for layer in self.config.memories().inserted}
-            self.warned_of_dead_memories = warn_of_dead_memories(self, inserted)
+            self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
         return self
 
 

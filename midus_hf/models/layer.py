@@ -48,6 +48,7 @@ class HostLayer:
         super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
         self.is_inserted = layer_idx in memories.inserted
+        self.classes: dict[str, type[MemoryModule]] = {}  # what PEFT wraps does not tell its class
         self.sites = {entry.name: entry.site for entry in memories.attached_to(layer_idx)}
         self.skips_from = [
             (entry.name, layer)
@@ -65,6 +66,7 @@ class HostLayer:
             self.memories = nn.ModuleDict(
                 {entry.name: build_memory(entry.options, memories.sizes) for entry in memories.attached_to(layer_idx)}
             )
+            self.classes |= {name: type(memory) for name, memory in self.memories.items()}
 
     def _become_block(self, config, memories: Memories) -> None:
         options = inserted_options(memories.inserted[self.layer_idx])
@@ -78,6 +80,7 @@ class HostLayer:
         if not options.keeps_output_projection:
             self.self_attn.drop_output_projection()
         self.memory = build_memory(options, memories.sizes)
+        self.classes[""] = type(self.memory)
 
     def forward(
         self,
@@ -122,7 +125,7 @@ class HostLayer:
             attention_output = self._normalised(self.attention_output_norm, attention_output)
         if self.adds_block_input:
             attention_output = hidden_states + attention_output
-        return self.memory(attention_output, hidden_states, **memory_inputs.of(self.memory))
+        return self.memory(attention_output, hidden_states, **memory_inputs.of(self.classes[""]))
 
     def _normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states if norm is None else getattr(self, norm)(hidden_states)
@@ -132,8 +135,10 @@ class HostLayer:
         return [name for name, taken in self.sites.items() if taken == site]
 
     def _read(self, name: str, hidden_states: torch.Tensor, memory_inputs: MemoryInputs) -> torch.Tensor:
-        memory = self.memories[name]
-        return memory(hidden_states, **memory_inputs.of(memory, name, self.layer_idx))
+        return self.memories[name](hidden_states, **self._inputs_of(name, memory_inputs))
+
+    def _inputs_of(self, name: str, memory_inputs: MemoryInputs) -> dict[str, Any]:
+        return memory_inputs.of(self.classes[name], name, self.layer_idx)
 
     def _with_added(
         self, site: str, hidden_states: torch.Tensor, read: torch.Tensor, memory_inputs: MemoryInputs
@@ -148,24 +153,24 @@ class HostLayer:
         names = self._at("inside-attention")
         if not names:
             return {}
-        memories = [
-            (self.memories[name], memory_inputs.of(self.memories[name], name, self.layer_idx)) for name in names
+        readers = [
+            partial(self.memories[name], **self._inputs_of(name, memory_inputs))
+            for name in names
+            if self.classes[name].reads_heads
         ]
-        readers = [partial(memory, **inputs) for memory, inputs in memories if memory.reads_heads]
         return {"adapters": self._adapters("inside-attention", memory_inputs), "readers": readers}
 
     def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
         """What the memories at a site change of projections, by the role of the projection."""
         adapters: dict[str, Adapter] = {}
         for name in self._at(site):
-            memory = self.memories[name]
-            inputs = memory_inputs.of(memory, name, self.layer_idx)
-            for role in memory.projections:
-                adapters[role] = _after(adapters.get(role), memory, role, inputs)
+            inputs = self._inputs_of(name, memory_inputs)
+            for role in self.classes[name].projections:
+                adapters[role] = _after(adapters.get(role), self.memories[name], role, inputs)
         return adapters
 
 
-def _after(first: Adapter | None, memory: MemoryModule, role: str, inputs: Mapping[str, Any]) -> Adapter:
+def _after(first: Adapter | None, memory: nn.Module, role: str, inputs: Mapping[str, Any]) -> Adapter:
     """A memory's adapter of a projection, behind another memory's."""
 
     def adapter(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

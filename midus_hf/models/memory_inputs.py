@@ -28,15 +28,15 @@ class MemoryInputs:
         self._given, self._tables = given or {}, tables or {}
         self._carried: dict[tuple[str, int], torch.Tensor] = {}
 
-    def of(self, memory: MemoryModule, name: str = "", layer: int = -1) -> dict[str, Any]:
+    def of(self, memory_class: type[MemoryModule], name: str = "", layer: int = -1) -> dict[str, Any]:
         """The keyword arguments of a memory: those of its `inputs` that were given, and `tables` where it shares some.
 
         Args:
-            memory: The module.
+            memory_class: Of its module, which PEFT may have wrapped since.
             name: That it is attached by. Default: it is inserted.
             layer: That it is attached to.
         """
-        inputs = {key: self._given[key] for key in memory.inputs if key in self._given}
+        inputs = {key: self._given[key] for key in memory_class.inputs if key in self._given}
         if layer in self._tables.get(name, {}):
             inputs["tables"] = self._tables[name][layer]
         return inputs

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from midus_hf.memory.balance import balance_loss
-from midus_hf.memory.retrieval import RetrievalMemory, recomputing
+from midus_hf.memory.protocols import ScoresSubKeys
+from midus_hf.memory.retrieval import recomputing
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
     """What a memory was given to read, and the autocast that it read it under."""
 
-    memory: RetrievalMemory
+    memory: ScoresSubKeys
     attention_output: torch.Tensor
     autocast: dict[str, Any]
 
@@ -27,7 +28,7 @@ class Readings:
     def __init__(self) -> None:
         self._readings: list[_Reading] = []
 
-    def record(self, memory: RetrievalMemory, arguments: tuple[torch.Tensor, ...]) -> None:
+    def record(self, memory: ScoresSubKeys, arguments: tuple[torch.Tensor, ...]) -> None:
         """Note what a memory is about to read; a forward pre-hook. What is only computed again is not noted again.
 
         Raises:
@@ -74,7 +75,7 @@ def record_readings(model: nn.Module) -> Iterator[Readings]:
         model: A model, wrapped or not. Its memory modules have a hook more while the context is open.
     """
     readings = Readings()
-    memories = [module for module in model.modules() if isinstance(module, RetrievalMemory)]
+    memories: list[Any] = [module for module in model.modules() if isinstance(module, ScoresSubKeys)]
     handles = [memory.register_forward_pre_hook(readings.record) for memory in memories]
     try:
         yield readings

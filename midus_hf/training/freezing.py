@@ -1,16 +1,19 @@
 """Which parameters train: the layers that were added to the base, everything, or layers by their indices."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from midus_config.declared_tensors import Role
 from midus_config.memory_entries import ATTACHED, TABLES
+from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.training.options import Trainable
 
+_ROLES = tuple(role for role in get_args(Role) if role != "buffer")
 _SUMMARIES = {"new": "the new layers alone", "all": "everything"}
 
 
@@ -28,7 +31,7 @@ class TrainableReport:
             attention, or a part of the model outside them.
     """
 
-    trainable: Literal["new", "all"] | list[int]
+    trainable: Literal["new", "all"] | list[int] | list[Role]
     layers: list[int]
     num_layers: int
     parameters: int
@@ -40,6 +43,11 @@ class TrainableReport:
         which, caption = f"layers {indices} alone", None
         if not isinstance(self.trainable, list):
             which, caption = _SUMMARIES[self.trainable], f"layers {indices}"
+        elif isinstance(self.trainable[0], str):
+            which, caption = (
+                f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone",
+                f"layers {indices}",
+            )
         summary = (
             f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
@@ -51,29 +59,34 @@ class TrainableReport:
         return Group(summary, table)
 
 
-def resolve_trainable(config: PreTrainedConfig, trainable: Trainable) -> Literal["new", "all"] | list[int]:
+def resolve_trainable(
+    config: PreTrainedConfig, trainable: Trainable
+) -> Literal["new", "all"] | list[int] | list[Role]:
     """Replace `"auto"` by what the config says, and see that the layers that are to train exist.
 
     Args:
         config: Of the model.
-        trainable: `"auto"`, `"new"`, `"all"` or a list of layer indices.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors.
 
     Returns:
         `"new"`, `"all"` or the list.
 
     Raises:
         ValueError: If `trainable` is none of these; if it is `"auto"` and the config does not record what trains; if
-            it is `"new"` and the config records no new layers; if the list is empty, names a layer twice, or one that
-            the model does not have.
+            it is `"new"` or a list of roles and the config records nothing new; if the list is empty, names a layer twice, or one
+            that the model does not have.
     """
     resolved = _recorded_trainable(config) if trainable == "auto" else trainable
     if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
-        _check_listed(config, resolved)
-    elif resolved == "new":
+        _check_listed(config, cast(list[int], resolved))
+    elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
         _new_layers(config)
     elif resolved != "all":
-        raise ValueError(f"trainable is {trainable!r}; expected 'auto', 'new', 'all' or a list of layer indices.")
-    return resolved
+        raise ValueError(
+            f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles of memory tensors: "
+            f"{', '.join(_ROLES)}."
+        )
+    return cast(Literal["new", "all"] | list[int] | list[Role], resolved)
 
 
 def new_layers(config: PreTrainedConfig) -> list[int]:
@@ -141,13 +154,13 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
     """Set `requires_grad` of every parameter: without more said, what trains is what the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories that were attached to layers of the
-    base train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list, layers
-    that it names train whole. `"auto"` is what the config of an upscaled model records as its method's own: `"new"` or
-    `"all"`.
+    base train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of
+    indices, the layers that it names train whole; with a list of roles, the tensors of these roles in memories that were
+    added. `"auto"` is what the config of an upscaled model records as its method's own: `"new"` or `"all"`.
 
     Args:
         model: A causal language model whose decoder has `layers`.
-        trainable: `"auto"`, `"new"`, `"all"` or a list of layer indices. Default: `"auto"`.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors. Default: `"auto"`.
 
     Raises:
         ValueError: As `resolve_trainable`, and if the model is wrapped by PEFT, whose config says what trains.
@@ -159,16 +172,14 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
         )
     resolved = resolve_trainable(model.config, trainable)
     layers: nn.ModuleList = model.get_decoder().layers
-    if isinstance(resolved, list):
-        chosen = sorted(resolved)
-    else:
-        chosen = _new_layers(model.config) if resolved == "new" else list(range(len(layers)))
     model.requires_grad_(resolved == "all")
-    for index in chosen:
-        layers[index].requires_grad_(True)
-    if resolved == "new":
-        for module in attached_modules(model, recorded_new_memories(model.config)).values():
-            module.requires_grad_(True)
+    for module in _new_modules(model) if resolved == "new" else []:
+        module.requires_grad_(True)
+    if isinstance(resolved, list):
+        for chosen in resolved:
+            if isinstance(chosen, int):
+                layers[chosen].requires_grad_(True)
+        _train_roles(model, [role for role in resolved if not isinstance(role, int)])
 
     parameters_of_part: dict[str, int] = {}
     inside = {id(parameter) for parameter in layers.parameters()}
@@ -189,6 +200,32 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_of_part=parameters_of_part,
     )
+
+
+def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers and memories that were added to the base."""
+    layers = model.get_decoder().layers
+    attached = attached_modules(model, recorded_new_memories(model.config))
+    return [*(layers[index] for index in _new_layers(model.config)), *attached.values()]
+
+
+def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
+    """Let the tensors of some roles train, in the memories that were added to the base."""
+    found = [
+        memory.get_parameter(name)
+        for module in (_new_modules(model) if roles else [])
+        for memory in module.modules()
+        if isinstance(memory, DeclaredModule)
+        for name in memory.names_of(*roles)
+        if name in dict(memory.named_parameters())
+    ]
+    if roles and not found:
+        raise ValueError(
+            f"trainable is {roles}, but the new memories of this {model.config.model_type} model have no tensors of these roles; "
+            "expected roles that they have, or trainable: new."
+        )
+    for parameter in found:
+        parameter.requires_grad_(True)
 
 
 def _num_training(module: nn.Module) -> int:

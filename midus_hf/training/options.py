@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-Trainable = Literal["auto", "new", "all"] | list[int]
+from midus_config.declared_tensors import Role
+
+Trainable = Literal["auto", "new", "all"] | list[int | Role]
 """What trains: see `TrainConfig`."""
 
 ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
@@ -97,8 +99,9 @@ class TrainConfig:
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
         trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
-            as `[3, 7]` these layers of any model. `"auto"` is `"new"` or `"all"`: what the config of an upscaled model
-            records as its method's own. Default: `"auto"`.
+            as `[3, 7]` these layers of any model, a list of roles such as `[value]` the tensors of these roles in the
+            memories that were added (`midus_config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
+            what the config of an upscaled model records as its method's own. Default: `"auto"`.
         learning_rate: Maximum rate of everything but keys and values. Default: 1e-4.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.

@@ -124,6 +124,27 @@ def test_a_config_that_names_no_layers_of_the_model_is_refused(upscaled, upscale
 @pytest.mark.parametrize("trainable", ["none", None, 3, [True], ["3"]], ids=str)
 def test_another_word_for_what_trains_is_refused(upscaled, trainable):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
-    message = f"trainable is {trainable!r}; expected 'auto', 'new', 'all' or a list of layer indices."
+    message = f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles"
     with pytest.raises(ValueError, match=re.escape(message)):
         set_trainable(model, trainable)
+
+
+@pytest.mark.parametrize("roles", [["value"], ["key", "value"], ["transform"]], ids=str)
+def test_roles_name_tensors_of_the_new_memories(upscaled, roles):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    names = {"key": {"row_keys", "column_keys"}, "value": {"value_bank"}, "transform": {"value_transform"}}
+    report = set_trainable(model, roles)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == set().union(*(names[role] for role in roles))
+    assert all(".memory." in name for name in trained)
+    assert report.layers == model.config.upscale["new_layers"] and report.parameters_of_part.keys() == {
+        "layers.memory"
+    }
+
+
+def test_roles_that_the_new_memories_do_not_have_are_refused(upscaled):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    with pytest.raises(
+        ValueError, match=r"trainable is \['router'\], but the new memories of this midus_llama model have no"
+    ):
+        set_trainable(model, ["router"])
