@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from midus_config.declared_tensors import DeclaredTensor
-from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, SharedTables, Site
+from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, SharedTables, Site, known_type
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import read_options
 
@@ -170,7 +170,7 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'headwise', 'layers': [1]}}."
         )
     memory_type = values.get("type")
-    if not isinstance(memory_type, str) or memory_type not in MEMORY_TYPES:
+    if not isinstance(memory_type, str) or not known_type(memory_type):
         raise ValueError(
             f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. A type is added, not renamed: "
             "under another name its tensors mean something else."

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, TypeVar, get_args
 
 from midus_config.declared_tensors import DeclaredTensor, Role
 from midus_config.model_sizes import ModelSizes
+from midus_config.plugins import load_offered
 
 Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
 """Where a memory sits.
@@ -92,7 +93,16 @@ class InsertedOptions(MemoryOptions):
 
 
 MEMORY_TYPES: dict[str, type[MemoryOptions]] = {}
+"""The types that are registered; what other packages offer is among them once it was asked for."""
+
 Options = TypeVar("Options", bound=MemoryOptions)
+
+
+def known_type(name: object) -> bool:
+    """Whether there is a type of memory of this name, here or offered by another package."""
+    if name not in MEMORY_TYPES:
+        load_offered("midus_config.memories")
+    return name in MEMORY_TYPES
 
 
 def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:

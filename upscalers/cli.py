@@ -161,9 +161,10 @@ def methods(
     import upscalers.methods  # noqa: F401 - fills the table
     from midus_config.options import describe_options
     from upscalers.console import print_methods
-    from upscalers.methods.contract import METHODS, get_method
+    from upscalers.methods.contract import METHODS, get_method, load_offered_methods
     from upscalers.record.provenance import paper_entry
 
+    load_offered_methods()
     described = [
         {
             "name": method.name,

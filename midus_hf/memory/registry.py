@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from midus_config.memory_types import MEMORY_TYPES, MemoryOptions
 from midus_config.model_sizes import ModelSizes
+from midus_config.plugins import load_offered
 from midus_hf.memory.declared_module import DeclaredModule
 
 MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}
@@ -88,9 +89,20 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes) -> MemoryModule:
     Raises:
         ValueError: If its type has none.
     """
-    if options.type not in MEMORY_MODULES:
+    return module_of(options.type)(options, sizes)
+
+
+def module_of(memory_type: str) -> type[MemoryModule]:
+    """The class of a type's module, here or offered by another package.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    if memory_type not in MEMORY_MODULES:
+        load_offered("midus_hf.memories")
+    if memory_type not in MEMORY_MODULES:
         raise ValueError(
-            f"memory type {options.type!r} has no module; expected one of {', '.join(sorted(MEMORY_MODULES))}. Import what "
+            f"memory type {memory_type!r} has no module; expected one of {', '.join(sorted(MEMORY_MODULES))}. Import what "
             "registers it."
         )
-    return MEMORY_MODULES[options.type](options, sizes)
+    return MEMORY_MODULES[memory_type]

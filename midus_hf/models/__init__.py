@@ -1,14 +1,19 @@
-"""Backbone families that host memory, one a file. Importing this package registers them with the Auto classes."""
+"""Backbone families that host memory, one a file. Importing this package registers them, and those that
+other packages offer, with the Auto classes.
+"""
 
 import importlib
 import pkgutil
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from midus_config.plugins import load_offered
 from midus_hf.models.families import FAMILIES
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+load_offered("midus_hf.families")
 
 for _causal_lm in FAMILIES.values():
     _config = _causal_lm.config_class

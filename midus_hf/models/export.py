@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.memory.registry import module_of
 
 ENTRY_MODULE = "modeling_midus"
 _PACKAGES = ("midus_hf", "midus_config")
@@ -46,7 +46,7 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
     name = type(config).__name__.removesuffix("Config")
     wanted = {family: [f"{name}Config", f"{name}ForCausalLM", f"{name}Model"]}
     for entry in config.memory:
-        memory_class = MEMORY_MODULES[entry["type"]]
+        memory_class = module_of(entry["type"])
         wanted.setdefault(memory_class.__module__, []).append(memory_class.__name__)
 
     entry_lines = [

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from midus_config.model_sizes import ModelSizes
-from upscalers.request.errors import RequestError
+from midus_config.plugins import load_offered
+from upscalers.request.errors import RequestError, refusing_requests
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
@@ -320,6 +321,18 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def register_family(family: Family) -> Family:
+    """Enter a family under its `model_type`.
+
+    Raises:
+        ValueError: If the type is taken.
+    """
+    if family.model_type in FAMILIES:
+        raise ValueError(f"family {family.model_type!r} is already registered; it is one of {', '.join(FAMILIES)}.")
+    FAMILIES[family.model_type] = family
+    return family
+
+
 def family_of(config: Config) -> Family:
     """The family that a config belongs to, whether or not it already hosts memory.
 
@@ -369,6 +382,9 @@ def family_of(config: Config) -> Family:
             "Save its language_model as a checkpoint of its own first."
         )
     native_type = model_type.removeprefix(MEMORY_PREFIX)
+    if native_type not in FAMILIES:
+        with refusing_requests():
+            load_offered("upscalers.families")
     if native_type not in FAMILIES:
         # No near match is offered: under the name of another architecture a base may load and compute something else.
         raise RequestError(

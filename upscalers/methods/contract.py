@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from midus_config.plugins import load_offered
 from midus_config.wording import near_matches
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan
 from upscalers.plan.placements import default_remark, in_whole_periods, place
 from upscalers.plan.plan import Base, New, Plan, insertion_plan
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Copy, Recipe
 from upscalers.tensors.solver import Measurement
 
@@ -218,6 +219,16 @@ def register_method(name: str) -> Callable[[type[Method]], type[Method]]:
     return decorate
 
 
+def load_offered_methods() -> None:
+    """Register the methods that other packages offer.
+
+    Raises:
+        RequestError: If one of them cannot be imported.
+    """
+    with refusing_requests():
+        load_offered("upscalers.methods")
+
+
 def get_method(name: str) -> type[Method]:
     """The method of that name.
 
@@ -226,6 +237,8 @@ def get_method(name: str) -> type[Method]:
     """
     import upscalers.methods  # noqa: F401 - fills the table
 
+    if name not in METHODS:
+        load_offered_methods()
     if name not in METHODS:
         raise RequestError(f"method {name!r} is unknown. {near_matches(name, sorted(METHODS))}")
     return METHODS[name]

@@ -1,0 +1,133 @@
+"""The package of docs/extend.md, word for word: installed, upscaled with, trained, stripped, loaded without any package."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from tiny import prompt, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", PAGE, flags=re.M | re.S))
+(COMMANDS,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, flags=re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder that holds the package as pip lays it out: its modules, and its entry points."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    project = tomllib.loads(FILES["pyproject.toml"])["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, offered in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in offered.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, installed) -> Path:
+    """A folder with a base, where the commands of the page have run."""
+    folder = tmp_path_factory.mktemp("work")
+    save_tiny_model("llama", folder / "BASE")
+    for command in COMMANDS.strip().splitlines():
+        words = shlex.split(command)
+        assert words[0] == "upscale"
+        done = run([*words[1:]], folder, installed)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return folder
+
+
+def run(arguments: list[str], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
+    """Run `upscale` in a process that sees further folders of packages."""
+    path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
+    return subprocess.run(
+        [sys.executable, "-c", "from upscalers.cli import main; main()", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_package_takes_sixty_lines_of_python():
+    python = [
+        line for name, text in FILES.items() if name.endswith(".py") for line in text.splitlines() if line.strip()
+    ]
+    assert len(FILES) == 4 and len(python) <= 60
+
+
+def test_the_commands_give_the_base_back(work):
+    base, again = (work / name / "model.safetensors" for name in ("BASE", "base-again"))
+    assert base.read_bytes() == again.read_bytes()
+
+
+def test_a_dry_run_reads_no_torch(work, installed):
+    code = """
+import sys
+from upscalers.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--base", "BASE", "--method", "bottleneck", "--dry-run", "--json"],
+        cwd=work,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (installed, Path(__file__).parents[2])))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_model_loads_where_nothing_is_installed_and_computes_what_the_base_computes(work):
+    base = AutoModelForCausalLM.from_pretrained(work / "BASE").eval()
+    with torch.no_grad():
+        torch.save((prompt(), base(prompt()).logits), work / "expected.pt")
+    code = """
+import torch
+from transformers import AutoModelForCausalLM
+tokens, logits = torch.load("expected.pt")
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True).eval()
+with torch.no_grad():
+    print(torch.equal(model(tokens).logits, logits))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".up"):
+            parameter.normal_()
+    changed = model(tokens).logits
+    print(torch.equal(changed, logits))
+    model.save_pretrained("again")
+    again = AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True).eval()
+    print(torch.equal(again(tokens).logits, changed))
+"""
+    assert run_python(code, work, package_present=False).split() == ["True", "False", "True"]
+
+
+def test_a_package_that_cannot_be_imported_is_named(work, installed, tmp_path):
+    broken = tmp_path / "site-packages"
+    info = broken / "broken_memory-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-memory\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[upscalers.methods]\nbroken = no_such_module\n")
+    done = run(["methods"], work, broken)
+    assert done.returncode == 2
+    assert "broken-memory offers no_such_module under upscalers.methods, which cannot be imported" in done.stderr
+    assert "Traceback" not in done.stderr
