@@ -15,7 +15,7 @@ from tests.upscalers.test_provenance import tokenizer
 from upscalers import RequestError, strip, upscale
 from upscalers.landing.output_folder import MARK, OutputFolder
 from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable
-from upscalers.runs.job import Job
+from upscalers.runs.writing import Writing
 
 
 def upscaled(base, output, **request):
@@ -194,13 +194,13 @@ def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp
     output = upscaled(base, tmp_path / "out")
     before = file_digests(output)
 
-    honest = Job._verify
+    honest = Writing._verify
 
     def meanwhile(self, *_):
         (output / "notes.txt").write_text("mine")
         return honest(self, *_)
 
-    monkeypatch.setattr(Job, "_verify", meanwhile)
+    monkeypatch.setattr(Writing, "_verify", meanwhile)
     with pytest.raises(RequestError, match=r"--overwrite would delete it: notes\.txt; expected"):
         upscaled(base, output, overwrite=True, seed=1)
     (output / "notes.txt").unlink()
@@ -209,13 +209,13 @@ def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp
 
 
 def test_what_appears_at_a_place_that_was_free_is_kept(base, tmp_path, monkeypatch):
-    honest = Job._verify
+    honest = Writing._verify
 
     def meanwhile(self, *_):
         project(tmp_path / "out")
         return honest(self, *_)
 
-    monkeypatch.setattr(Job, "_verify", meanwhile)
+    monkeypatch.setattr(Writing, "_verify", meanwhile)
     with pytest.raises(RequestError, match="out exists; pass --overwrite to replace it"):
         upscaled(base, tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text() == "notes.txt"

@@ -80,7 +80,7 @@ def test_so_does_taking_out(shared_base, tmp_path):
 
 
 def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
-    monkeypatch.setattr("upscalers.runs.job._validated", lambda folder: 1 / 0)
+    monkeypatch.setattr("upscalers.runs.writing._validated", lambda folder: 1 / 0)
     progress = Stages()
     with pytest.raises(ZeroDivisionError):
         upscale(base=shared_base(), method="solar", output=tmp_path / "out", progress=progress)

@@ -11,7 +11,7 @@ from upscalers import RequestError, VerificationError, upscale
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus_hml import MidusHml
 from upscalers.runs import job, streamed_model
-from upscalers.runs.job import Job
+from upscalers.runs.writing import Writing
 from upscalers.tensors.recipes import Copy, Fill
 
 
@@ -88,14 +88,14 @@ def test_a_base_tensor_in_the_wrong_place_is_caught(tmp_path, monkeypatch):
 
 def change_written(monkeypatch, name, change=lambda tensor: tensor + 1e-3):
     """Let a tensor of the result be another one than the method asked for."""
-    honest = Job._write_siblings
+    honest = Writing._write_siblings
 
-    def write_siblings(self, partial, progress):
+    def write_siblings(self, partial, config):
         tensors = read_tensors(partial)
         write_tensors(partial, {**tensors, name: change(tensors[name])})
-        honest(self, partial, progress)
+        return honest(self, partial, config)
 
-    monkeypatch.setattr(Job, "_write_siblings", write_siblings)
+    monkeypatch.setattr(Writing, "_write_siblings", write_siblings)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_nan_is_still_searched_for_without_enough_memory(tmp_path, monkeypatch):
 
 def test_who_insists_is_refused_before_the_first_byte(command, base, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "available_bytes", lambda: 123_000_000)
-    monkeypatch.setattr(Job, "write", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr(Writing, "run", lambda *_: pytest.fail("the work began"))
     refused = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", "--verify")
     assert refused.status == 2
     assert refused.err == (

@@ -26,6 +26,7 @@ from upscalers.record.provenance import (
 )
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.tensors.file_order import in_file_order
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
@@ -163,9 +164,7 @@ def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
         layers[layer] = [
             carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
         ]
-    embeddings = [tensor for tensor in outer if "embed_tokens" in tensor.name]
-    rest = [tensor for tensor in outer if "embed_tokens" not in tensor.name]
-    return embeddings + [tensor for index in sorted(layers) for tensor in layers[index]] + rest
+    return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
 
 
 def _base_config(entry: Config, model: BaseModel, progress: Progress) -> Config:

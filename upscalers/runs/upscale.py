@@ -21,6 +21,7 @@ from upscalers.request.options import parse_options
 from upscalers.request.progress import NoProgress, Progress, shown
 from upscalers.request.sizes import parse_size
 from upscalers.runs.job import Job
+from upscalers.runs.writing import Outcome, Writing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SPARE_BYTES = 64_000_000
@@ -128,7 +129,7 @@ def upscale(
         for concern in [*chosen.concerns(opened, job.plan), *([pattern] if pattern else [])]:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
-        identity, volume = Identity(None, None), Bytes(0, num_bytes)
+        outcome = Outcome(Identity(None, None), Bytes(0, num_bytes))
         if output is not None:
             folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
             folder.check_space(num_bytes + job.scratch_bytes() + _SPARE_BYTES)
@@ -136,7 +137,7 @@ def upscale(
                 scan = verify is not False and not allow_nan
                 with shown(progress):
                     compares_logits = job.compares_logits(verify, progress)
-                    identity, volume = job.write(folder, max_shard_bytes, scan, compares_logits, progress)
+                    outcome = Writing(job, folder, max_shard_bytes, scan, compares_logits, progress).run()
     report = UpscaleReport(
         method=chosen.name,
         base=str(base),
@@ -145,13 +146,13 @@ def upscale(
         num_layers=job.plan.num_layers,
         new_layer_indices=job.plan.new_indices,
         parameters=counts,
-        bytes=volume,
-        identity=identity,
+        bytes=outcome.volume,
+        identity=outcome.identity,
         seconds=time.perf_counter() - started,
         peak_rss_bytes=_peak_rss_bytes(),
         promises_identity=chosen.promises_identity,
-        kl_divergence=job.kl_divergence,
-        measurements=job.measurements,
+        kl_divergence=outcome.kl_divergence,
+        measurements=list(outcome.measurements),
     )
     if push_to_hub and not dry_run:
         _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)

@@ -15,6 +15,7 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
 from upscalers.runs.streamed_model import StreamedModel, read_tensor
+from upscalers.tensors.file_order import is_embedding
 
 _BATCH, _TOKENS = 2, 64
 _ROWS_AT_ONCE = 16
@@ -194,7 +195,7 @@ def _place(
         pairs = {base.new_name(number - 1, name): source for name, source in names.items()}
     else:
         words = "in the embedding" if number == 0 else "behind the last layer"
-        pairs = {name: name for name in base.outer_names() if ("embed_tokens" in name) == (number == 0)}
+        pairs = {name: name for name in base.outer_names() if is_embedding(name) == (number == 0)}
     different = _different(pairs, base, tensors, dtype)
     if not different:
         return f"{words}, though its tensors are the base's"

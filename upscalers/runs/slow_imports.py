@@ -1,0 +1,26 @@
+"""Imports that take seconds: torch, transformers and the classes of midus_hf."""
+
+import contextlib
+
+from upscalers.request.errors import RequestError, one_line
+
+
+def import_slow_modules() -> None:
+    """Import what checking a result needs.
+
+    Raises:
+        RequestError: If it cannot be imported, as where memory is short.
+    """
+    try:
+        import upscalers.runs.streamed_model  # noqa: F401 - brings torch, transformers and the classes of midus_hf
+    except (ImportError, OSError, MemoryError) as error:
+        raise RequestError(
+            f"torch and transformers cannot be loaded ({type(error).__name__}: {one_line(error)}). Make room in memory or raise "
+            "the limit on it (ulimit -v); if it is not that, install midus-hf again."
+        ) from None
+
+
+def import_early() -> None:
+    """Import while bytes are copied, so that checking can begin at once; whoever needs what did not load will say so."""
+    with contextlib.suppress(RequestError):
+        import_slow_modules()

@@ -1,0 +1,213 @@
+"""Writing what was decided: tensors, config, verification, provenance, and the folder in its place."""
+
+import copy
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upscalers.architecture.families import MEMORY_PREFIX, Config
+from upscalers.architecture.layer_tensors import memories_of
+from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.safetensors_format import read_header
+from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files
+from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
+from upscalers.landing.output_folder import OutputFolder
+from upscalers.record.card_metadata import base_metadata
+from upscalers.record.model_card import model_card
+from upscalers.record.provenance import CONFIG_KEY, DIGEST_KEY, base_record, paper_entry, write_record
+from upscalers.record.report import Bytes, Identity
+from upscalers.request.errors import RequestError, one_line
+from upscalers.request.progress import Progress, begin_writing
+from upscalers.runs.job import Job
+from upscalers.runs.slow_imports import import_early
+from upscalers.tensors.solver import Measurement
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job.
+
+    Args:
+        identity: What was verified.
+        volume: Bytes read and written.
+        kl_divergence: As `UpscaleReport` has it.
+        measurements: What solvers found out.
+    """
+
+    identity: Identity
+    volume: Bytes
+    kl_divergence: float | None = None
+    measurements: tuple[Measurement, ...] = ()
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The writing of one job.
+
+    Args:
+        job: What was decided.
+        folder: To make.
+        max_shard_bytes: The largest size of a file.
+        scan: Whether NaN in the base is refused.
+        compares_logits: Whether both models' logits are compared; otherwise each new block is checked alone.
+        progress: Told of every step.
+    """
+
+    job: Job
+    folder: OutputFolder
+    max_shard_bytes: int
+    scan: bool
+    compares_logits: bool
+    progress: Progress
+
+    def run(self) -> Outcome:
+        """Write, verify, and put the folder in its place.
+
+        Raises:
+            RequestError: If NaN is refused or transformers cannot read the result; nothing is left of it.
+            VerificationError: If the result is not what the method promises; nothing is left of it.
+        """
+        job, progress = self.job, self.progress
+        imports = threading.Thread(target=import_early, daemon=True)
+        imports.start()
+        shards = split_shards(job.tensors, self.max_shard_bytes)
+        # Where base layers were dropped, `strip` has nothing to give back that could be confirmed.
+        digested = TensorDigests(job.base.tensors, {} if job.plan.dropped_layers else weight_names(job.base))
+        with self.folder as partial, digested as digests:
+            config = copy.deepcopy(job.config)
+            _write_config(partial, config)
+            begin_writing(progress, sum(tensor.num_bytes for tensor in job.tensors), len(shards))
+
+            def before_building() -> None:
+                digests.begin()
+                imports.join()  # two threads must not import transformers at once: its lazy modules do not stand it
+
+            writer = CheckpointWriter(
+                job.base.tensors,
+                scan=self.scan,
+                before_building=before_building,
+                progress=progress,
+                copied=digests.add,
+            )
+            written = writer.write(partial, shards)
+            for concern in job.method.review(written.measurements):
+                progress.warn(concern)
+            if imports.is_alive():
+                progress.stage("loading libraries", 1)
+                imports.join()
+                progress.advance()
+            record = self._write_siblings(partial, config)
+            identity, kl_divergence = self._verify(partial, shards, config)
+            self.folder.flush(progress)  # which takes as long as the digests, and no processor
+            progress.stage("recording what was done", 1)
+            volume = Bytes(written.bytes_read, written.bytes_written)
+            outcome = Outcome(identity, volume, kl_divergence, tuple(written.measurements))
+            self._write_provenance(partial, config, record, digests.finish(), outcome)
+            self.folder.commit()
+            progress.advance()
+        return outcome
+
+    def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
+        """Write what lies beside the weights; returns what `strip` must know of it to undo it."""
+        self.progress.stage("checking config and tokenizer", 2)
+        copy_travelling_files(self.job.source.folder, partial)
+        validated = _validated(partial)
+        self.progress.advance()
+        tokenizer_config = partial / TOKENIZER_CONFIG
+        before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
+        record = {"tokenizer_config": before} if keep_tokenizer_class(self.job.source.folder, partial) else {}
+        if config["model_type"].startswith(MEMORY_PREFIX):
+            from midus_hf.models.export import write_code
+
+            write_code(partial, validated)
+            config["auto_map"] = validated.to_dict()["auto_map"]
+            _write_config(partial, config)
+        self.progress.advance()
+        return record
+
+    def _verify(
+        self, partial: Path, shards: dict[str, list[OutputTensor]], config: Config
+    ) -> tuple[Identity, float | None]:
+        """Check the result; returns what was found, and the divergence where logits were compared."""
+        from upscalers.runs.block_check import check_blocks
+        from upscalers.runs.verify import compare_logits
+
+        job = self.job
+        dtype, promised = job.cast(job.base.dtype), job.method.promises_identity
+        tensors = {name: tensor for file in shards for name, tensor in read_header(partial / file).items()}
+        if self.compares_logits:
+            found = compare_logits(job.base, partial, tensors, job.plan, dtype, promised, self.progress)
+            return Identity("logits", found.max_abs_diff), found.kl_divergence
+        if not promised:
+            return Identity(None, None), None
+        check_blocks(partial, config, job.base, job.plan, tensors, dtype, self.progress)
+        return Identity("blocks", 0.0), None
+
+    def _write_provenance(
+        self, partial: Path, config: Config, record: dict[str, Any], digests: dict[str, str], outcome: Outcome
+    ) -> None:
+        from midus_hf.version import __version__
+
+        job, counts, entry = self.job, self.job.counts(), config[CONFIG_KEY]
+        if digests:
+            entry[DIGEST_KEY] = content_sha256(digests)
+            _write_config(partial, config)
+        request = {
+            "base": job.source.label,
+            **({} if job.source.revision is None else {"revision": job.source.revision}),
+            "method": job.method.name,
+            **job.method.placement_request(job.plan),
+            "options": entry["options"],
+            "seed": job.seed,
+            "dtype": job.dtype,
+        }
+        card = model_card(
+            job.method,
+            job.source,
+            job.plan,
+            config,
+            memories_of(job.base.family, config),
+            counts,
+            request,
+            outcome.measurements,
+            base_metadata(job.source, self.progress),
+            job.repository,
+        )
+        (partial / CARD_FILE).write_text(card, encoding="utf-8")
+        write_record(
+            partial,
+            {
+                "midus_hf": __version__,
+                **entry,
+                **record,
+                "dtype": job.dtype,
+                "base": base_record(job.base, job.source.label, job.source.revision, digests),
+                "parameters": vars(counts),
+                "identity": vars(outcome.identity),
+                "promises_identity": job.method.promises_identity,
+                "kl_divergence": outcome.kl_divergence,
+                "measurements": list(outcome.measurements),
+                "paper": paper_entry(job.method),
+            },
+        )
+
+
+def _write_config(partial: Path, config: Config) -> None:
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _validated(folder: Path) -> Any:
+    """Let transformers construct the config, which checks what this package does not know of."""
+    from transformers import AutoConfig
+
+    import midus_hf  # noqa: F401 - registers the classes
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise RequestError(
+            f"transformers refuses the config: {one_line(error)} Repair config.json of the base."
+        ) from None

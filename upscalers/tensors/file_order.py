@@ -1,0 +1,32 @@
+"""The order in which tensors are stored: embeddings first, then the layers, then what follows them."""
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+
+class Named(Protocol):
+    """What has the full name of a tensor."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+
+
+Tensor = TypeVar("Tensor", bound=Named)
+
+
+def in_file_order(outer: Iterable[Tensor], layers: Iterable[Tensor]) -> list[Tensor]:
+    """Put tensors outside the layers around those of the layers, as a model uses them.
+
+    Args:
+        outer: The tensors outside the layers.
+        layers: The tensors of the layers, in order.
+    """
+    outer = list(outer)
+    embeddings = [tensor for tensor in outer if is_embedding(tensor.name)]
+    return [*embeddings, *layers, *(tensor for tensor in outer if not is_embedding(tensor.name))]
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor outside the layers, by its full name, stands in front of them."""
+    return "embed_tokens" in name
