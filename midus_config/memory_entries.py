@@ -117,6 +117,10 @@ class Memories:
         return next(name for name in names if name not in self.attached)
 
 
+NO_MEMORIES = Memories((), ModelSizes(hidden_size=0, num_heads=1))
+"""Those of a model without memory, whatever its sizes."""
+
+
 def inserted_options(entry: MemoryEntry) -> InsertedOptions:
     """The options of an entry whose site is `inserted`."""
     assert isinstance(entry.options, InsertedOptions)

@@ -92,5 +92,5 @@ class RetrievalOptions(InsertedOptions):
         """Refuse a model whose heads give queries that product keys cannot halve."""
         width = self.query_width(sizes)
         if width % 2:
-            name = "head_dim" if width == sizes.head_dim else "hidden_size / num_attention_heads"
+            name = "hidden_size / num_attention_heads" if self.keeps_output_projection else "head_dim"
             raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")

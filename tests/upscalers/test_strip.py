@@ -63,7 +63,9 @@ def test_whatever_memory_the_new_layers_hold(base, tmp_path, variant):
     parameters = sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
     assert told["parameters"]["total"] == parameters
     assert {key: told["options"][key] for key in options} == options
-    assert told["memory"] == [{"type": told["memory"][0]["type"], **told["options"], "layers": [1, 4]}]
+    assert told["memory"] == [
+        {"type": told["memory"][0]["type"], "site": "inserted", **told["options"], "layers": [1, 4]}
+    ]
     strip(tmp_path / "out", tmp_path / "stripped")
     assert file_digests(tmp_path / "stripped", without=RECORD) == file_digests(base)
 
