@@ -1,0 +1,104 @@
+"""The table of sites: a toy memory at each of them, and the families that each is tested on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tiny import NATIVE_FAMILIES
+from transformers import PreTrainedModel
+
+from midus_hf.memory.declared_module import DeclaredModule
+
+
+@dataclass(frozen=True)
+class SiteCase:
+    """One row of the table.
+
+    Args:
+        name: Of the row.
+        method: That gives a base the memory.
+        options: Of the method.
+        site: Where the memory sits.
+        layers: That have it in a model of four layers; of six where they are inserted.
+        into: For the site `skip`, the layer behind which each adds.
+    """
+
+    name: str
+    method: str
+    options: dict[str, Any]
+    site: str
+    layers: list[int]
+    into: list[int] = field(default_factory=list)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the memory is attached to layers of the base."""
+        return self.site != "inserted"
+
+    @property
+    def shares_tables(self) -> bool:
+        """Whether its layers share tables."""
+        return self.options.get("share", 1) > 1
+
+    def is_new(self, name: str) -> bool:
+        """Whether a tensor of the model is one that the base does not have."""
+        if not self.is_attached:
+            return name.startswith(tuple(f"model.layers.{layer}." for layer in self.layers))
+        return f".memories.{self.method}." in name or name.startswith(f"model.memory_tables.{self.method}.")
+
+
+EVERY = [0, 1, 2, 3]
+
+CASES = {
+    case.name: case
+    for case in (
+        SiteCase("beside-ffn", "toy", {"site": "beside-ffn"}, "beside-ffn", EVERY),
+        SiteCase("shared tables", "toy", {"site": "beside-ffn", "share": 2}, "beside-ffn", EVERY),
+        SiteCase("inside-ffn", "toy-ffn", {}, "inside-ffn", EVERY),
+        SiteCase("inside-attention", "toy-attention", {}, "inside-attention", EVERY),
+        SiteCase("behind-attention", "toy", {"site": "behind-attention", "layers": 2}, "behind-attention", [1, 3]),
+        SiteCase("behind-layer", "toy", {"site": "behind-layer", "layers": [1]}, "behind-layer", [1]),
+        SiteCase("skip", "toy", {"site": "skip", "span": 2}, "skip", [0, 1], [2, 3]),
+        SiteCase(
+            "skip within layers", "toy", {"site": "skip", "span": 0, "share": 3, "rank": 3}, "skip", EVERY, EVERY
+        ),
+        SiteCase("inserted", "toy-inserted", {}, "inserted", [1, 4]),
+    )
+}
+"""A memory at every site: in every layer or in some, with tables of its own or shared ones."""
+
+SOME = [(case, family) for family in ("llama", "gemma3") for case in CASES]
+"""Every site, on a family without and one with norms behind attention and feed-forward network."""
+
+MOST = SOME + [
+    (case, family)
+    for family in NATIVE_FAMILIES
+    if family not in ("llama", "gemma3")
+    for case in ("beside-ffn", "inside-attention")
+]
+"""Beside those, every family at two sites, which are those where most of a family's own code runs."""
+
+ALL = [(case, family) for family in NATIVE_FAMILIES for case in CASES]
+"""Every site on every family."""
+
+
+def each(pairs: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Run a test on pairs of a row of the table, `case`, and a `family`."""
+    return pytest.mark.parametrize(
+        ("case", "family"),
+        [pytest.param(CASES[name], family, id=f"{name.replace(' ', '-')}-{family}") for name, family in pairs],
+    )
+
+
+def give_values(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:
+    """Fill the values of every memory, also those that layers share, so that the memories act."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, DeclaredModule):
+            for name in module.names_of("value"):
+                value = module.get_parameter(name)
+                with torch.no_grad():
+                    value.copy_(0.1 * torch.randn(value.shape, generator=generator))
+    return model

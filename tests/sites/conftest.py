@@ -1,0 +1,73 @@
+"""The toy memories are registered while tests of this folder run, and at no other time."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from sites import toy_inserted, toy_methods
+from sites.cases import SiteCase, give_values
+from transformers import PreTrainedModel
+
+from midus_config.memory_types import MEMORY_TYPES
+from midus_hf.memory import MEMORY_MODULES
+from tests.upscalers.checkpoints import load
+from tests.upscalers.conftest import command, shared_base  # noqa: F401 - fixtures
+from upscalers import upscale
+from upscalers.methods.contract import METHODS
+
+_REGISTRIES = (MEMORY_TYPES, MEMORY_MODULES, METHODS)
+
+
+def _take_away_toys() -> list[dict]:
+    """Take out of each registry what toys have entered, since tests elsewhere list what a registry has."""
+    own = toy_inserted.__name__.partition(".")[0], toy_methods.__name__.partition(".")[0]
+    taken = []
+    for registry in _REGISTRIES:
+        toys = {name: entry for name, entry in registry.items() if entry.__module__.partition(".")[0] in own}
+        taken.append({name: registry.pop(name) for name in toys})
+    return taken
+
+
+# Whatever imports a toy after this finds it imported, and registers nothing.
+_TOYS = _take_away_toys()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toys() -> Iterator[None]:
+    """The toy memories and their methods are there for the tests of a module."""
+    for registry, entries in zip(_REGISTRIES, _TOYS, strict=True):
+        registry.update(entries)
+    yield
+    _take_away_toys()
+
+
+Upscaled = Callable[[SiteCase, str], Path]
+ToyModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="session")
+def upscaled(shared_base, tmp_path_factory) -> Upscaled:  # noqa: F811 - a fixture asks for another by its name
+    """A tiny base with a toy memory, made once for each row of the table and family; nobody may change it."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def folder(case: SiteCase, family: str) -> Path:
+        key = case.name, family
+        if key not in made:
+            output = tmp_path_factory.mktemp("upscaled") / "model"
+            upscale(base=shared_base(family), method=case.method, output=output, options=case.options, verify=False)
+            made[key] = output
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_model(upscaled) -> ToyModel:
+    """A model with a toy memory, in eval mode, whose values are filled unless `acting` is false."""
+
+    def model(case: SiteCase, family: str, dtype: torch.dtype | str = "auto", *, acting: bool = True):
+        loaded = load(upscaled(case, family), dtype)
+        return give_values(loaded) if acting else loaded
+
+    return model

@@ -1,0 +1,114 @@
+"""What a toy memory computes, by hooks on the base's own model: nothing of the code that hosts memories runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sites.cases import SiteCase
+from torch import nn
+from transformers import PreTrainedModel
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+
+_PROJECTIONS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output_projection": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def add_reference(base: PreTrainedModel, case: SiteCase, tensors: dict[str, torch.Tensor]) -> None:
+    """Make the native model of the base compute what a toy memory makes of it.
+
+    Args:
+        base: Gets hooks.
+        case: Where the memory sits.
+        tensors: All tensors of the model that hosts the memory, by name.
+    """
+    layers = base.model.layers
+    for position, layer in enumerate(case.layers):
+        if case.site in ("inside-ffn", "inside-attention"):
+            for role in _roles(tensors, case, layer):
+                hook = _added_to_output(_adapter(tensors, case, layer, role))
+                layers[layer].get_submodule(_PROJECTIONS[role]).register_forward_hook(hook)
+        elif case.site == "inserted":
+            _insert(layers[layer - position], _low_rank(tensors, f"model.layers.{layer}.memory."))
+        else:
+            _attach(layers, case, position, _attached_map(tensors, case, position))
+
+
+def _low_rank(tensors: dict[str, torch.Tensor], prefix: str, up: str = "") -> _Map:
+    down, up_tensor = tensors[f"{prefix}down"], tensors[up or f"{prefix}up"]
+    return lambda read: torch.einsum("...d,rd,re->...e", read, down, up_tensor)
+
+
+def _attached_map(tensors: dict[str, torch.Tensor], case: SiteCase, position: int) -> _Map:
+    prefix = f"model.layers.{case.layers[position]}.memories.{case.method}."
+    table = f"model.memory_tables.{case.method}.{position // case.options.get('share', 1)}.up"
+    return _low_rank(tensors, prefix, table if case.shares_tables else "")
+
+
+def _roles(tensors: dict[str, torch.Tensor], case: SiteCase, layer: int) -> list[str]:
+    prefix = f"model.layers.{layer}.memories.{case.method}."
+    names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    return [name.removesuffix("_down") for name in names if name.endswith("_down")]
+
+
+def _adapter(tensors: dict[str, torch.Tensor], case: SiteCase, layer: int, role: str) -> _Map:
+    return _low_rank(tensors, f"model.layers.{layer}.memories.{case.method}.{role}_")
+
+
+def _added_to_output(added: _Map) -> Callable[..., torch.Tensor]:
+    return lambda module, arguments, output: output + added(arguments[0])
+
+
+def _attach(layers: nn.ModuleList, case: SiteCase, position: int, added: _Map) -> None:
+    layer = layers[case.layers[position]]
+    if case.site == "beside-ffn":
+        layer.mlp.register_forward_hook(_added_to_output(added))
+    elif case.site == "behind-layer":
+        layer.register_forward_hook(lambda module, arguments, output: output + added(output))
+    elif case.site == "behind-attention":
+        _attach_behind_attention(layer, added)
+    else:
+        assert case.site == "skip"
+        seen: list[torch.Tensor] = []
+        layer.mlp.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
+        layers[case.into[position]].register_forward_hook(lambda module, arguments, output: output + added(seen.pop()))
+
+
+def _attach_behind_attention(layer: nn.Module, added: _Map) -> None:
+    """The residual stream behind attention is what the layer was given, and what attention, or the norm behind it, gives."""
+    residual: list[torch.Tensor] = []
+    layer.register_forward_pre_hook(lambda module, arguments: residual.append(arguments[0]))
+
+    def with_added(output: torch.Tensor) -> torch.Tensor:
+        return output + added(residual.pop() + output)
+
+    if _has_output_norm(layer):
+        layer.post_attention_layernorm.register_forward_hook(lambda module, arguments, output: with_added(output))
+    else:
+        layer.self_attn.register_forward_hook(lambda module, arguments, output: (with_added(output[0]), *output[1:]))
+
+
+def _insert(layer: nn.Module, added: _Map) -> None:
+    """A block with this layer's attention runs in front of the layer."""
+
+    def block(module: Any, arguments: tuple, given: dict[str, Any]) -> tuple:
+        (hidden_states,) = arguments
+        normalised = module.input_layernorm(hidden_states) if hasattr(module, "input_layernorm") else hidden_states
+        attention_output = module.self_attn(hidden_states=normalised, **given)[0]
+        if _has_output_norm(module):
+            attention_output = module.post_attention_layernorm(attention_output)
+        return (hidden_states + added(attention_output),), given
+
+    layer.register_forward_pre_hook(block, with_kwargs=True)
+
+
+def _has_output_norm(layer: nn.Module) -> bool:
+    """Whether a norm stands behind the attention's output projection; elsewhere its name is that of another."""
+    return hasattr(layer, "post_feedforward_layernorm")

@@ -1,0 +1,28 @@
+"""A memory whose values are filled adds at its site what the formula says."""
+
+import torch
+from sites.cases import ALL, each
+from sites.reference import add_reference
+from tiny import prompt
+
+from tests.upscalers.checkpoints import load
+
+
+def logits_of_tokens(model) -> torch.Tensor:
+    """Logits of two rows, the first with padding in front; those of padding, which may be NaN, are left out."""
+    mask = torch.ones_like(prompt())
+    mask[0, :5] = 0
+    return model(prompt(), attention_mask=mask, use_cache=False).logits[mask.bool()]
+
+
+@each(ALL)
+def test_outputs_are_those_of_hooks_on_the_base(case, family, shared_base, toy_model):
+    model = toy_model(case, family, torch.float64)
+    reference = load(shared_base(family), torch.float64)
+    with torch.no_grad():
+        plain = logits_of_tokens(reference)
+        add_reference(reference, case, dict(model.state_dict()))
+        expected = logits_of_tokens(reference)
+        output = logits_of_tokens(model)
+    assert (expected - plain).abs().max() > 1e-2
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
