@@ -93,6 +93,7 @@ class HostLayer:
     ) -> torch.Tensor:
         """Map the residual stream `[B, T, D]` to itself behind this layer."""
         memory_inputs = MemoryInputs() if memory_inputs is None else memory_inputs
+        layer_input = hidden_states
         inside = self._inside_attention(memory_inputs)
         attention_output, _ = self.self_attn(
             hidden_states=self._normalised(self.attention_norm, hidden_states),
@@ -115,7 +116,8 @@ class HostLayer:
             memory_inputs.carry(name, self.layer_idx, self._read(name, mlp_input, memory_inputs))
         hidden_states = hidden_states + self._normalised(self.mlp_output_norm, mlp_output)
         for name, layer in self.skips_from:
-            hidden_states = hidden_states + memory_inputs.carried(name, layer, hidden_states)
+            receiver = hidden_states if layer == self.layer_idx else layer_input
+            hidden_states = hidden_states + memory_inputs.carried(name, layer, receiver)
         return self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
 
     def _block_output(

@@ -48,6 +48,13 @@ class MemoryInputs:
     def carried(self, name: str, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a memory read at a layer.
 
+        Args:
+            name: Of the memory.
+            layer: That it read at.
+            hidden_states: What the layer that adds it was given: under reentrant activation checkpointing, nothing that is
+                computed within a layer tells in the forward pass that a gradient is wanted. If it is the same layer, the gradient
+                does not leave it, and what is computed within will do.
+
         Raises:
             ValueError: If no gradient would reach it.
         """
