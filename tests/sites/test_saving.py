@@ -1,0 +1,84 @@
+"""A trained memory is saved and loaded whole or in shards, tables that layers share once; every count is the model's."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from models.optimizer_steps import train_steps
+from sites.cases import CASES, MOST, SOME, each
+from tiny import prompt
+from transformers import AutoModelForCausalLM
+
+from midus_hf.training import parameter_groups, set_trainable
+from tests.upscalers.checkpoints import load, logits, read_tensors, tensor_files
+from upscalers.runs.inspection import inspect_checkpoint
+
+
+@pytest.mark.parametrize("size", ["5GB", "8KB"], ids=["whole", "sharded"])
+@each(MOST)
+def test_a_trained_model_is_after_saving_what_it_was(case, family, size, toy_model, tmp_path):
+    model = toy_model(case, family, acting=False)
+    with torch.no_grad():
+        untrained = model(prompt()).logits
+    set_trainable(model)
+    train_steps(model, 2, parameter_groups(model, learning_rate=1e-2))
+    with torch.no_grad():
+        trained = model(prompt()).logits
+    assert not torch.equal(trained, untrained)
+    model.save_pretrained(tmp_path / "saved", max_shard_size=size)
+    assert (len(tensor_files(tmp_path / "saved")) > 2) == (size == "8KB")
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(told.values()), told
+    assert type(again) is type(model)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(logits(tmp_path / "saved"), trained)
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["memory"] == model.config.memory and saved["upscale"] == model.config.upscale
+
+
+@pytest.mark.parametrize(
+    ("case", "tables"), [("shared tables", [(2, 32), (2, 32)]), ("skip within layers", [(3, 32), (3, 32)])]
+)
+def test_shared_tables_are_saved_once(case, tables, toy_model, tmp_path):
+    model = toy_model(CASES[case], "llama")
+    model.save_pretrained(tmp_path)
+    tensors = read_tensors(tmp_path)
+    ups = {name: tensor for name, tensor in tensors.items() if name.endswith(".up")}
+    assert sorted(ups) == ["model.memory_tables.toy.0.up", "model.memory_tables.toy.1.up"]
+    assert [tuple(ups[name].shape) for name in sorted(ups)] == tables
+    assert sum(name.endswith("memories.toy.down") for name in tensors) == 4
+
+
+@each(MOST)
+def test_every_count_is_that_of_the_model(case, family, upscaled, shared_base, command, tmp_path):
+    model = load(upscaled(case, family))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    new = sum(parameter.numel() for name, parameter in model.named_parameters() if case.is_new(name))
+
+    told = inspect_checkpoint(upscaled(case, family))
+    assert told["parameters"] == {"total": total, "new": new}
+    for row in told["layers"]:
+        assert row["parameters"] == sum(
+            parameter.numel() for parameter in model.model.layers[row["index"]].parameters()
+        )
+        assert row["new"] == (not case.is_attached and row["index"] in case.layers)
+    assert told["memory"] == model.config.memory
+    printed = command("inspect", upscaled(case, family))
+    assert printed.status == 0, printed.err
+
+    (tmp_path / "config").mkdir()
+    shutil.copy(shared_base(family) / "config.json", tmp_path / "config")
+    settings = [word for key, value in case.options.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    dry = command("--base", tmp_path / "config", "--method", case.method, "--dry-run", "--json", *settings)
+    assert dry.status == 0, dry.err
+    counts = dry.json()["parameters"]
+    assert (counts["total"], counts["new"], counts["trainable"]) == (total, new, new)
+
+
+@each(SOME)
+def test_the_written_file_holds_what_the_model_saves(case, family, upscaled, tmp_path):
+    load(upscaled(case, family)).save_pretrained(tmp_path)
+    written, saved = read_tensors(upscaled(case, family)), read_tensors(tmp_path)
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in written.items())
