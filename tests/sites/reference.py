@@ -1,6 +1,6 @@
 """What a toy memory computes, by hooks on the base's own model: nothing of the code that hosts memories runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,45 +21,49 @@ _PROJECTIONS = {
 }
 
 
-def add_reference(base: PreTrainedModel, case: SiteCase, tensors: dict[str, torch.Tensor]) -> None:
-    """Make the native model of the base compute what a toy memory makes of it.
+def add_reference(
+    base: PreTrainedModel, case: SiteCase, tensors: dict[str, torch.Tensor], names: Sequence[str] = ()
+) -> None:
+    """Make the native model of the base compute what toy memories make of it.
 
     Args:
         base: Gets hooks.
-        case: Where the memory sits.
-        tensors: All tensors of the model that hosts the memory, by name.
+        case: Where the memories sit.
+        tensors: All tensors of the model that hosts the memories, by name.
+        names: Of the memories, which all read the same; their outputs are added up. Default: the case's own memory alone.
     """
+    names = names or (case.method,)
     layers = base.model.layers
     for position, layer in enumerate(case.layers):
-        if case.site in ("inside-ffn", "inside-attention"):
-            for role in _roles(tensors, case, layer):
-                hook = _added_to_output(_adapter(tensors, case, layer, role))
-                layers[layer].get_submodule(_PROJECTIONS[role]).register_forward_hook(hook)
-        elif case.site == "inserted":
+        if case.site == "inserted":
             _insert(layers[layer - position], _low_rank(tensors, f"model.layers.{layer}.memory."))
+        elif case.site in ("inside-ffn", "inside-attention"):
+            prefixes = [f"model.layers.{layer}.memories.{name}." for name in names]
+            for role in _roles(tensors, prefixes[0]):
+                added = _sum([_low_rank(tensors, f"{prefix}{role}_") for prefix in prefixes])
+                layers[layer].get_submodule(_PROJECTIONS[role]).register_forward_hook(_added_to_output(added))
         else:
-            _attach(layers, case, position, _attached_map(tensors, case, position))
+            _attach(layers, case, position, _sum([_attached_map(tensors, case, position, name) for name in names]))
 
 
-def _low_rank(tensors: dict[str, torch.Tensor], prefix: str, up: str = "") -> _Map:
-    down, up_tensor = tensors[f"{prefix}down"], tensors[up or f"{prefix}up"]
-    return lambda read: torch.einsum("...d,rd,re->...e", read, down, up_tensor)
+def _low_rank(tensors: dict[str, torch.Tensor], prefix: str, table: str = "") -> _Map:
+    down, up = tensors[f"{prefix}down"], tensors[table or f"{prefix}up"]
+    return lambda read: torch.einsum("...d,rd,re->...e", read, down, up)
 
 
-def _attached_map(tensors: dict[str, torch.Tensor], case: SiteCase, position: int) -> _Map:
-    prefix = f"model.layers.{case.layers[position]}.memories.{case.method}."
-    table = f"model.memory_tables.{case.method}.{position // case.options.get('share', 1)}.up"
+def _sum(maps: list[_Map]) -> _Map:
+    return lambda read: torch.stack([each(read) for each in maps]).sum(0)
+
+
+def _attached_map(tensors: dict[str, torch.Tensor], case: SiteCase, position: int, name: str) -> _Map:
+    prefix = f"model.layers.{case.layers[position]}.memories.{name}."
+    table = f"model.memory_tables.{name}.{position // case.options.get('share', 1)}.up"
     return _low_rank(tensors, prefix, table if case.shares_tables else "")
 
 
-def _roles(tensors: dict[str, torch.Tensor], case: SiteCase, layer: int) -> list[str]:
-    prefix = f"model.layers.{layer}.memories.{case.method}."
+def _roles(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     return [name.removesuffix("_down") for name in names if name.endswith("_down")]
-
-
-def _adapter(tensors: dict[str, torch.Tensor], case: SiteCase, layer: int, role: str) -> _Map:
-    return _low_rank(tensors, f"model.layers.{layer}.memories.{case.method}.{role}_")
 
 
 def _added_to_output(added: _Map) -> Callable[..., torch.Tensor]:
