@@ -1,4 +1,4 @@
-"""Commands over `midus_hf`, which brings torch and transformers along: a package of their own, so that help comes at once.
+"""The command lines: a package of their own, so that help comes at once and nothing else depends on them.
 
-Nothing here imports `midus_hf` before a command line has been read.
+Nothing here imports `midus_hf`, which brings torch and transformers along, before a command line has been read.
 """

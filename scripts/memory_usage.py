@@ -2,7 +2,7 @@
 
 import sys
 
-from midus_hf.analysis.cli import main
+from midus_commands.usage import main
 
 if __name__ == "__main__":
     sys.exit(main())

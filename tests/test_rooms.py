@@ -68,7 +68,7 @@ def test_no_modules_import_one_another_in_a_circle(package):
         graph = {name: needed for name, needed in graph.items() if name not in free}
 
 
-PACKAGES = ("midus_config", "midus_hf", "upscalers")
+PACKAGES = ("midus_config", "midus_hf", "upscalers", "midus_commands")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

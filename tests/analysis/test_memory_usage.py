@@ -12,7 +12,7 @@ from analysis.memory_models import write_text
 from training.tiny_run import NEW_LAYERS, save_upscaled
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.cli import main
+from midus_commands.usage import main
 from midus_hf.analysis.report import draw_usage, usage_curves
 from midus_hf.analysis.usage import record_usage
 

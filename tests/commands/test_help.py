@@ -23,7 +23,7 @@ def help_of(command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", ["evaluate", "train"])
+@pytest.mark.parametrize("command", ["evaluate", "train", "usage"])
 def test_help_imports_nothing_heavy(command):
     assert "usage" in help_of(command).lower()
 

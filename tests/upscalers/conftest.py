@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from midus_commands import upscale as cli
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.hub_server import TOKEN, LoopbackHub
-from upscalers import cli
 
 
 @pytest.fixture(scope="session")

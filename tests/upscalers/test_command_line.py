@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from midus_commands import upscale as cli
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
     file_digests,
@@ -15,7 +16,7 @@ from tests.upscalers.checkpoints import (
     save_base,
 )
 from tests.upscalers.processes import run_upscale
-from upscalers import VerificationError, cli, upscale
+from upscalers import VerificationError, upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
 

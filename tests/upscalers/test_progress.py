@@ -88,7 +88,7 @@ def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
 
 
 def test_a_terminal_shows_the_stages_one_after_the_other(shared_base, tmp_path):
-    code = "from upscalers.cli import main; main()"
+    code = "from midus_commands.upscale import main; main()"
     arguments = ["--base", shared_base(), "--method", "llama-pro", "--output", tmp_path / "out", "--json"]
     reader, writer = pty.openpty()
     environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

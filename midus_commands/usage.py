@@ -8,16 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-from midus_hf.analysis.report import PICTURE_SUFFIXES, draw_usage, usage_table
-from midus_hf.analysis.usage import record_usage
-from midus_hf.documents import describe_files, first_line, read_documents
-from midus_hf.evaluation.perplexity import perplexity
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from tqdm import tqdm
+
+    from midus_hf.analysis.report import draw_usage, usage_table
+    from midus_hf.analysis.usage import record_usage
+    from midus_hf.documents import describe_files, read_documents
+    from midus_hf.evaluation.perplexity import perplexity
+
     if options.output is not None:
         _check_output(options.output)
     if (line := describe_files(options.text)) is not None:
@@ -81,6 +83,8 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _check_output(path: Path) -> None:
+    from midus_hf.analysis.report import PICTURE_SUFFIXES
+
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'."
@@ -91,7 +95,12 @@ def _check_output(path: Path) -> None:
         raise ValueError(f"output is {str(path)!r}, in a folder that does not exist; create it first.")
 
 
-def _load(name: str, dtype: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from midus_hf.documents import first_line
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
