@@ -2,15 +2,12 @@
 
 import contextlib
 import json
-import signal
 import sys
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-_INTERRUPTED, _TERMINATED = 130, 143
-_status_of_interruption = _INTERRUPTED
+from midus_commands.exit_status import INTERRUPTED, WRONG_REQUEST, Ending, run_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -128,18 +125,23 @@ def midus_eval(
             print(line, file=sys.stderr)
     from midus_hf.evaluation.quiet import quiet_libraries
 
-    words = None
+    ending: Ending | None = None
     with _loud_libraries() if verbose else quiet_libraries():
         from midus_hf.evaluation.evaluate import EvaluationInterrupted, evaluate
 
         try:
             report = evaluate(models, settings, quiet=not verbose)
         except EvaluationInterrupted as interrupted:
-            report, words = {**interrupted.report, "interrupted": True}, str(interrupted)
+            report, ending = {**interrupted.report, "interrupted": True}, Ending(INTERRUPTED, str(interrupted))
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets"):
+                raise
+            missing = f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'"
+            raise Ending(WRONG_REQUEST, missing) from error
     if report["models"]:
         _show(report, json_output)
-    if words is not None:
-        _fail(words, _status_of_interruption)
+    if ending is not None:
+        raise ending
 
 
 def _loud_libraries() -> contextlib.AbstractContextManager[Any]:
@@ -168,49 +170,15 @@ def _write_tasks(folder: str, data: str | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; one line on standard error says what is wrong.
+    """Run the command, and exit unless it is done; one line on standard error says what is wrong.
 
-    Exit status: 0 done; 2 the request is wrong; 1 the work failed; 130 interrupted, 143 terminated, after the models
-    that were finished have been shown.
+    An interruption and a termination are told after the models that were finished have been shown.
     """
-    global _status_of_interruption
-    _status_of_interruption = _INTERRUPTED
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        _run(arguments)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """Stop as an interruption does."""
-    global _status_of_interruption
-    _status_of_interruption = _TERMINATED
-    raise KeyboardInterrupt
-
-
-def _run(arguments: list[str] | None) -> None:
-    try:
-        status = app(arguments, standalone_mode=False, prog_name="midus-eval")
-        if status == _INTERRUPTED:  # how typer returns from an interruption; older ones raise Abort
-            raise KeyboardInterrupt
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("lm_eval", "datasets"):
-            raise
-        _fail(f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'", 2)
-    except ValueError as error:
-        _fail(str(error), 2)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; nothing was measured", _status_of_interruption)
-    except Exception as error:
-        if hasattr(error, "format_message"):  # what the option parser says of a wrong command line
-            _fail(error.format_message(), 2)
-        _fail(f"{type(error).__name__}: {error}", 1)
-
-
-def _fail(message: str, status: int) -> None:
-    print(f"midus-eval: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(status)
+    status = run_command(
+        app, arguments, "midus-eval", interruption="interrupted; nothing was measured", hears_termination=True
+    )
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

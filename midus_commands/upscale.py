@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from midus_commands.exit_status import FAILED, INTERRUPTED, Ending, run_command
 from upscalers.record.report import PushError
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import parse_options
@@ -22,8 +23,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-_FAILED, _WRONG_REQUEST, _INTERRUPTED = 1, 2, 130
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
@@ -139,17 +138,17 @@ def run(
     from upscalers.console import Console, print_report
     from upscalers.runs.upscale import upscale
 
-    failed: PushError | None = None
+    ending: Ending | None = None
     try:
         report = upscale(**request, progress=Console())
     except PushError as error:
-        report, failed = error.report, error
+        report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
     if json_:
         print(json.dumps(report.to_dict()))
     else:
         print_report(report, dry_run=bool(request.get("dry_run")))
-    if failed is not None:
-        raise failed
+    if ending is not None:
+        raise ending
 
 
 @app.command()
@@ -246,28 +245,15 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command; every error is one line on standard error.
-
-    Exit status: 0 done; 2 the request is wrong; 1 the work failed; 130 interrupted.
-    """
+    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of the base is checked here
-    try:
-        status = app(standalone_mode=False)
-    except RequestError as error:
-        _fail(str(error), _WRONG_REQUEST)
-    except PushError as error:
-        _fail(str(error), _INTERRUPTED if error.interrupted else _FAILED)
-    except (KeyboardInterrupt, typer.Abort):
-        status = _INTERRUPTED
-    except Exception as error:
-        if hasattr(error, "format_message"):
-            _fail(f"{error.format_message()} See 'upscale --help'.", _WRONG_REQUEST)
-        _fail(f"failed: {type(error).__name__}: {error}", _FAILED)
-    if status == _INTERRUPTED:
-        _fail("interrupted; nothing is left of the output.", _INTERRUPTED)
-    sys.exit(status if isinstance(status, int) else 0)
-
-
-def _fail(message: str, status: int) -> None:
-    print(f"upscale: {' '.join(message.split())}", file=sys.stderr)
+    status = run_command(
+        app,
+        None,
+        "upscale",
+        refusals=(RequestError,),
+        hint=" See 'upscale --help'.",
+        failure="failed: ",
+        interruption="interrupted; nothing is left of the output.",
+    )
     sys.exit(status)

@@ -1,0 +1,115 @@
+"""How every command ends: the exit status, and one line on standard error that says why it is not 0.
+
+| status | |
+|---|---|
+| 0 | done |
+| 1 | the work failed |
+| 2 | the request is wrong |
+| 130, 143 | interrupted, terminated: 128 and the number of the signal |
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import typer
+
+FAILED, WRONG_REQUEST = 1, 2
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+
+
+class Ending(Exception):
+    """Ends a command.
+
+    Args:
+        status: Its exit status.
+        line: What a person is told; None if they have been told already.
+    """
+
+    def __init__(self, status: int, line: str | None = None):
+        super().__init__(line)
+        self.status = status
+        self.line = line
+
+
+def run_command(
+    app: typer.Typer,
+    arguments: Sequence[str] | None,
+    name: str,
+    *,
+    named_lines: bool = True,
+    refusals: tuple[type[Exception], ...] = (ValueError,),
+    hint: str = "",
+    failure: str | None = "",
+    interruption: str = "interrupted",
+    hears_termination: bool = False,
+    silent: bool = False,
+) -> int:
+    """Run a command line, and say in one line how it ended unless it is done.
+
+    Args:
+        app: The command line.
+        arguments: Words after the program's name; None for those of the process.
+        name: The program's name, as help has it.
+        named_lines: Whether lines start with the name. Otherwise those of errors start with `error:`. Default: true.
+        refusals: Errors that mean that the request is wrong. What the command line's reader says is one in any case.
+            Default: `ValueError`.
+        hint: What follows the words of that reader. Default: nothing.
+        failure: What stands before any other error; None lets it be raised, for a status of 1 and a traceback.
+            Default: nothing.
+        interruption: What an interruption is told as, unless an `Ending` says more. Default: `interrupted`.
+        hears_termination: Whether SIGTERM interrupts the work as Ctrl-C does, rather than ending it at once.
+            Default: false.
+        silent: Whether to say no line, since another process does. Default: false.
+
+    Returns:
+        The exit status.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = typer.main.get_command(app)
+    with contextlib.ExitStack() as stack:
+        heard = stack.enter_context(_termination_interrupts()) if hears_termination else []
+        try:
+            # Calling the app would take an end of file that the work runs into for an interruption.
+            with command.make_context(name, words) as context:
+                command.invoke(context)
+            return 0
+        except typer.Exit as end:
+            return end.exit_code
+        except Ending as end:
+            status, line = end.status, end.line
+            if heard and status == INTERRUPTED:
+                status = TERMINATED
+        except KeyboardInterrupt:
+            status, line = TERMINATED if heard else INTERRUPTED, interruption
+        except refusals as error:
+            status, line = WRONG_REQUEST, str(error)
+        except Exception as error:
+            if hasattr(error, "format_message"):  # the reader's, whose class is now typer's and now click's
+                status, line = WRONG_REQUEST, error.format_message() + hint
+            elif failure is None:
+                raise
+            else:
+                status, line = FAILED, f"{failure}{type(error).__name__}: {error}"
+    if line is not None and not silent:
+        start = f"{name}: " if named_lines else "error: " if status in (FAILED, WRONG_REQUEST) else ""
+        print(start + " ".join(line.split()), file=sys.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[list[int]]:
+    """Let SIGTERM interrupt; gives a list of those that came."""
+    heard: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGTERM, before)
