@@ -1,41 +1,64 @@
-"""The command line of continual pretraining: `train_cpt.py CONFIG.yaml [key=value ...]`."""
+"""The `midus-train` command."""
 
-import argparse
 import ast
 import contextlib
 import gc
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-_FAILED, _WRONG_REQUEST = 1, 2
+import typer
+
+from midus_commands.exit_status import FAILED, WRONG_REQUEST, Ending, run_command
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, name: str = "midus-train") -> int:
     """Run the command line.
 
     Args:
         arguments: Words after the program's name. Default: those of the process.
+        name: The program's name, as help has it. Default: `midus-train`.
 
     Returns:
         Exit status: 0 done, 1 the trained model is not in the output, 2 the request is wrong, 130 or 143 interrupted
         by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
-    options = _parser().parse_args(arguments)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(epilog=_keys(), context_settings={"help_option_names": ["-h", "--help"]})(midus_train)
+    return run_command(
+        app,
+        arguments,
+        name,
+        named_lines=False,
+        refusals=(),  # of a value that the work itself calls wrong, it is to be known where
+        hint=f" See '{name} --help'.",
+        failure=None,
+        silent=not _is_main_process(),
+    )
+
+
+def midus_train(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/train.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
+    ] = None,
+) -> None:
+    """Continue the pretraining of a model, by default of the layers that its upscaling method trains."""
     group_is_ours = not _is_in_process_group()
-    try:
-        status = _train(options)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 128 + signal.SIGINT)
+    ending = _train(config, overrides or [])  # not raised there: an exception would hold the trainer
     if group_is_ours:
         _leave_process_group()
-    return status
+    if ending is not None:
+        raise ending
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(path: str, overrides: list[str]) -> Ending | None:
     from midus_hf.config_file import read_config
     from midus_hf.documents import DocumentError
     from midus_hf.training.interruption import RunInterrupted
@@ -46,24 +69,25 @@ def _train(options: argparse.Namespace) -> int:
 
     try:
         try:
-            config = read_config(TrainConfig, options.config, options.overrides)
+            config = read_config(TrainConfig, path, overrides)
             with contextlib.nullcontext() if sys.stderr.isatty() else without_library_bars():
                 run = prepare(config)
         except ValueError as error:
-            return _fail(f"error: {error}", _WRONG_REQUEST)
+            return Ending(WRONG_REQUEST, str(error))
         result = run.execute()
     except RunInterrupted as interrupted:
-        return _fail(str(interrupted), 128 + interrupted.signal_number)
+        return Ending(128 + interrupted.signal_number, str(interrupted))
     except DocumentError as error:
-        return _fail(f"error: {error}", _WRONG_REQUEST)
+        return Ending(WRONG_REQUEST, str(error))
     except SaveError as error:
-        return _fail(f"error: {error}", _FAILED)
-    if not _is_main_process():
-        return 0
-    speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
-    loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
-    return 0 if result.output == run.config.output else _FAILED
+        return Ending(FAILED, str(error))
+    if _is_main_process():
+        speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
+        loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+        print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
+        if result.output != run.config.output:
+            return Ending(FAILED)
+    return None
 
 
 def _is_in_process_group() -> bool:
@@ -81,27 +105,9 @@ def _leave_process_group() -> None:
         gc.collect()  # Trainer and model are cycles, and hold the group and so its threads
 
 
-def _fail(message: str, status: int) -> int:
-    if _is_main_process():
-        print(" ".join(message.split()), file=sys.stderr)
-    return status
-
-
 def _is_main_process() -> bool:
     """By what launchers say, so that it is known before anything is set up."""
     return int(os.environ.get("RANK", 0)) == 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train_cpt.py",
-        description="Continue the pretraining of a model, by default of the layers that its upscaling method trains.",
-        epilog=_keys(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", help="YAML file of options; the recipes are in configs/train")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options that replace those of the file")
-    return parser
 
 
 def _keys() -> str:
@@ -115,7 +121,9 @@ def _keys() -> str:
         documentation = ast.get_docstring(classes[name]) or ""
         return documentation.partition("Args:\n")[2].partition("\n\nRaises:")[0]
 
-    return (
-        f"{keys_of('TrainConfig')}\n\nkeys of corpus:\n{keys_of('CorpusOptions')}\n\n"
-        f"and, where corpus is a list, of each of its corpora:\n{keys_of('WeightedCorpus')}"
+    sections = (
+        f"keys of CONFIG:\n{keys_of('TrainConfig')}",
+        f"keys of corpus:\n{keys_of('CorpusOptions')}",
+        f"and, where corpus is a list, of each of its corpora:\n{keys_of('WeightedCorpus')}",
     )
+    return "\n\n".join(f"\b\n{section}" for section in sections)  # \b keeps the lines of a paragraph as they are

@@ -1,8 +1,8 @@
-"""Continue the pretraining of a model: `python scripts/train_cpt.py CONFIG.yaml [key=value ...]`."""
+"""`midus-train` under its old name: `python scripts/train_cpt.py CONFIG.yaml [key=value ...]`."""
 
 import sys
 
 from midus_commands.train import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(name="train_cpt.py"))
