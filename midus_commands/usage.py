@@ -1,6 +1,5 @@
-"""The command line of slot usage: `memory_usage.py MODEL --text FILE`."""
+"""The `midus-usage` command."""
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.util
@@ -8,32 +7,47 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_commands.exit_status import run_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: Words after the program's name. Default: those of the process.
-
-    Returns:
-        Exit status: 0 done, 2 the request is wrong (one line on standard error says how). A failure of the work
-        raises.
-    """
-    options = _parser().parse_args(arguments)
-    try:
-        _measure(options)
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-def _measure(options: argparse.Namespace) -> None:
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def midus_usage(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with memory layers.")],
+    text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
+    column: Annotated[
+        str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")
+    ] = "text",
+    encoding: Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")] = "utf-8",
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window.  [default: 1024, or what the model was made for]", metavar="N"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the text to read.  [default: all]", metavar="N")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows a forward pass.", metavar="N")] = 4,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the usage, most retrieved slots first (.png, .svg or .pdf).  [default: none]", metavar="FILE"
+        ),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Let a model read a text and say which of its memory slots are retrieved, and how evenly."""
     from rich.console import Console
     from tqdm import tqdm
 
@@ -41,34 +55,36 @@ def _measure(options: argparse.Namespace) -> None:
     from midus_hf.analysis.usage import record_usage
     from midus_hf.documents import describe_files, read_documents
     from midus_hf.evaluation.perplexity import perplexity
+    from midus_hf.evaluation.settings import check_dtype
 
-    if options.output is not None:
-        _check_output(options.output)
-    if (line := describe_files(options.text)) is not None:
+    check_dtype(dtype)
+    if output is not None:
+        _check_output(output)
+    if (line := describe_files(text)) is not None:
         print(line, file=sys.stderr)
-    documents = read_documents(options.text, options.column, options.encoding)
+    documents = read_documents(text, column, encoding)
     # Libraries that print must not come between the caller and the result.
     with contextlib.redirect_stdout(sys.stderr):
-        model, tokenizer = _load(options.model, options.dtype, options.device)
-        with record_usage(model) as usage, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+        loaded, tokenizer = _load(model, dtype, device)
+        with record_usage(loaded) as usage, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
 
             def show_progress(done: int, total: int) -> None:
                 bar.total = total
                 bar.update(done - bar.n)
 
             result = perplexity(
-                model,
+                loaded,
                 tokenizer,
                 documents,
-                sequence_length=options.sequence_length,
-                max_tokens=options.max_tokens,
-                batch_size=options.batch_size,
+                sequence_length=sequence_length,
+                max_tokens=max_tokens,
+                batch_size=batch_size,
                 progress=show_progress,
             )
     layers = usage.summary()
-    if options.json:
+    if json_output:
         report = {
-            "model": options.model,
+            "model": model,
             "tokens": result.tokens,
             "perplexity": result.perplexity,
             "layers": {layer: dataclasses.asdict(of_layer) for layer, of_layer in layers.items()},
@@ -77,9 +93,9 @@ def _measure(options: argparse.Namespace) -> None:
     else:
         console = Console()
         console.print(usage_table(layers))
-        console.print(f"{result.tokens:,} tokens of {options.text}, perplexity {result.perplexity:.4f}")
-    if options.output is not None:  # last, so that a picture that cannot be written costs nothing else
-        draw_usage(usage.counts, options.output)
+        console.print(f"{result.tokens:,} tokens of {text}, perplexity {result.perplexity:.4f}")
+    if output is not None:  # last, so that a picture that cannot be written costs nothing else
+        draw_usage(usage.counts, output)
 
 
 def _check_output(path: Path) -> None:
@@ -111,26 +127,15 @@ def _load(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, 
     return model.eval(), tokenizer
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="memory_usage.py",
-        description="Let a model read a text and say which of its memory slots are retrieved, and how evenly.",
-    )
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a model with memory layers")
-    parser.add_argument("--text", required=True, metavar="PATH", help="the file or folder to read")
-    parser.add_argument(
-        "--column", default="text", metavar="NAME", help="where rows of JSON and Parquet hold the text"
-    )
-    parser.add_argument("--encoding", default="utf-8", metavar="NAME", help="of plain text and JSON lines")
-    parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of a window (default: 1024)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="read at most so many (default: all)")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="windows a forward pass (default: 4)")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: auto)"
-    )
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: the first GPU, else cpu)")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="draw the usage, most retrieved slots first (.png, .svg or .pdf)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
-    return parser
+def main(arguments: Sequence[str] | None = None, name: str = "midus-usage") -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+        name: The program's name, as help has it. Default: `midus-usage`.
+
+    Returns:
+        Exit status: 0 done, 2 the request is wrong, 130 interrupted; one line on standard error says how. A failure of
+        the work raises.
+    """
+    return run_command(app, arguments, name, named_lines=False, hint=f" See '{name} --help'.", failure=None)

@@ -66,8 +66,20 @@ class EvaluationSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}.")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype is {self.dtype!r}; expected auto, float32, bfloat16 or float16.")
+        check_dtype(self.dtype)
+
+
+def check_dtype(dtype: str) -> None:
+    """See that weights can be loaded as this dtype.
+
+    Args:
+        dtype: As in `EvaluationSettings`.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype!r}; expected auto, float32, bfloat16 or float16.")
 
 
 def read_settings(path: str | Path | None, overrides: dict[str, Any]) -> EvaluationSettings:

@@ -1,4 +1,4 @@
-"""`scripts/memory_usage.py`: the table, the JSON, the picture, and what it refuses."""
+"""`midus-usage` and `scripts/memory_usage.py`: the table, the JSON, the picture, and what it refuses."""
 
 import json
 import os
@@ -97,6 +97,7 @@ def test_a_picture_is_written_in_the_kind_that_its_name_says(tmp_path, suffix):
             ["--sequence-length", "4000"],
             "error: sequence_length is 4000; the model was made for at most 128 tokens.\n",
         ),
+        (["--dtype", "int8"], "error: dtype is 'int8'; expected auto, float32, bfloat16 or float16.\n"),
         (["--device", "nowhere"], "which cannot be loaded on nowhere: "),
     ],
 )
