@@ -113,17 +113,14 @@ def _check_output(path: Path) -> None:
 
 def _load(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from midus_hf.documents import first_line
+    from midus_hf.saved_models import load_model, load_tokenizer, refusing
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    with refusing(f"model is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
+        tokenizer = load_tokenizer(name)
+        model, _ = load_model(name, dtype)
         model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"model is {name!r}, which cannot be loaded on {device}: {first_line(error)}") from error
     return model.eval(), tokenizer
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.documents import read_documents
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.saved_models import load_model, load_tokenizer, refusing
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -154,19 +155,16 @@ def _check_is_model(name: str) -> None:
 def _load(
     name: str, dtype: str, device: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, device_map=device, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-        model, loading = loaded
-    except OSError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model is {name!r}, which cannot be loaded: {reason}") from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
+    with refusing(f"model is {name!r}, which cannot be loaded", OSError, reason=_in_one_line):
+        tokenizer = load_tokenizer(name, trust_remote_code)
+        model, missing = load_model(name, dtype, trust_remote_code, device_map=device)
+    if missing:
         raise ValueError(
             f"model is {name!r}, whose checkpoint lacks {len(missing)} of its weights, such as {missing[0]}; they would be "
             "random. Expected a whole checkpoint of a causal language model."
         )
     return model.eval(), tokenizer
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

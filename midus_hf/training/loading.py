@@ -1,21 +1,14 @@
 """Load what a run names: the model, its config, its tokenizer. What cannot be loaded is a wrong request."""
 
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.documents import first_line
+from midus_hf import saved_models
+from midus_hf.saved_models import refusing
 from midus_hf.training.freezing import resolve_trainable
 from midus_hf.training.options import Trainable
 from midus_hf.training.written_files import ACCOMPANYING
@@ -31,10 +24,8 @@ def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
     Raises:
         ValueError: If there is no such model, or it does not say what trains, or has no such layers.
     """
-    try:
+    with refusing(_not_a_model(model), OSError, ValueError):
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(_not_a_model(model, error)) from error
     resolve_trainable(model_config, trainable)
     return model_config
 
@@ -78,10 +69,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: If there is none.
     """
-    try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model is {model!r}, which has no tokenizer: {first_line(error)}") from error
+    with refusing(f"model is {model!r}, which has no tokenizer", OSError, ValueError):
+        return saved_models.load_tokenizer(model)
 
 
 def load_model(model: str, attn_implementation: str | None = None) -> PreTrainedModel:
@@ -94,25 +83,14 @@ def load_model(model: str, attn_implementation: str | None = None) -> PreTrained
     Raises:
         ValueError: If the weights cannot be read, or lack a tensor.
     """
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model,
-            dtype="auto",
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ValueError(_not_a_model(model, error)) from error
-    loaded_model, loading = loaded
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
+    with refusing(_not_a_model(model), OSError, ValueError, ImportError, SafetensorError):
+        loaded, missing = saved_models.load_model(model, attn_implementation=attn_implementation, use_safetensors=True)
+    if missing:
         raise ValueError(
             f"model is {model!r}, whose weights lack {len(missing)} tensors, such as {missing[0]!r}; "
             "expected all of them. Make the checkpoint again."
         )
-    return loaded_model
+    return loaded
 
 
 def load_accompanying_files(model: str) -> dict[str, bytes]:
@@ -131,5 +109,5 @@ def load_accompanying_files(model: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def _not_a_model(model: str, error: Exception) -> str:
-    return f"model is {model!r}; expected the folder or Hub id of a language model: {first_line(error)}"
+def _not_a_model(model: str) -> str:
+    return f"model is {model!r}; expected the folder or Hub id of a language model"
