@@ -1,0 +1,92 @@
+"""Scripts of the documentation run as they are printed, on a tiny model, and leave the base as it was."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from training.tiny_run import NEW_LAYERS, document, save_native, save_upscaled, write_corpus
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DOCS = Path(__file__).parents[2] / "docs"
+MODEL = "smollm2-135m-hml"
+"""What the pages call the upscaled model."""
+
+
+def script(page: str) -> str:
+    """The one block of Python of a page."""
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    return block
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with what the scripts read, which they are run in."""
+    save_upscaled("llama", tmp_path).rename(tmp_path / MODEL)
+    write_corpus(tmp_path / "texts", documents=140)
+    rows = [{"prompt": document(8, seed), "completion": " " + document(8, seed + 99)} for seed in range(16)]
+    (tmp_path / "instructions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(page: str) -> dict:
+    """Run a page's script, and give what it defined."""
+    defined: dict = {"__name__": "__main__"}
+    exec(compile(script(page), page, "exec"), defined)
+    return defined
+
+
+def weights(folder: Path | str) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict()
+
+
+def is_new(name: str) -> bool:
+    return any(f"layers.{layer}." in name for layer in NEW_LAYERS)
+
+
+def check_rates(defined: dict) -> None:
+    """Keys and values kept the maximum rate, and all else took the schedule's."""
+    logged = [event for event in defined["trainer"].state.log_history if "learning_rate" in event]
+    assert len(logged) > 1
+    assert {event["learning_rate_keys_and_values"] for event in logged} == {defined["arguments"].learning_rate}
+    assert len({event["learning_rate"] for event in logged}) > 1
+
+
+@pytest.mark.parametrize(("page", "output"), [("trainer.md", "trained"), ("trl.md", "tuned")])
+def test_new_layers_are_trained_and_saved(page, output, folder):
+    check_rates(run(page))
+    before, after = weights(MODEL), weights(output)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if not is_new(name))
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert {f"model.layers.{layer}.memory.value_bank" for layer in NEW_LAYERS} <= moved
+    assert AutoTokenizer.from_pretrained(output)("w5 w7")["input_ids"] == [5, 7]
+
+
+def test_the_script_for_the_trainer_takes_dense_models_too(folder):
+    (folder / MODEL).rename(folder / "with-memory")
+    save_native("llama", folder / MODEL)
+    run("trainer.md")
+    before, after = weights(MODEL), weights("trained")
+    assert {is_new(name) for name in before if not torch.equal(before[name], after[name])} == {True}
+
+
+def test_adapters_and_new_layers_are_trained_saved_and_merged(folder):
+    check_rates(run("peft.md"))
+    before, merged = weights(MODEL), weights("merged")
+    assert before.keys() == merged.keys()
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, merged[name])}
+    assert {f"model.layers.{layer}.memory.value_bank" for layer in NEW_LAYERS} <= moved
+    assert "model.layers.0.mlp.up_proj.weight" in moved and "model.embed_tokens.weight" not in moved
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"), "adapter")
+    for name, tensor in again.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(tensor, merged[name])
+
+
+@pytest.mark.parametrize("page", ["trainer.md", "trl.md", "peft.md"])
+def test_scripts_are_short(page):
+    lines = [line for line in script(page).splitlines() if line.strip()]
+    assert len(lines) <= 32
