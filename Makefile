@@ -15,7 +15,7 @@ GPU_RESULTS ?= outputs/gpu
 OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks --ignore=tests/models/test_peft.py \
 	-k 'not sm_80 and not sm_100 and not gfx942'
 
-.PHONY: demo test test-newest test-oldest material check format bench bench-gpu rehearse-gpu bench-upscale mutants clean
+.PHONY: demo test test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -39,6 +39,10 @@ check: $(VENV)/installed
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+# docs/reference.md, from docstrings.
+reference:
+	$(PYTHON) scripts/reference.py
 
 # Ends with the first status that is not 0, but only after all of it ran.
 bench: $(VENV)/installed
