@@ -56,7 +56,7 @@ def run(arguments: list[str], folder: Path, *paths: Path) -> subprocess.Complete
     """Run `upscale` in a process that sees further folders of packages."""
     path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
     return subprocess.run(
-        [sys.executable, "-c", "from upscalers.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from midus_commands.upscale import main; main()", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -80,7 +80,7 @@ def test_the_commands_give_the_base_back(work):
 def test_a_dry_run_reads_no_torch(work, installed):
     code = """
 import sys
-from upscalers.cli import main
+from midus_commands.upscale import main
 try:
     main()
 except SystemExit as end:

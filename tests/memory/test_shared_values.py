@@ -206,7 +206,9 @@ def test_sizes_that_do_not_fit_are_refused(memory_class):
 
 
 def test_queries_that_cannot_be_halved_are_refused_by_product_keys_alone():
-    with pytest.raises(ValueError, match="hidden_size / num_attention_heads is 5; expected an even number, half for rows"):
+    with pytest.raises(
+        ValueError, match="hidden_size / num_attention_heads is 5; expected an even number, half for rows"
+    ):
         layer(ProductKeyMemory, hidden_size=20)
     assert layer(LinearMemory, hidden_size=20).query_width == 5
 
