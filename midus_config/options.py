@@ -1,56 +1,113 @@
-"""Options of methods: dataclasses that refuse what they do not know."""
+"""Options: dataclasses that are read from YAML and JSON, and refuse what they do not know."""
 
 import copy
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from midus_config.wording import near_matches
 
+Options = TypeVar("Options")
+
 _TYPE_NAMES = {
-    int: "an integer",
+    int: "a whole number",
     float: "a number",
-    str: "text",
+    str: "a string",
     bool: "true or false",
     dict: "a mapping",
     list: "a list",
     type(None): "null",
 }
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+"""A number that YAML takes for text, since it has no point or no sign: `1e-4`."""
 
 
-def read_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
+def read_options(
+    options_class: type[Options],
+    values: Mapping[str, Any],
+    what: str,
+    *,
+    prefix: str = "",
+    how_to_set: str = "set it",
+) -> Options:
     """Fill an options dataclass.
 
-    A dataclass may have `presets`, a class attribute: values of several options under one name. The key `preset` chooses
-    one; options that are given as well win.
+    A field may itself be a dataclass, for which a mapping stands, or a scalar: the value of its first field. A dataclass may have
+    `presets`, a class attribute: values of several options under one name. The key `preset` chooses one; options that are
+    given as well win.
 
     Args:
         options_class: The dataclass; its `__post_init__` may raise ValueError for values out of range.
-        values: What the person gave, as YAML scalars.
+        values: What the person gave, as YAML or JSON has it.
         what: Whose options they are, for messages.
+        prefix: What stands before a key in messages. Default: nothing.
+        how_to_set: What to do about an option that must be given, for messages; `{key}` is filled in. Default: `"set it"`.
 
     Raises:
-        ValueError: If a key is unknown or a value has the wrong type.
+        ValueError: If a key is unknown or missing, or a value has the wrong type.
     """
-    fields = {field.name: field for field in dataclasses.fields(options_class)}
-    hints = typing.get_type_hints(options_class)
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, options_class))}
     presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
-    parsed: dict[str, Any] = {}
-    if presets:
-        preset = values.get("preset")
-        if preset is not None and preset not in list(presets):
-            raise ValueError(f"preset is {preset!r}; expected one of: {', '.join(presets)}.")
-        parsed.update({} if preset is None else presets[preset])
-        values = {key: value for key, value in values.items() if key != "preset"}
-    for key, value in values.items():
+    values = {
+        **_preset(presets, values),
+        **{key: value for key, value in values.items() if key != "preset" or not presets},
+    }
+    for key in values:
         if key not in fields:
             known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
-            raise ValueError(f"{what} has no option {key!r}. {known}")
-        parsed[key] = _checked(key, value, hints[key])
-    return options_class(**parsed)
+            raise ValueError(f"{what} has no option {prefix + str(key)!r}. {known}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ValueError(f"{what} has no {prefix + name!r}; {how_to_set.format(key=prefix + name)}.")
+    hints = typing.get_type_hints(options_class)
+
+    def read(hint: Any, value: Any, key: str) -> Any:
+        alternatives = alternatives_of(hint)
+        for alternative in alternatives:
+            if dataclasses.is_dataclass(alternative) and value is not None and not isinstance(value, list):
+                first = next(iter(dataclasses.fields(alternative))).name
+                inner = value if isinstance(value, Mapping) else {first: value}
+                read_class = typing.cast(type, alternative)
+                return read_options(read_class, inner, what, prefix=f"{key}.", how_to_set=how_to_set)
+            if typing.get_origin(alternative) is list and isinstance(value, list):
+                (item_hint,) = typing.get_args(alternative)
+                return [read(item_hint, item, f"{key}[{index}]") for index, item in enumerate(value)]
+            found, converted = _converted(alternative, value)
+            if found:
+                return converted
+        raise ValueError(f"{key} is {value!r}; expected {' or '.join(map(_type_name, alternatives))}.")
+
+    return options_class(**{key: read(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _preset(presets: Mapping[str, dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the preset that is asked for."""
+    name = values.get("preset") if presets else None
+    if name is not None and name not in list(presets):
+        raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
+    return {} if name is None else presets[name]
+
+
+def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
+    """Whether one alternative of a type takes a value, and what becomes of it."""
+    if alternative is Any:
+        return True, value
+    if typing.get_origin(alternative) is typing.Literal:
+        return value in typing.get_args(alternative), value
+    if alternative in (int, float):
+        is_words = isinstance(value, str) and not _EXPONENT.fullmatch(value)
+        number = None if is_words else finite_number(value)
+        if number is not None and (alternative is float or number.is_integer()):
+            return True, value if type(value) is alternative else alternative(number)
+        return False, None
+    if alternative in (bool, str, dict, list, types.NoneType):
+        return isinstance(value, alternative) and not (isinstance(value, bool) and alternative is not bool), value
+    return False, None
 
 
 def describe_options(options_class: type) -> list[dict[str, Any]]:
@@ -59,7 +116,7 @@ def describe_options(options_class: type) -> list[dict[str, Any]]:
     described = [
         {
             "name": field.name,
-            "type": field.metadata.get("type") or _type_name(hints[field.name]),
+            "type": field.metadata.get("type") or _listed_type(hints[field.name]),
             "default": _default(field),
             "help": field.metadata.get("help", ""),
         }
@@ -107,35 +164,31 @@ def finite_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def alternatives_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
 def _default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _checked(key: str, value: Any, hint: Any) -> Any:
-    if hint is Any:
-        return value
+def _listed_type(hint: Any) -> str:
+    """What values a type takes, in a table of options."""
     if typing.get_origin(hint) is typing.Literal:
-        allowed = typing.get_args(hint)
-        if value not in allowed:
-            raise ValueError(f"{key} is {value!r}; expected one of: {', '.join(map(str, allowed))}.")
-        return value
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None and type(None) in typing.get_args(hint):
-            return None
-        return _checked(key, value, next(arg for arg in typing.get_args(hint) if arg is not type(None)))
-    if hint is float:
-        number = finite_number(value)
-        if number is None:
-            raise ValueError(f"{key} is {value!r}; expected a number.")
-        return number
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ValueError(f"{key} is {value!r}; expected {_type_name(hint)}.")
-    return value
+        return " | ".join(map(str, typing.get_args(hint)))
+    alternatives = [alternative for alternative in alternatives_of(hint) if alternative is not types.NoneType]
+    return _type_name(hint) if alternatives == [hint] else " or ".join(map(_listed_type, alternatives))
 
 
 def _type_name(hint: Any) -> str:
+    """What values a type takes, in words."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(map(_type_name, typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(arg) for arg in typing.get_args(hint))
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list, each item of it {_type_name(typing.get_args(hint)[0])}"
+    if dataclasses.is_dataclass(hint):
+        return f"a mapping with {', '.join(field.name for field in dataclasses.fields(hint))}"
     return _TYPE_NAMES.get(hint, str(hint))

@@ -77,10 +77,10 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rat": 1}, "config has an unknown key 'rat'. Did you mean 'rate' or 'rates'?"),
-        ({"zzz": 1}, "config has an unknown key 'zzz'. Expected one of: model, text, rate, steps, "),
-        ({3: 1}, "config has an unknown key '3'. Expected one of: "),
-        ({"text": {"path": "t", "colum": "x"}}, "config has an unknown key 'text.colum'. Did you mean 'column'?"),
+        ({"rat": 1}, "config has no option 'rat'. Did you mean 'rate' or 'rates'?"),
+        ({"zzz": 1}, "config has no option 'zzz'. Expected one of: model, text, rate, steps, "),
+        ({3: 1}, "config has no option '3'. Expected one of: "),
+        ({"text": {"path": "t", "colum": "x"}}, "config has no option 'text.colum'. Did you mean 'column'?"),
         ({"text": {"column": "x"}}, "config has no 'text.path'; set it in the file, or as text.path=... after it."),
         ({"text": None}, "text is None; expected a mapping with path, column."),
         ({"model": 3}, "model is 3; expected a string."),
@@ -118,7 +118,7 @@ def test_a_key_without_a_default_is_asked_for(missing):
         ("model.path=3", "override is 'model.path=3', but 'model' has no keys of its own."),
         ("nothing.path=3", "override is 'nothing.path=3', but 'nothing' has no keys of its own."),
         ("model=[", "override is 'model=[', whose value is not YAML; quote it."),
-        ("modle=x", "config has an unknown key 'modle'. Did you mean 'model'?"),
+        ("modle=x", "config has no option 'modle'. Did you mean 'model'?"),
     ],
 )
 def test_a_word_that_sets_nothing_is_refused(tmp_path, word, message):

@@ -31,7 +31,7 @@ def test_what_is_given_beside_a_file_wins(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task: [piqa]", r"config has an unknown key 'task'\. Did you mean 'tasks'"),
+        ("task: [piqa]", r"config has no option 'task'\. Did you mean 'tasks'"),
         ("tasks: piqa", r"tasks is 'piqa'; expected a list, each item of it a string"),
         ("text: a\nstride: 1.5", r"stride is 1\.5; expected a whole number or null"),
         ("text: a\ntrust_remote_code: 1", r"trust_remote_code is 1; expected true or false"),

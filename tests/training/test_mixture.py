@@ -121,7 +121,7 @@ def test_a_file_and_words_may_list_corpora(tmp_path):
         ([], "corpus is an empty list; expected one or more corpora, each with a weight."),
         (["a"], "config has no 'corpus[0].weight'; set it in the file"),
         ([{"path": "a", "weight": 1}, {"path": "b"}], "config has no 'corpus[1].weight'"),
-        ([{"path": "a", "weight": 1, "wieght": 2}], "unknown key 'corpus[0].wieght'. Did you mean 'weight'?"),
+        ([{"path": "a", "weight": 1, "wieght": 2}], "no option 'corpus[0].wieght'. Did you mean 'weight'?"),
         ([{"path": "a", "weight": 0}], "corpus.weight is 0; expected a number above 0."),
         ([{"path": "a", "weight": -1}], "corpus.weight is -1; expected a number above 0."),
         ([{"path": "a", "weight": "much"}], "corpus[0].weight is 'much'; expected a number."),
@@ -130,7 +130,7 @@ def test_a_file_and_words_may_list_corpora(tmp_path):
             [{"path": "a", "weight": 1, "streaming": True}],
             "corpus.streaming is true in a list of corpora; set it to fal",
         ),
-        ({"path": "a", "weight": 1}, "config has an unknown key 'corpus.weight'."),
+        ({"path": "a", "weight": 1}, "config has no option 'corpus.weight'."),
         (3, "corpus.path is 3; expected a string."),
     ],
 )

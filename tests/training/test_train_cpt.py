@@ -107,7 +107,7 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("learning_rte=1", "error: config has an unknown key 'learning_rte'. Did you mean 'learning_rate'"),
+        ("learning_rte=1", "error: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
         (
             "sequence_length=5000",
             "error: sequence_length is 5000, but the model has positions for 128 tokens. Lower sequence_length, or ",
