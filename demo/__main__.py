@@ -20,7 +20,6 @@ from material.smollm2 import smollm2_135m
 
 _BIN = Path(sys.executable).parent
 _CONFIGS = Path(__file__).parent.parent / "configs"
-_SCRIPTS = Path(__file__).parent.parent / "scripts"
 PROMPT = "Fellow-citizens of the Senate and House of Representatives: I congratulate you on"
 
 
@@ -58,8 +57,8 @@ def main() -> None:
     run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
     before = evaluate(base, upscaled)
     steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
-    training = [_SCRIPTS / "train_cpt.py", _CONFIGS / "train" / "demo.yaml", f"model={upscaled}"]
-    run(sys.executable, *training, f"output={trained}", f"corpus={corpus.train}", *steps)
+    training = [_CONFIGS / "train" / "demo.yaml", f"model={upscaled}"]
+    run(_BIN / "midus-train", *training, f"output={trained}", f"corpus={corpus.train}", *steps)
     after = evaluate(trained)
     sample = [sys.executable, "-m", "demo.sample", "--prompt", PROMPT, base, upscaled, trained]
     samples = json.loads(run(*sample))

@@ -14,7 +14,7 @@ _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d+(-of-\d+)?)?\.safetensors")
 _CODE = re.compile(r"(modeling_midus|midus_\w+)\.py")
 _OF_TRAINING = frozenset({"training_args.bin", "trainer_state.json", "train_config.yaml", "log.jsonl"})
-"""What a Trainer and `train_cpt` put beside a model. Checkpoints to resume from are not among it: they are a run."""
+"""What a Trainer and `midus-train` put beside a model. Checkpoints to resume from are not among it: they are a run."""
 _OTHERS = frozenset({_CONFIG, _INDEX, RECORD_FILE, "README.md", ".gitattributes", *_OF_TRAINING})
 _TEMPLATES, _DOWNLOAD = "additional_chat_templates", (".cache", "huggingface")
 _LISTED = 4
