@@ -1,10 +1,11 @@
-"""Help of commands over midus_hf comes at once: nothing that takes seconds is imported before a command line is read."""
+"""Help of commands comes at once: nothing that takes seconds is imported before a command line is read."""
 
 import dataclasses
 import subprocess
 import sys
 
 import pytest
+from commands.command_lines import COMMANDS, REPOSITORY, run_alone
 
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
 
@@ -13,23 +14,24 @@ HEAVY = ("torch", "transformers", "midus_hf")
 
 def help_of(command: str) -> str:
     """What `--help` prints, in a process that must not import anything heavy for it."""
-    code = (
-        f"import sys\nfrom midus_commands.{command} import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit as stopped:\n    assert not stopped.code, stopped.code\n"
-        f"assert not set({HEAVY!r}) & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = run_alone(command, ["--help"], afterwards=f"assert not set({HEAVY!r}) & set(sys.modules)")
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
-@pytest.mark.parametrize("command", ["evaluate", "train", "usage"])
-def test_help_imports_nothing_heavy(command):
-    assert "usage" in help_of(command).lower()
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy_and_says_the_commands_name(command):
+    assert help_of(command).split()[:2] == ["Usage:", command]
+
+
+@pytest.mark.parametrize("script", ["train_cpt.py", "memory_usage.py"])
+def test_help_of_a_script_says_its_own_name(script):
+    words = [sys.executable, REPOSITORY / "scripts" / script, "--help"]
+    assert subprocess.check_output(words, text=True).split()[:2] == ["Usage:", script]
 
 
 def test_help_of_training_names_every_key_with_what_the_docstring_says():
-    words = help_of("train").split()
+    words = help_of("midus-train").split()
     for options in (TrainConfig, CorpusOptions, WeightedCorpus):
         missing = {f"{field.name}:" for field in dataclasses.fields(options)} - set(words)
         assert not missing, options

@@ -1,0 +1,43 @@
+"""The commands that are installed, each run as its entry point runs it."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ENTRY_POINTS: dict[str, str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+COMMANDS = tuple(ENTRY_POINTS)
+
+
+def main_of(command: str) -> Callable[..., Any]:
+    """The function that the command calls."""
+    module, _, function = ENTRY_POINTS[command].partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def run_in_process(command: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    """Exit status of a process that the command would run in; one that ends with a traceback has 1."""
+    monkeypatch.setattr(sys, "argv", [command, *words])
+    try:
+        return main_of(command)() or 0
+    except SystemExit as stopped:
+        return stopped.code or 0
+    except Exception:
+        return 1
+
+
+def run_alone(command: str, words: list[str], afterwards: str = "") -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, and then some Python."""
+    module, _, function = ENTRY_POINTS[command].partition(":")
+    code = (
+        f"import sys\nfrom {module} import {function}\nsys.argv[0] = {command!r}\n"
+        f"try:\n    status = {function}()\nexcept SystemExit as stopped:\n    status = stopped.code\n"
+        f"{afterwards}\nsys.exit(status)"
+    )
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,77 @@
+"""Every command ends by one table of exit statuses, and says in one line what is wrong with a request."""
+
+import subprocess
+import sys
+
+import pytest
+from commands.command_lines import COMMANDS, REPOSITORY, run_alone, run_in_process
+
+MISSING_FILE = {
+    "upscale": ["--config", "absent"],
+    "midus-train": ["absent"],
+    "midus-eval": ["model", "--config", "absent"],
+    "midus-usage": ["model", "--text", "absent"],
+}
+WORK = {
+    "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
+    "midus-train": ("midus_hf.training.run.prepare", ["run.yaml"]),
+    "midus-eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
+    "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
+}
+"""What does the work of a command, and a request for it."""
+STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
+WITH_TRACEBACK = ("midus-train", "midus-usage")
+SCRIPTS = ("train_cpt.py", "memory_usage.py")
+
+
+@pytest.fixture(autouse=True)
+def room(tmp_path, monkeypatch):
+    """A working directory with the files that requests name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "run.yaml").write_text("model: model\ncorpus: text.txt\noutput: out\n")
+
+
+def test_the_tables_have_every_command():
+    assert set(MISSING_FILE) == set(WORK) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_option_is_2_and_one_line(command, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    done = run_alone(command, ["--no-such-option"])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "No such option: --no-such-option" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_exits_as_its_command(script):
+    path = REPOSITORY / "scripts" / script
+    done = subprocess.run([sys.executable, path, "--no-such-option"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: No such option: --no-such-option See '{script} --help'.\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_file_is_2_and_one_line(command, monkeypatch, capsys):
+    assert run_in_process(command, MISSING_FILE[command], monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "absent" in err
+
+
+@pytest.mark.parametrize("error", STATUS_OF_WORK)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_work_that_does_not_get_done_is_1_or_130(command, error, monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise error("broken")
+
+    function, words = WORK[command]
+    monkeypatch.setattr(function, fail)
+    status = STATUS_OF_WORK[error]
+    assert run_in_process(command, words, monkeypatch) == status
+    out, err = capsys.readouterr()
+    raised = status == 1 and command in WITH_TRACEBACK
+    assert (out, err.count("\n")) == ("", 0 if raised else 1)
+    if not raised:
+        assert ("interrupted" if status == 130 else f"{error.__name__}: broken") in err
