@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "midus-train") -> i
         arguments,
         name,
         named_lines=False,
-        refusals=(),  # of a value that the work itself calls wrong, it is to be known where
+        refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
         hint=f" See '{name} --help'.",
         failure=None,
         silent=not _is_main_process(),
