@@ -45,7 +45,7 @@ def midus_eval(
         int | None,
         typer.Option(help="Worked examples before a question.  [default: the task's, else 0]", metavar="N"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Questions a task.  [default: all]", metavar="N")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions per task.  [default: all]", metavar="N")] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(
@@ -53,13 +53,13 @@ def midus_eval(
         ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens predicted a window.  [default: sequence-length]", metavar="N")
+        int | None, typer.Option(help="Tokens predicted per window.  [default: sequence-length]", metavar="N")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the text to predict.  [default: all]", metavar="N")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Windows or requests a forward pass.  [default: 4]", metavar="N")
+        int | None, typer.Option(help="Windows or requests per forward pass.  [default: 4]", metavar="N")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="NAME")

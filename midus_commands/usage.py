@@ -34,7 +34,7 @@ def midus_usage(
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the text to read.  [default: all]", metavar="N")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows a forward pass.", metavar="N")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")] = 4,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")

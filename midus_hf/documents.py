@@ -31,7 +31,7 @@ def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-
     """Read all documents of a file or a folder.
 
     Args:
-        path: A `.jsonl` or `.parquet` file, a document a row; any other file, which is one document; or a folder,
+        path: A `.jsonl` or `.parquet` file, a document per row; any other file, which is one document; or a folder,
             whose `.txt`, `.md`, `.jsonl` and `.parquet` files, those of its subfolders included, are read in the
             order of their paths. All but Parquet may be compressed, with `.gz` or `.zst` after their ending;
             `.json.gz` and `.json.zst` are JSON lines too, as published corpora have them. What is hidden is not read.
@@ -284,7 +284,7 @@ def _parse(line: str, place: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise DocumentError(f"{place} is not JSON: {error}. Expected one object a line.") from error
+        raise DocumentError(f"{place} is not JSON: {error}. Expected one object per line.") from error
 
 
 def _read_text(path: Path, encoding: str) -> Iterator[str]:

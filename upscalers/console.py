@@ -139,7 +139,7 @@ def _identity(report: UpscaleReport) -> str:
 
 
 def print_measurements(measurements: list[dict[str, Any]]) -> None:
-    """What solvers found out, one line a kind of tensor: mean over the new layers, and the lowest and highest of them."""
+    """What solvers found out, one line per kind of tensor: mean over the new layers, and the lowest and highest of them."""
     if measurements:
         header, *rows = summary_table(measurements)
         table = _table(*header)

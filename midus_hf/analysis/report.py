@@ -12,7 +12,7 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def usage_table(layers: Mapping[int, LayerUsage]) -> Table:
-    """A row a layer.
+    """A row per layer.
 
     Args:
         layers: From `Usage.summary`.
@@ -43,7 +43,7 @@ def usage_curves(counts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def draw_usage(counts: Mapping[int, torch.Tensor], path: Path) -> None:
-    """Draw a curve a layer, from dark for the first layer to light for the last. Needs matplotlib.
+    """Draw a curve per layer, from dark for the first layer to light for the last. Needs matplotlib.
 
     Args:
         counts: As in `usage_curves`.

@@ -99,8 +99,8 @@ class Tasks:
             model: In eval mode, on its device.
             tokenizer: Its tokenizer.
             num_fewshot: Worked examples before a question. Default: what the task says, else 0.
-            limit: Questions a task, the first ones. Default: all.
-            batch_size: Requests a forward pass.
+            limit: Questions per task, the first ones. Default: all.
+            batch_size: Requests per forward pass.
             max_length: Longest input in tokens. Default: what the model was made for.
             seed: Of the choice of examples and the bootstrap.
             progress: As in `MidusLM`.

@@ -22,7 +22,7 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
     Args:
         name: Short name.
-        data: Folder that holds `NAME.jsonl`: a row a question, with `question`, `choices`, `gold`.
+        data: Folder that holds `NAME.jsonl`: a row per question, with `question`, `choices`, `gold`.
 
     Returns:
         A task configuration that lm-eval takes as it is.
@@ -32,7 +32,9 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
     """
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
-        raise ValueError(f"{data} holds no {name}.jsonl; expected a row of JSON a question: question, choices, gold.")
+        raise ValueError(
+            f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold."
+        )
     config = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     files = config["dataset_kwargs"]["data_files"]
     config["dataset_kwargs"]["data_files"] = {

@@ -19,14 +19,14 @@ class PerplexityResult:
     """How well a model predicts a text.
 
     Args:
-        perplexity: `exp` of the mean negative log-likelihood a token. Comparable between models of one tokenizer.
-        bits_per_byte: Negative log2-likelihood a byte of UTF-8. Comparable between tokenizers.
-        bits_per_character: The same a character.
+        perplexity: `exp` of the mean negative log-likelihood per token. Comparable between models of one tokenizer.
+        bits_per_byte: Negative log2-likelihood per byte of UTF-8. Comparable between tokenizers.
+        bits_per_character: The same per character.
         tokens: Predicted tokens.
         sequence_length: Longest input of the model, in tokens.
-        stride: Tokens predicted a window.
+        stride: Tokens predicted per window.
         seconds: Wall time of the forward passes.
-        tokens_per_second: Tokens fed to the model a second.
+        tokens_per_second: Tokens fed to the model per second.
     """
 
     perplexity: float
@@ -111,9 +111,9 @@ def perplexity(
         tokenizer: A fast one, which knows the place of each token in the text.
         documents: At least `sequence_length` tokens together.
         sequence_length: Tokens of a window. Default: 1024, or the longest the model was made for if that is shorter.
-        stride: Tokens predicted a window; the rest of the window is context. Default: `sequence_length`, no overlap.
+        stride: Tokens predicted per window; the rest of the window is context. Default: `sequence_length`, no overlap.
         max_tokens: Predict at most so many tokens, in whole windows spread evenly over the text. Default: all.
-        batch_size: Windows a forward pass. It changes nothing but speed, memory, and the last bits of a float.
+        batch_size: Windows per forward pass. It changes nothing but speed, memory, and the last bits of a float.
         device: Where to move the model first. Default: where it is.
         progress: Called with the number of tokens predicted so far, and of all.
 

@@ -1,4 +1,4 @@
-"""The table that people read: one row a measure, one column a model."""
+"""The table that people read: one row per measure, one column per model."""
 
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ def comparison_table(report: dict[str, Any]) -> Table:
     if models[0]["perplexity"] is not None:
         results = [model["perplexity"] for model in models]
         table.add_row("perplexity", *(f"{result['perplexity']:.4f}" for result in results))
-        table.add_row("bits a byte", *(f"{result['bits_per_byte']:.4f}" for result in results))
+        table.add_row("bits per byte", *(f"{result['bits_per_byte']:.4f}" for result in results))
         table.add_row("tokens predicted", *(f"{result['tokens']:,}" for result in results))
-        table.add_row("tokens a second", *(f"{result['tokens_per_second']:,.0f}" for result in results))
+        table.add_row("tokens per second", *(f"{result['tokens_per_second']:,.0f}" for result in results))
     for task, scores in models[0]["tasks"].items():
         for metric in scores:
             if metric in _ABOUT_THE_TASK or _is_error_of_another(metric, scores):

@@ -16,14 +16,14 @@ class EvaluationSettings:
         column: The column, or JSON key, of JSON lines and Parquet that holds the text. Default: `text`.
         encoding: Encoding of plain text and JSON lines. Default: `utf-8`.
         sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
-        stride: Tokens predicted a window. Default: `sequence_length`.
+        stride: Tokens predicted per window. Default: `sequence_length`.
         max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
         tasks: Tasks of lm-evaluation-harness. Default: none.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
         include_path: Folder with more task files. Default: none.
         num_fewshot: Worked examples before a question. Default: what the task says, else 0.
-        limit: Questions a task. Default: all.
-        batch_size: Windows or requests a forward pass. Default: 4.
+        limit: Questions per task. Default: all.
+        batch_size: Windows or requests per forward pass. Default: 4.
         dtype: What the weights are loaded as: `auto` (as saved), `float32`, `bfloat16` or `float16`. Default: `auto`.
         device: Such as `cpu` or `cuda:0`. Default: the first GPU if there is one.
         trust_remote_code: Whether to run code that comes with a checkpoint. Models of this package need none.

@@ -1,4 +1,4 @@
-"""Memory layers, one a file. Importing this package registers all of them."""
+"""Memory layers, one per file. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

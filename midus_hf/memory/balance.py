@@ -15,7 +15,7 @@ def balance_loss(memory: ScoresSubKeys, attention_output: torch.Tensor) -> torch
     For every head and side, `n * sum_i f_i P_i`: `f_i` is the share of the tokens' selections of their k best sub-keys
     that fall on sub-key `i`, a constant; `P_i` is the mean over tokens of the softmax of the side's scores over the
     temperature. The result is the mean over heads and sides. It is 1 if selections or probabilities are uniform, and
-    up to `n / k` if all tokens select the same. A memory with one key a slot has one side, its N slots.
+    up to `n / k` if all tokens select the same. A memory with one key per slot has one side, its N slots.
 
     The scores of all sub-keys exist a stretch of tokens at a time, and again in the backward pass.
 

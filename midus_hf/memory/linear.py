@@ -11,7 +11,7 @@ from midus_hf.ops.precision import without_autocast
 
 @register_memory("linear")
 class LinearMemory(SharedValueMemory):
-    """A key a slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5).
+    """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5).
 
     Args:
         options: `LinearOptions`.

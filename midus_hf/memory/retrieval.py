@@ -84,7 +84,7 @@ class RetrievalMemory(MemoryModule):
 
         Args:
             attention_output: `[..., W]`.
-            output: `[..., H, v]`, or `[..., D]` if there is one gate a token.
+            output: `[..., H, v]`, or `[..., D]` if there is one gate per token.
         """
         if self.gate == "none":
             return output

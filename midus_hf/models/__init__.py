@@ -1,4 +1,4 @@
-"""Backbone families that host memory, one a file. Importing this package registers them, and those that
+"""Backbone families that host memory, one per file. Importing this package registers them, and those that
 other packages offer, with the Auto classes.
 """
 

@@ -138,7 +138,7 @@ class MemoryModel(HostsMemory):
         return tables
 
     def train(self, mode: bool = True):
-        """As `nn.Module.train`; warns, once a model, of memories that cannot learn however long they train."""
+        """As `nn.Module.train`; warns, once per model, of memories that cannot learn however long they train."""
         super().train(mode)
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))

@@ -1,4 +1,4 @@
-"""Functions on tensors. One op a file; the reference body in it is the contract that the faster ones must meet."""
+"""Functions on tensors. One op per file; the reference body in it is the contract that the faster ones must meet."""
 
 from midus_hf.ops.backend import OpChoices, op_choices
 from midus_hf.ops.flat_key import flat_key_topk

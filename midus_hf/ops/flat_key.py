@@ -23,7 +23,7 @@ def flat_key_topk(
     Args:
         query: `[..., H, d]`, floating point.
         keys: `[H, N, d]`, cast to the dtype of `query`.
-        k: Slots retrieved a head, `1 <= k <= N`.
+        k: Slots retrieved per head, `1 <= k <= N`.
         backend: As in `OpChoices`; scoring is matrix products on every one. Default: `"auto"`.
 
     Returns:

@@ -1,6 +1,6 @@
 """Kernels of the fused head-wise lookup: select, weigh and gather in one, and the gradient of it.
 
-Shapes: S tokens, H heads; `BT` tokens a program, `BN` sub-keys a stretch, `KP`, `DP` and `VP` the powers of two at or
+Shapes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch, `KP`, `DP` and `VP` the powers of two at or
 above k, d / 2 and v.
 """
 

@@ -1,4 +1,4 @@
-"""The head-wise memory of MIDUS: product-key retrieval a head, and values expanded a head from one shared bank."""
+"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank."""
 
 import torch
 
@@ -40,7 +40,7 @@ def headwise_memory(
 
     The transform is linear, so the rows may as well be transformed first, `E_h = V W_h^T`, and gathered then. For
     more than N tokens that is less work, forward and backward: `dV = sum_h G_h W_h` and `dW_h = G_h^T V` from the sums
-    `G_h` of gradients a slot.
+    `G_h` of gradients per slot.
 
     Tables are cast to the dtype of the query, also under `torch.autocast`: where masters are float32 and the query is
     bfloat16, what is computed is what a bfloat16 model will compute. Sums are accumulated in float32 at least.
@@ -52,7 +52,7 @@ def headwise_memory(
         value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS; or `[H, n * n, v]`, a bank per head.
         value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper. None where
             values are used as they are.
-        k: Slots retrieved a head, `1 <= k <= n`.
+        k: Slots retrieved per head, `1 <= k <= n`.
         residual: `[..., H, v]`, any floating dtype, which the output then has; added to what is retrieved. Default: none.
         temperature: Scores are divided by it before the softmax. Default: 1.
         expand: Whether rows are transformed before they are gathered. Default: where that is less work.

@@ -32,7 +32,7 @@ def product_key_topk(
         query: `[..., H, d]`, floating point, `d` even.
         row_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
         column_keys: `[H, n, d / 2]`, cast to the dtype of `query`.
-        k: Slots retrieved a head, `1 <= k <= n`.
+        k: Slots retrieved per head, `1 <= k <= n`.
         selection: As in `OpChoices`. Default: `"auto"`.
         backend: As in `OpChoices`. Default: `"auto"`.
 

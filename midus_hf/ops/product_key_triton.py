@@ -1,6 +1,6 @@
 """Kernels that select product keys.
 
-Shapes: tokens are flat, `S`; `BT` tokens a program, `BN` sub-keys a stretch, `KP` the power of two at or above k.
+Shapes: tokens are flat, `S`; `BT` tokens per program, `BN` sub-keys per stretch, `KP` the power of two at or above k.
 """
 
 import torch

@@ -52,7 +52,7 @@ def row_sums(
         return sums
     sorted_slots, order = slots.flatten().to(narrowest_integer(num_rows)).sort(stable=True)
     starts = torch.searchsorted(sorted_slots, torch.arange(num_rows, device=slots.device, dtype=sorted_slots.dtype))
-    return F.embedding_bag(  # a bag a row: the tokens that hit it, in their order
+    return F.embedding_bag(  # a bag per row: the tokens that hit it, in their order
         order // slots.shape[1],
         gradient.to(wide),
         starts,

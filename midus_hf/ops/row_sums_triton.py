@@ -1,6 +1,6 @@
 """Kernels that sum table rows, and gradients by row.
 
-Shapes: `E` entries in all, one for each token and slot it retrieved; `BE` entries a program; `BV` columns of a row.
+Shapes: `E` entries in all, one for each token and slot it retrieved; `BE` entries per program; `BV` columns of a row.
 """
 
 import torch
@@ -16,7 +16,7 @@ _STRETCH = 256
 
 @triton.jit
 def weighted_rows_kernel(bank, slots, weights, output, m, width, BM: tl.constexpr, BV: tl.constexpr):
-    """`output[s] = sum_m weights[s, m] * bank[slots[s, m]]`, a token and BV columns a program."""
+    """`output[s] = sum_m weights[s, m] * bank[slots[s, m]]`, a token and BV columns per program."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     total = tl.zeros([BV], tl.float32)
@@ -32,7 +32,7 @@ def weighted_rows_kernel(bank, slots, weights, output, m, width, BM: tl.constexp
 
 @triton.jit
 def weight_gradients_kernel(gradient, bank, slots, output, m, width, BM: tl.constexpr, BV: tl.constexpr):
-    """`output[s, m] = <gradient[s], bank[slots[s, m]]>`, a token and BM of its entries a program."""
+    """`output[s, m] = <gradient[s], bank[slots[s, m]]>`, a token and BM of its entries per program."""
     token = tl.program_id(0).to(tl.int64)
     entries = tl.program_id(1) * BM + tl.arange(0, BM)
     slot = tl.load(slots + token * m + entries, mask=entries < m, other=0).to(tl.int64)

@@ -37,7 +37,7 @@ def check_sequence_length(sequence_length: int, model_config: PreTrainedConfig) 
     which, that context times the factor: configs that were stretched may or may not have the first raised as well.
 
     Args:
-        sequence_length: Tokens a sequence.
+        sequence_length: Tokens per sequence.
         model_config: As from `load_config`.
 
     Raises:

@@ -14,7 +14,7 @@ class MappedTokens:
     """The tokens of documents, laid end to end.
 
     Args:
-        chunks: Arrow arrays of int32 lists, a document a list, in the order of the corpus. Lists are not empty. What
+        chunks: Arrow arrays of int32 lists, a document per list, in the order of the corpus. Lists are not empty. What
             they are mapped from is read where it is cut, and only there.
     """
 

@@ -22,7 +22,7 @@ class CorpusOptions:
 
     Args:
         path: A text file, a folder of them, or the id of a dataset on the Hub. Plain text (`.txt`, `.md`, or a file
-            with any other ending) is one document a file; `.jsonl` and `.parquet` hold one document a row. A folder
+            with any other ending) is one document per file; `.jsonl` and `.parquet` hold one document per row. A folder
             is read recursively in sorted order, and only its `.txt`, `.md`, `.jsonl` and `.parquet` files. All but
             Parquet may be compressed, with `.gz` or `.zst` behind their ending.
         config: The configuration of a dataset. Default: its own.
@@ -95,7 +95,7 @@ class TrainConfig:
             not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
         corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
             corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
-        sequence_length: T, tokens a sequence. Default: 2048.
+        sequence_length: T, tokens per sequence. Default: 2048.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
         trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
@@ -122,8 +122,8 @@ class TrainConfig:
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
         epochs: Passes over the corpus; of several, as many sequences as all of them have together count as one.
-        batch_size: Sequences a device and forward pass. Default: 8.
-        gradient_accumulation: Forward passes a step. Default: 1.
+        batch_size: Sequences per device and forward pass. Default: 8.
+        gradient_accumulation: Forward passes per step. Default: 1.
         precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
             float32. Default: `"bf16"`.
         attn_implementation: As in `from_pretrained`. Default: transformers' choice.

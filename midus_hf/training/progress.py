@@ -1,4 +1,4 @@
-"""What a run prints while it trains: one row of a table a log event, above a bar if there is a terminal."""
+"""What a run prints while it trains: one row of a table per log event, above a bar if there is a terminal."""
 
 import contextlib
 import sys
@@ -15,10 +15,10 @@ _HELD_OUT = {"perplexity": 10}
 
 
 class ProgressTable(TrainerCallback):
-    """Print one row a log event on standard output, and keep a progress bar on standard error if that is a terminal.
+    """Print one row per log event on standard output, and keep a progress bar on standard error if that is a terminal.
 
     A row has the step, the tokens trained on so far, the loss, the rate of everything but keys and values, the norm of
-    the gradient, tokens a second since the row before, the time left, and the perplexity of the held-out text where it
+    the gradient, tokens per second since the row before, the time left, and the perplexity of the held-out text where it
     was measured. It fits into 80 columns; everything else that is logged is in the file.
 
     Args:

@@ -60,7 +60,7 @@ class TrainResult:
         tokens: Tokens that all processes trained on, likewise.
         loss: Mean loss of the last log event; None if there was none.
         seconds: Wall time of the training loop, without what came before a resumption.
-        tokens_per_second: Tokens of all processes in these seconds, a second; None if the loop took no step.
+        tokens_per_second: Tokens of all processes per second of these; None if the loop took no step.
         best_step: The step whose model was saved, chosen by held-out text; None if that is simply the last one.
     """
 

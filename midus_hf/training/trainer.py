@@ -79,7 +79,7 @@ class MemoryTrainer(TrainsMemory, Trainer):
             result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         balance = readings.balance_loss()
         self._balance_losses.append(balance.detach())
-        # Where the loss is divided by the tokens of all passes of a step, what is a mean a pass has to be divided too.
+        # Where the loss is divided by the tokens of all passes of a step, what is a mean per pass has to be divided too.
         by_tokens = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         passes = self.current_gradient_accumulation_steps if by_tokens or self.compute_loss_func is not None else 1
         added = self.balance_loss / passes * balance

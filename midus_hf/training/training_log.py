@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object a line, one line a log event."""
+"""The log of a run: one JSON object per line, one line per log event."""
 
 import json
 import os

@@ -72,7 +72,7 @@ class TrainsMemory:
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """As `Trainer.create_scheduler`, with one course a group."""
+        """As `Trainer.create_scheduler`, with one course per group."""
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None

@@ -149,7 +149,7 @@ def test_a_task_given_twice_is_refused(data):
 
 
 def test_a_folder_without_the_questions_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON a question"):
+    with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON per question"):
         Tasks(["piqa"], data=tmp_path)
 
 

@@ -53,7 +53,7 @@ class LesaOptions(FusionOptions):
     )
     hidden_size: int = option(256, "of both hidden layers of a predictor")
     epochs: int = option(10, "passes over all rows of all layers")
-    batch_size: int = option(64, "rows a step")
+    batch_size: int = option(64, "rows per step")
     learning_rate: float = option(1e-3, "of AdamW")
     weight_decay: float = option(0.01, "of AdamW")
     norm_weight: float = option(

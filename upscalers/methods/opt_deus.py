@@ -134,7 +134,7 @@ def _layers(rows: list[Measurement]) -> str:
 class BlockFusion(Solver):
     """Fuses the layers on both sides of one new block.
 
-    Peak memory, with n rows of the largest matrix, D the hidden size and 8 bytes (4 in float32) a number: six n x n
+    Peak memory, with n rows of the largest matrix, D the hidden size and 8 bytes (4 in float32) per number: six n x n
     matrices of the transport problem and four n x D ones, `b (6 n^2 + 4 n D)`.
 
     Args:

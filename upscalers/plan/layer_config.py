@@ -11,7 +11,7 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 
 PER_LAYER_KEYS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
-"""Lists with one entry a layer, at the top of a config or inside its mappings: they follow the plan."""
+"""Lists with one entry per layer, at the top of a config or inside its mappings: they follow the plan."""
 
 LAYER_INDEX_KEYS = frozenset({"mlp_only_layers", "moe_layers", "full_attn_idxs"})
 """Lists of layer indices: they are translated."""

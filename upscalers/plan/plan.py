@@ -1,4 +1,4 @@
-"""The layer plan: an ordered list, one entry an output layer, that says where each layer comes from."""
+"""The layer plan: an ordered list, one entry per output layer, that says where each layer comes from."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ class New:
         previous: The last base layer of its phase before it; None where there is none.
         next: The first base layer of its phase after it; None where there is none.
         sources: The base layers that it is made from, the one whose attention it takes first. Default: none yet.
-        coefficients: One a source, where it is their linear combination. Default: none.
+        coefficients: One per source, where it is their linear combination. Default: none.
         period: p: layers whose indices differ by a multiple of it have the same phase. Default: 1, any two layers have.
     """
 
@@ -51,7 +51,7 @@ class Plan:
     """What every layer of the upscaled model is made from.
 
     Args:
-        layers: One entry an output layer.
+        layers: One entry per output layer.
         num_base_layers: L, layers of the base.
         new_memories: Names of the memories that are attached to layers. Default: none.
     """
@@ -115,7 +115,7 @@ class Plan:
 
     def to_list(self) -> list[dict[str, Any]]:
         """The plan as plain data: `{"base": i}`, or `{"previous": i, "next": j, "sources": [...]}` and perhaps
-        `"coefficients"` and `"period"`, a layer.
+        `"coefficients"` and `"period"`, per layer.
         """
         return [
             {"base": layer.index}

@@ -18,7 +18,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "model_type", "memory", "parameters", "layers",
-        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` a layer. What `strip` gave back has
+        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` per layer. What `strip` gave back has
         `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
         upscaling is left in it, beside that nothing but `{"model", "model_type", "num_layers", "parameters"}`.
 

@@ -25,7 +25,7 @@ def match_heads(
     groups = num_key_value_heads
 
     def heads(values: torch.Tensor) -> torch.Tensor:
-        return values.view(groups, -1, head_dim * values.shape[-1])  # [G, heads a group, d D]
+        return values.view(groups, -1, head_dim * values.shape[-1])  # [G, heads per group, d D]
 
     cost = sum(
         torch.cdist(heads(source[role])[:, 0], heads(target[role])[:, 0]) for role in ("key", "value")

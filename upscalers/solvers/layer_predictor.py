@@ -18,7 +18,7 @@ class PredictorTraining:
     Args:
         hidden_size: Of both hidden layers.
         epochs: Passes over all rows.
-        batch_size: Rows a step.
+        batch_size: Rows per step.
         learning_rate: Of AdamW.
         weight_decay: Of AdamW.
         norm_weight: lambda: weight of the norm loss; the mean squared error has 1 - lambda.

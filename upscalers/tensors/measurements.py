@@ -8,7 +8,7 @@ _NOT_NUMBERS = ("layer", "tensor")
 
 
 def summary_table(measurements: Sequence[Measurement]) -> list[list[str]]:
-    """A header and one row a kind of tensor: for each number its mean, and in brackets its lowest and highest value.
+    """A header and one row per kind of tensor: for each number its mean, and in brackets its lowest and highest value.
 
     Seconds are summed instead.
     """

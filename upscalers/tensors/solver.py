@@ -161,7 +161,7 @@ def solve_all(
 
 
 def num_workers(solvers: Sequence[Solver]) -> int:
-    """How many solvers work at once: one a processor, unless half of the free memory or the solvers' own limit is less."""
+    """How many solvers work at once: one per processor, unless half of the free memory or the solvers' own limit is less."""
     limits = [solver.workers for solver in solvers if solver.workers is not None]
     if limits:
         return max(1, min(*limits, len(solvers)))
