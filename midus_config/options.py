@@ -177,8 +177,8 @@ def _listed_type(hint: Any) -> str:
     """What values a type takes, in a table of options."""
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
-    alternatives = [alternative for alternative in alternatives_of(hint) if alternative is not types.NoneType]
-    return _type_name(hint) if alternatives == [hint] else " or ".join(map(_listed_type, alternatives))
+    alternatives = alternatives_of(hint)
+    return _type_name(hint) if len(alternatives) == 1 else " | ".join(map(_listed_type, alternatives))
 
 
 def _type_name(hint: Any) -> str:

@@ -61,7 +61,7 @@ def test_options_are_described_for_people():
     described = {row["name"]: row for row in describe_options(Sample)}
     assert described["count"] == {"name": "count", "type": "a whole number", "default": 3, "help": "how many"}
     assert described["kind"]["type"] == "a | b"
-    assert described["name"]["type"] == "text | null"
+    assert described["name"]["type"] == "a string | null"
 
 
 MEMORY_OPTIONS_CLASSES = {

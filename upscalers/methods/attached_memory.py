@@ -125,10 +125,10 @@ _PLACES = ("layers", "site", "span")
 def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> type[MemoryOptions]:
     """The options of a memory type, and where the memory goes."""
     sites = ", ".join(memory_options.sites)
-    places: list[tuple[str, type, Any]] = [
+    places: list[tuple[str, Any, Any]] = [
         (
             "layers",
-            object,
+            Any,
             option(default_layers, "which layers have it", "all | a number of evenly spaced ones | a list of indices"),
         ),
         ("site", str, option(memory_options.sites[0], f"where it sits in them: {sites}")),
