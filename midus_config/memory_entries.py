@@ -198,6 +198,11 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
     layers = _read_layers(memory_type, "layers", values, sizes.num_layers)
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
+    if site == "inserted" and options.tables(sizes, layers):
+        raise ValueError(
+            f"memory of type {memory_type!r} is inserted, and its options make its layers share tables, which only memories do that "
+            "are attached to layers; expected options that share none."
+        )
     name = "" if site == "inserted" else values.get("name", memory_type)
     if not isinstance(name, str) or (site != "inserted" and not _is_name(name)):
         raise ValueError(f"memory of type {memory_type!r} has name = {name!r}; expected words joined by hyphens.")
