@@ -34,10 +34,9 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         super().check(base)
         with refusing_requests():
             self._memory().check(base.family.sizes(base.config))
-        if self.options.site not in self.memory_options.sites:
-            raise RequestError(
-                f"site is {self.options.site!r}; expected one of: {', '.join(self.memory_options.sites)}."
-            )
+        sites = _attached_sites(self.memory_options)
+        if self.options.site not in sites:
+            raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(sites)}.")
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
@@ -122,16 +121,21 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 _PLACES = ("layers", "site", "span")
 
 
+def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:
+    """The sites of a memory type in layers that there are."""
+    return [site for site in memory_options.sites if site != "inserted"]
+
+
 def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> type[MemoryOptions]:
     """The options of a memory type, and where the memory goes."""
-    sites = ", ".join(memory_options.sites)
+    sites = _attached_sites(memory_options)
     places: list[tuple[str, Any, Any]] = [
         (
             "layers",
             Any,
             option(default_layers, "which layers have it", "all | a number of evenly spaced ones | a list of indices"),
         ),
-        ("site", str, option(memory_options.sites[0], f"where it sits in them: {sites}")),
+        ("site", str, option(sites[0], f"where it sits in them: {', '.join(sites)}")),
     ]
     if "skip" in memory_options.sites:
         places.append(("span", int, option(1, "of site skip: how many layers behind the one that it reads it adds")))
