@@ -121,7 +121,7 @@ def recorded_new_memories(config: PreTrainedConfig) -> list[str]:
 
 
 def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.Module]:
-    """The modules of attached memories, and of the tables that their layers share, by their name in the model.
+    """The modules of attached memories, and each of the tables that their layers share, by their name in the model.
 
     Args:
         model: A causal language model.
@@ -135,7 +135,7 @@ def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.M
         modules = {
             path: module
             for path, module in model.named_modules()
-            if path.endswith((f".{ATTACHED}.{name}", f".{TABLES}.{name}"))
+            if path.endswith(f".{ATTACHED}.{name}") or path.rpartition(".")[0].endswith(f".{TABLES}.{name}")
         }
         if not modules:
             raise ValueError(
