@@ -1,0 +1,164 @@
+"""Requests and configs that cannot be carried out are refused in one line, alike for planning and for models."""
+
+import json
+import re
+
+import pytest
+import torch
+from tiny import FAMILIES, save_tiny_model
+
+from midus_hf.models import FAMILIES as HOSTS
+from tests.upscalers.checkpoints import SMALL_MEMORY
+from upscalers import RequestError, upscale
+from upscalers.checkpoint.base_model import open_base
+
+LAYERS = (
+    r"expected all, a number from 1 to 4, or a list of ascending indices among the layers of the base .*: 0, 1, 2, 3\."
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "layers=[1, 4]"], rf"layers is \[1, 4\]; {LAYERS}"),
+        (["--set", "layers=[-1]"], rf"layers is \[-1\]; {LAYERS}"),
+        (["--set", "layers=[2, 1]"], rf"layers is \[2, 1\]; {LAYERS}"),
+        (["--set", "layers=[1, 1]"], rf"layers is \[1, 1\]; {LAYERS}"),
+        (["--set", "layers=[]"], rf"layers is \[\]; {LAYERS}"),
+        (["--set", "layers=[true]"], rf"layers is \[True\]; {LAYERS}"),
+        (["--set", "layers=[1.0]"], rf"layers is \[1\.0\]; {LAYERS}"),
+        (["--set", "layers=none"], rf"layers is 'none'; {LAYERS}"),
+        (["--set", "layers=null"], rf"layers is None; {LAYERS}"),
+        (["--set", "layers=0"], rf"layers is 0; {LAYERS}"),
+        (["--set", "layers=5"], rf"layers is 5; {LAYERS}"),
+        (["--set", "layers=true"], rf"layers is True; {LAYERS}"),
+        (["--set", "layers={1: 2}"], rf"layers is \{{1: 2\}}; {LAYERS}"),
+        (["--set", "site=beside"], "site is 'beside'; expected one of: beside-ffn, behind-attention, behind-layer, skip"),
+        (["--set", "site=inside-ffn"], "site is 'inside-ffn'; expected one of: beside-ffn, "),
+        (["--set", "site=inserted"], "site is 'inserted'; expected one of: beside-ffn, behind-attention, behind-layer, skip"),
+        (["--set", "site=1"], "site is 1; expected text"),
+        (["--set", "site=skip", "--set", "span=4"], "span is 4; expected fewer than the 4 layers of the base. Lower it."),
+        (["--set", "site=skip", "--set", "span=1", "--set", "layers=[3]"], "span is 1; expected fewer than"),
+        (["--set", "site=skip", "--set", "span=-1"], "span is -1; expected 0 or more layers"),
+        (["--set", "site=skip", "--set", "span=far"], "span is 'far'; expected an integer"),
+        (["--num-new-layers", "2"], "num-new-layers is 2, but toy attaches memory to layers that there are; expected none"),
+        (["--placement", "1,3"], "placement is '1,3', but toy attaches memory to layers that there are; expected none"),
+        (["--set", "rank=0"], r"rank is 0; expected 1 or more\."),
+        (["--set", "rank=two"], "rank is 'two'; expected an integer"),
+        (["--set", "rnak=2"], r"toy has no option 'rnak'\. Did you mean 'rank'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_wrong_request_is_refused_in_one_line(arguments, message, base, command, tmp_path):
+    for way in (["--output", tmp_path / "out"], ["--dry-run"]):
+        outcome = command("--base", base, "--method", "toy", *way, *arguments)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert outcome.err.startswith("upscale: ") and outcome.err.count("\n") == 1
+        assert re.search(message, outcome.err), outcome.err
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_span_for_a_memory_without_skips_is_no_option(base, command, tmp_path):
+    outcome = command("--base", base, "--method", "toy-ffn", "--output", tmp_path / "out", "--set", "span=1")
+    assert outcome.status == 2
+    assert "toy-ffn has no option 'span'" in outcome.err
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1], [4]])
+def test_layers_that_are_memory_blocks_are_refused(layers, base, command, tmp_path):
+    upscale(base=base, method="midus-hml", output=tmp_path / "hml", options=SMALL_MEMORY, verify=False)
+    outcome = command(
+        "--base", tmp_path / "hml", "--method", "toy", "--output", tmp_path / "out", "--set", f"layers={layers}"
+    )
+    assert outcome.status == 2
+    assert outcome.err.count("\n") == 1
+    assert f"layers is {layers}; expected all, a number from 1 to 4, or a list" in outcome.err
+    assert "that have a feed-forward network: 0, 2, 3, 5." in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_methods_say_what_they_take(command):
+    (described,) = command("methods", "toy", "--json").json()
+    options = {option["name"]: option for option in described["options"]}
+    assert set(options) == {"layers", "site", "span", "rank", "share"}
+    assert options["layers"]["default"] == "all" and options["site"]["default"] == "beside-ffn"
+    assert described["placement"] is None and described["identity"] is True
+    (described,) = command("methods", "toy-attention", "--json").json()
+    assert {option["name"] for option in described["options"]} == {"layers", "site"}
+    assert command("methods", "toy").status == 0
+
+
+INSERTED = {"type": "toy", "site": "inserted", "layers": [1]}
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ([{"type": "toy", "layers": [0]}] * 2, "two memories have the name 'toy'; expected a name of its own for each"),
+        (
+            [{"type": "toy", "layers": [0]}, {"type": "toy-ffn", "name": "toy", "layers": [2]}],
+            "two memories have the name 'toy'",
+        ),
+        ([INSERTED, {"type": "toy", "layers": [0, 1]}], "memory 'toy' is attached to layer 1, which was inserted for a memory"),
+        ([{"type": "toy", "layers": [1]}, INSERTED], "memory 'toy' is attached to layer 1, which was inserted for a memory"),
+        (
+            [INSERTED, {"type": "toy", "site": "skip", "layers": [0], "into": [1]}],
+            "memory 'toy' is attached to layer 1, which was inserted for a memory",
+        ),
+        (
+            [{"type": "toy", "site": "skip", "layers": [0, 1], "into": [2]}],
+            r"'toy' reads at layers \[0, 1\] and adds behind \[2\]; expected a layer to add behind for each",
+        ),
+        (
+            [{"type": "toy", "site": "skip", "layers": [1, 2], "into": [2, 1]}],
+            r"reads at layers \[1, 2\] and adds behind \[2, 1\]; expected a layer to add behind for each, at or after it",
+        ),
+        ([{"type": "toy", "site": "skip", "layers": [0]}], "'toy' has no 'into'; expected a layer to add behind for each"),
+        ([{"type": "toy", "site": "skip", "layers": [0], "into": [4]}], "'toy' names layer 4; expected 0 <= layer < 4"),
+        ([{"type": "toy", "site": "skip", "layers": [0], "into": 1}], "into is 1; expected a list of layer indices"),
+        ([{**INSERTED, "name": "toy"}], r"memory entry of type 'toy' has no option 'name'\."),
+        ([{"type": "toy", "layers": [0], "into": [1]}], r"memory entry of type 'toy' has no option 'into'\."),
+        ([{"type": "toy", "layers": [0], "span": 1}], r"memory entry of type 'toy' has no option 'span'\."),
+        ([{"type": "toy", "layers": [0], "name": "a.b"}], r"'toy' has name = 'a\.b'; expected words joined by hyphens"),
+        ([{"type": "toy", "layers": [0], "name": ""}], "'toy' has name = ''; expected words joined by hyphens"),
+        ([{"type": "toy", "layers": [0], "name": 5}], "'toy' has name = 5; expected words joined by hyphens"),
+        ([{"type": "toy", "layers": [0], "site": "inside-ffn"}], "'toy' has site = 'inside-ffn'; expected one of: beside-ffn"),
+        ([{"type": "toy-ffn", "layers": [0], "site": "inserted"}], "'toy-ffn' has site = 'inserted'; expected one of: inside-ffn"),
+        ([{"type": "toy", "layers": [4]}], "'toy' names layer 4; expected 0 <= layer < 4"),
+        ([{"type": "toy", "layers": [0], "rank": 0}], r"rank is 0; expected 1 or more\."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_planning_and_models_refuse_a_wrong_entry_with_the_same_words(memory, message, tmp_path):
+    folder = save_tiny_model("llama", tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "model_type": "midus_llama", "memory": memory}))
+    with pytest.raises(RequestError, match=message) as by_planning:
+        open_base(folder)
+    fields = {key: value for key, value in FAMILIES["llama"].config().to_dict().items() if key != "model_type"}
+    with pytest.raises(ValueError, match=message) as by_model, torch.device("meta"):
+        HOSTS["llama"].config_class(**fields, memory=memory)
+    assert str(by_planning.value) == str(by_model.value)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=KeyError,
+    reason="The name is accepted, and then no entry of an nn.ModuleDict, since that has an attribute of this name.",
+)
+@pytest.mark.parametrize("name", ["keys", "type", "forward"])
+def test_a_name_that_no_module_can_have_is_refused_where_the_entry_is_read(name):
+    fields = {key: value for key, value in FAMILIES["llama"].config().to_dict().items() if key != "model_type"}
+    try:
+        config = HOSTS["llama"].config_class(**fields, memory=[{"type": "toy", "name": name, "layers": [0, 1]}])
+    except ValueError:
+        return
+    assert f"model.layers.0.memories.{name}.down" in HOSTS["llama"](config).state_dict()
+
+
+def test_an_inserted_memory_that_would_share_tables_is_refused(base, command, tmp_path):
+    for way in (["--output", tmp_path / "out"], ["--dry-run"]):
+        outcome = command("--base", base, "--method", "toy-inserted", *way, "--set", "share=2")
+        assert outcome.status == 2
+        assert "memory of type 'toy' is inserted, and its options make its layers share tables" in outcome.err
+        assert list(tmp_path.iterdir()) == []
