@@ -1,5 +1,5 @@
 # make demo   the main job on a real checkpoint
-# make test   the whole suite with the newest supported versions, and what depends on them with the oldest
+# make test   the suite with the newest supported versions, and what depends on them with the oldest; make test-all: all combinations
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,12 +15,16 @@ GPU_RESULTS ?= outputs/gpu
 OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks --ignore=tests/models/test_peft.py \
 	-k 'not sm_80 and not sm_100 and not gfx942'
 
-.PHONY: demo test test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
+.PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
 
 test: test-newest test-oldest
+
+# Every family with every other parameter of a test, where `make test` takes pairs.
+test-all: $(VENV)/installed material
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --product
 
 test-newest: $(VENV)/installed material
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS)

@@ -19,8 +19,24 @@ if not torch.cuda.is_available():
     # Before anything imports a kernel: triton's interpreter runs it on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from pairs import keep_pairs
 from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--product",
+        action="store_true",
+        help="run each test with every family and every other parameter together, not only in pairs",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--product") and not any("::" in argument for argument in config.args):
+        kept = keep_pairs(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,56 @@
+"""Which tests run by default: every family with every test, and every other parameter with every test, but not their product."""
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+FAMILY_FIXTURES = ("family", "native_family")
+
+
+def keep_pairs(items: Iterable[Any]) -> list[Any]:
+    """Thin out tests that run on the product of families and other parameters.
+
+    Of each test, every family stays, and every combination of the other parameters stays, with as few tests as that takes. What
+    chooses its families itself, by `parametrize`, stays as it is.
+
+    Args:
+        items: Tests as pytest has collected them.
+    """
+    items = list(items)
+    axes = [_axes(item) for item in items]
+    families: dict[Hashable, list[Hashable]] = {}
+    others: dict[Hashable, list[Hashable]] = {}
+    for axis in filter(None, axes):
+        test, family, other = axis
+        _note(families, test, family)
+        _note(others, test, other)
+
+    def stays(axis: tuple[Hashable, Hashable, Hashable] | None) -> bool:
+        if axis is None:
+            return True
+        test, family, other = axis
+        row, column = families[test].index(family), others[test].index(other)
+        num_rows, num_columns = len(families[test]), len(others[test])
+        return row == column % num_rows if num_columns >= num_rows else column == row % num_columns
+
+    return [item for item, axis in zip(items, axes, strict=True) if stays(axis)]
+
+
+def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
+    """The test, its family and its other parameters; None where it does not run on a family that a fixture gives."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    fixture = next((name for name in FAMILY_FIXTURES if name in parameters), None)
+    chosen = {name for mark in item.iter_markers("parametrize") for name in _names(mark.args[0])}
+    if fixture is None or fixture in chosen:
+        return None
+    other = tuple((name, str(value)) for name, value in sorted(parameters.items()) if name != fixture)
+    return (item.nodeid.partition("[")[0], parameters[fixture], other)
+
+
+def _names(argnames: str | Iterable[str]) -> list[str]:
+    return [name.strip() for name in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
+
+
+def _note(table: dict[Hashable, list[Hashable]], key: Hashable, value: Hashable) -> None:
+    known = table.setdefault(key, [])
+    if value not in known:
+        known.append(value)
