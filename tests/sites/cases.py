@@ -58,6 +58,7 @@ CASES = {
         SiteCase("shared tables", "toy", {"site": "beside-ffn", "share": 2}, "beside-ffn", EVERY),
         SiteCase("inside-ffn", "toy-ffn", {}, "inside-ffn", EVERY),
         SiteCase("inside-attention", "toy-attention", {}, "inside-attention", EVERY),
+        SiteCase("inside heads", "toy-heads", {}, "inside-attention", EVERY),
         SiteCase("behind-attention", "toy", {"site": "behind-attention", "layers": 2}, "behind-attention", [1, 3]),
         SiteCase("behind-layer", "toy", {"site": "behind-layer", "layers": [1]}, "behind-layer", [1]),
         SiteCase("skip", "toy", {"site": "skip", "span": 2}, "skip", [0, 1], [2, 3]),
@@ -76,9 +77,14 @@ MOST = SOME + [
     (case, family)
     for family in NATIVE_FAMILIES
     if family not in ("llama", "gemma3")
-    for case in ("beside-ffn", "inside-attention")
+    for case in ("inside heads", "inside-attention")
 ]
-"""Beside those, every family at two sites, which are those where most of a family's own code runs."""
+"""Beside those, every family at the sites where most of a family's own code runs."""
+
+FEW = [(case, "llama") for case in CASES] + [
+    (case, "gemma3") for case in ("shared tables", "inside heads", "behind-attention", "skip", "inserted")
+]
+"""For what takes long: every site, and those where a family with more norms and kinds of layers differs most."""
 
 ALL = [(case, family) for family in NATIVE_FAMILIES for case in CASES]
 """Every site on every family."""

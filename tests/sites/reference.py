@@ -37,6 +37,9 @@ def add_reference(
     for position, layer in enumerate(case.layers):
         if case.site == "inserted":
             _insert(layers[layer - position], _low_rank(tensors, f"model.layers.{layer}.memory."))
+        elif case.method == "toy-heads":
+            tables = [tensors[f"model.layers.{layer}.memories.{name}.table"] for name in names]
+            _add_to_heads(layers[layer].self_attn, torch.stack(tables).sum(0))
         elif case.site in ("inside-ffn", "inside-attention"):
             prefixes = [f"model.layers.{layer}.memories.{name}." for name in names]
             for role in _roles(tensors, prefixes[0]):
@@ -111,6 +114,28 @@ def _insert(layer: nn.Module, added: _Map) -> None:
         return (hidden_states + added(attention_output),), given
 
     layer.register_forward_pre_hook(block, with_kwargs=True)
+
+
+def _add_to_heads(attention: Any, table: torch.Tensor) -> None:
+    """What each head gives, in front of the output projection, and a map `[H, d, d]` of its query, which is rotated here again."""
+    seen: dict[str, Any] = {}
+
+    def add(module: nn.Module, arguments: tuple) -> tuple:
+        (cosine, sine), query = seen["position_embeddings"], seen["query"]
+        batch, length, _ = arguments[0].shape
+        if query.dim() == 3 or query.shape[1] == length:  # else a norm has seen the heads in front
+            query = query.view(batch, length, -1, attention.head_dim).transpose(1, 2)
+        first, second = query.chunk(2, dim=-1)
+        query = query * cosine[:, None] + torch.cat((-second, first), dim=-1) * sine[:, None]
+        return (arguments[0] + torch.einsum("bhtd,hde->bthe", query, table).flatten(2),)
+
+    attention.register_forward_pre_hook(
+        lambda module, arguments, given: seen.update(position_embeddings=given["position_embeddings"]),
+        with_kwargs=True,
+    )
+    last = attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
+    last.register_forward_hook(lambda module, arguments, output: seen.update(query=output))
+    attention.o_proj.register_forward_pre_hook(add)
 
 
 def _has_output_norm(layer: nn.Module) -> bool:

@@ -20,15 +20,17 @@ def no_graphs_of_other_tests():
 
 @pytest.fixture(params=CASES)
 def small_model(request, tmp_path):
-    """A model of two layers, to be compiled soon. With eager attention the graph adds in the order that eager does."""
+    """A model of few layers, to be compiled soon. With eager attention the graph adds in the order that eager does."""
     case = CASES[request.param]
-    base = save_base(tmp_path / "base", num_hidden_layers=2)
-    options = {**case.options, "span": 1} if case.options.get("span") else case.options
+    base = save_base(tmp_path / "base", num_hidden_layers=2 if case.into or case.shares_tables else 1)
+    smaller = {"layers": "all"} if case.is_attached else {}
+    smaller |= {"span": 1} if case.options.get("span") else {}
     upscale(
         base=base,
         method=case.method,
         output=tmp_path / "out",
-        options=options,
+        options={**case.options, **smaller},
+        num_new_layers=None if case.is_attached else 1,
         verify=False,
     )
     model = give_values(load(tmp_path / "out"))

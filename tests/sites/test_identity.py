@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from sites import toy_memory
-from sites.cases import ALL, MOST, SOME, each
+from sites.cases import ALL, SOME, each
 from tiny import save_tiny_model
 
 from midus_config.declared_tensors import Normal
@@ -24,8 +24,9 @@ def test_logits_are_those_of_the_base_and_the_config_says_where_memories_are(cas
     assert entry.get("name") == (case.method if case.is_attached else None)
 
 
-@VERIFY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("verify", "dtype"), [(None, torch.float32), (False, torch.bfloat16)], ids=["whole-float32", "blocks-bfloat16"]
+)
 @each(SOME)
 def test_both_checks_find_no_difference(case, family, dtype, verify, tmp_path):
     base = save_tiny_model(family, tmp_path / "base", dtype)
@@ -36,7 +37,7 @@ def test_both_checks_find_no_difference(case, family, dtype, verify, tmp_path):
 
 
 @VERIFY
-@each(MOST)
+@each(SOME)
 def test_values_that_are_not_zero_are_caught(case, family, verify, shared_base, tmp_path, monkeypatch):
     monkeypatch.setattr(toy_memory, "ZEROS", Normal(1e-3))
     message = "new layer [01] changes .* by up to" if verify is False else "logits differ from the base's by up to"

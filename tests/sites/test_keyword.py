@@ -24,14 +24,17 @@ def padded_prompt() -> dict[str, torch.Tensor]:
 @each(MOST)
 def test_each_row_of_a_batch_has_its_own_scale(case, family, toy_model):
     model = toy_model(case, family)
+    inputs = padded_prompt()
+    # What generation makes of the mask: a memory may read queries, which know their position.
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        together = model(**padded_prompt(), toy_scale=SCALES).logits
-        plain = model(**padded_prompt()).logits
+        together = model(**inputs, toy_scale=SCALES).logits
+        plain = model(**inputs).logits
         for row, padding in ((0, 5), (1, 0)):
             alone = model(prompt()[row : row + 1, padding:], toy_scale=SCALES[row : row + 1]).logits[0]
             torch.testing.assert_close(together[row, padding:], alone, rtol=1e-4, atol=1e-5)
             assert (alone - plain[row, padding:]).abs().max() > 1e-3
-        assert torch.equal(model(**padded_prompt(), toy_scale=torch.ones(2)).logits, plain)
+        assert torch.equal(model(**inputs, toy_scale=torch.ones(2)).logits, plain)
 
 
 @each(SOME)
@@ -57,7 +60,9 @@ def test_generation_scales_each_row_and_all_of_its_beams(case, family, way, toy_
         inputs = {name: value[row : row + 1] for name, value in padded_prompt().items()}
         alone = model.generate(**inputs, **way, toy_scale=SCALES[row : row + 1])
         assert torch.equal(returned, alone)
-    assert not torch.equal(together, model.generate(**padded_prompt(), **way))
+    scored = {**padded_prompt(), **way, "output_scores": True, "return_dict_in_generate": True}
+    scores = [model.generate(**scored, **scale).scores[-1] for scale in ({"toy_scale": SCALES}, {})]
+    assert not torch.equal(*scores)
 
 
 @each(SOME)

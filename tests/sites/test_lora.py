@@ -4,7 +4,7 @@ import pytest
 import torch
 from models.optimizer_steps import train_steps
 from peft import PeftModel, get_peft_model
-from sites.cases import MOST, SOME, each
+from sites.cases import FEW, SOME, each
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,7 @@ def logits(model, **inputs) -> torch.Tensor:
         return model(input_ids=prompt(), use_cache=False, **inputs).logits
 
 
-@each(MOST)
+@each(SOME)
 def test_the_memory_trains_whole_the_base_by_adapters_and_merging_keeps_what_they_compute(
     case, family, toy_model, tmp_path
 ):
@@ -55,7 +55,7 @@ def test_the_memory_trains_whole_the_base_by_adapters_and_merging_keeps_what_the
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@each(SOME)
+@each(FEW)
 def test_generation_and_checkpointing_work_beside_adapters(case, family, checkpointed, toy_model):
     torch.manual_seed(0)
     model = toy_model(case, family)

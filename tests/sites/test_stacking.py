@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from sites.cases import CASES, SOME, each, give_values
+from sites.cases import CASES, FEW, each, give_values
 from sites.reference import add_reference
 from tiny import prompt
 
@@ -15,7 +15,7 @@ from upscalers import RequestError, strip, upscale
 
 HML = {"method": "midus-hml", "options": SMALL_MEMORY}
 LLAMA_PRO = {"method": "llama-pro"}
-ATTACHED = [(name, family) for name, family in SOME if CASES[name].is_attached]
+ATTACHED = [(name, family) for name, family in FEW if CASES[name].is_attached]
 
 
 def request(case):
@@ -56,7 +56,7 @@ def check_stack(base, once, second, tmp_path, verify=None, **placing):
 
 
 @pytest.mark.parametrize("second", [HML, LLAMA_PRO], ids=lambda second: second["method"])
-@each(SOME)
+@each(FEW)
 def test_layers_are_inserted_among_those_that_have_a_trained_memory(
     case, family, second, upscaled, shared_base, tmp_path
 ):
@@ -73,7 +73,7 @@ def test_layers_are_inserted_among_those_that_have_a_trained_memory(
     assert trains == set(placement.split(","))
 
 
-@each(SOME)
+@each(FEW)
 def test_a_memory_is_attached_to_or_inserted_in_a_model_with_trained_memory_blocks(
     case, family, shared_base, tmp_path
 ):

@@ -49,7 +49,11 @@ def test_the_new_memory_alone_trains_and_its_values_move_at_once(case, family, t
     for _ in range(2):  # values are zero at first, and hold back the gradient of keys for one step
         gradients(model)
         optimizer.step()
-        assert all(not torch.equal(model.get_parameter(name), before[name]) for name in memory if name.endswith("up"))
+        assert all(
+            not torch.equal(model.get_parameter(name), before[name])
+            for name in memory
+            if name.endswith(("up", "table"))
+        )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) != (name in trains), name
 
