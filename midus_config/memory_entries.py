@@ -7,7 +7,15 @@ from functools import cached_property
 from typing import Any
 
 from midus_config.declared_tensors import DeclaredTensor
-from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, SharedTables, Site, known_type
+from midus_config.memory_types import (
+    MEMORY_TYPES,
+    InsertedOptions,
+    MemoryOptions,
+    SharedTables,
+    Site,
+    is_name,
+    known_type,
+)
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import read_options
 
@@ -204,8 +212,11 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             "are attached to layers; expected options that share none."
         )
     name = "" if site == "inserted" else values.get("name", memory_type)
-    if not isinstance(name, str) or (site != "inserted" and not _is_name(name)):
-        raise ValueError(f"memory of type {memory_type!r} has name = {name!r}; expected words joined by hyphens.")
+    if not isinstance(name, str) or (site != "inserted" and not is_name(name)):
+        raise ValueError(
+            f"memory of type {memory_type!r} has name = {name!r}; expected words joined by hyphens, and no word of a torch "
+            "module."
+        )
     into = _read_layers(memory_type, "into", values, sizes.num_layers) if site == "skip" else ()
     if site == "skip" and (len(into) != len(layers) or any(to < at for at, to in zip(layers, into, strict=True))):
         raise ValueError(
@@ -213,10 +224,6 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             "behind for each, at or after it."
         )
     return MemoryEntry(options, site, layers, name, into)
-
-
-def _is_name(name: str) -> bool:
-    return name.replace("-", "").replace("_", "").isalnum()
 
 
 def _read_layers(memory_type: str, key: str, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

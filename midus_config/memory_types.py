@@ -115,8 +115,10 @@ def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
         ValueError: If the name is of another form, or taken by another class, or if what the class declares cannot be built:
             a site that there is not, an option without a default, a name or role of a tensor.
     """
-    if not name or name != name.lower() or not name.replace("-", "").isalnum():
-        raise ValueError(f"memory type is {name!r}; expected lower case words joined by hyphens.")
+    if not is_name(name) or name != name.lower():
+        raise ValueError(
+            f"memory type is {name!r}; expected lower case words joined by hyphens, and no word of a torch module."
+        )
 
     def decorate(cls: type[Options]) -> type[Options]:
         taken = MEMORY_TYPES.get(name)
@@ -130,6 +132,18 @@ def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
         return cls
 
     return decorate
+
+
+_WORDS_OF_MODULES = frozenset(
+    "apply bfloat16 buffers children clear compile cpu cuda double eval float forward half ipu items keys modules mtia "
+    "parameters pop to train training type update values xpu".split()
+)
+"""What a torch container of modules has for attributes: no module in it can have one of these names."""
+
+
+def is_name(name: str) -> bool:
+    """Whether a memory can be called so: words joined by hyphens, and no attribute of a torch container of modules."""
+    return name.replace("-", "").isalnum() and name not in _WORDS_OF_MODULES
 
 
 _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)

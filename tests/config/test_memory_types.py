@@ -5,9 +5,10 @@ import sys
 from dataclasses import dataclass, fields
 
 import pytest
+import torch
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor
-from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, register_memory_type
+from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, is_name, register_memory_type
 from midus_config.options import option
 
 
@@ -104,3 +105,8 @@ def test_declarations_are_read_without_torch_and_transformers():
     code = "import sys, midus_config.memory_entries as m; print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert sorted(done.stdout.split()) == ["headwise", "linear", "product-key"]
+
+
+def test_words_of_torch_modules_are_those_that_a_container_has():
+    names = {name for name in dir(torch.nn.ModuleDict()) if not name.startswith("_") and "_" not in name}
+    assert {name for name in names if is_name(name)} == set()
