@@ -9,6 +9,7 @@ from tiny import FAMILIES, save_tiny_model
 
 from midus_config import MEMORY_TYPES
 from midus_config.memories.headwise import HeadwiseOptions
+from midus_config.memories.retrieval import RetrievalOptions
 from midus_config.memory_entries import read_memories
 from midus_hf.models import FAMILIES as HOSTS
 from upscalers.checkpoint.base_model import open_base
@@ -23,7 +24,7 @@ def test_an_entry_names_a_type_its_options_a_site_and_layers():
 
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
 def test_an_entry_written_out_is_read_as_what_it_was(memory_type):
-    entry = read_entry({"type": memory_type, "layers": [1, 4], "k": 2})
+    entry = read_entry({"type": memory_type, "layers": [1, 4]})
     assert read_entry(json.loads(json.dumps(entry.to_dict()))) == entry
 
 
@@ -32,11 +33,14 @@ def test_a_model_without_memory_has_no_entries(memories):
     assert read_memories(memories, SIZES).entries == ()
 
 
+RETRIEVAL = [name for name, options in MEMORY_TYPES.items() if issubclass(options, RetrievalOptions)]
+"""Memories that retrieve slots."""
+
 WRONG = [
     ({"type": "headwise"}, r"memory is \{'type': 'headwise'\}; expected a list of entries, one per memory"),
     (["headwise"], r"memory entry is 'headwise'; expected a mapping such as \{'type': 'headwise', 'layers': \[1\]\}"),
     ([5], "memory entry is 5; expected a mapping"),
-    ([{"layers": [1]}], "memory type is None; expected one of: headwise, linear, product-key"),
+    ([{"layers": [1]}], "memory type is None; expected one of: headwise, "),
     ([{"type": "head-wise", "layers": [1]}], "memory type is 'head-wise'; .* A type is added, not renamed"),
     ([{"type": "Headwise", "layers": [1]}], "memory type is 'Headwise'; expected one of: headwise"),
     ([{"type": ["headwise"], "layers": [1]}], r"memory type is \['headwise'\]; expected one of"),
@@ -78,7 +82,7 @@ WRONG = [
     ),
     *(
         ([{"type": name, "layers": [1], **given}], message)
-        for name in MEMORY_TYPES
+        for name in RETRIEVAL
         for given, message in (
             ({"k": "4"}, "k is '4'; expected a whole number"),
             ({"query_norm": "rms"}, "query_norm is 'rms'; expected 'none' or 'batch' or 'layer'"),

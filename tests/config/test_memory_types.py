@@ -104,7 +104,7 @@ def test_every_type_is_declared_with_a_text_and_options_that_have_one():
 def test_declarations_are_read_without_torch_and_transformers():
     code = "import sys, midus_config.memory_entries as m; print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert sorted(done.stdout.split()) == ["headwise", "linear", "product-key"]
+    assert set(done.stdout.split()) == set(MEMORY_TYPES)
 
 
 def test_words_of_torch_modules_are_those_that_a_container_has():

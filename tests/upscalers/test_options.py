@@ -105,10 +105,10 @@ def test_options_of_a_memory_are_checked(method, given, message):
         parse_options(MEMORY_OPTIONS_CLASSES[method], given, f"method {method}")
 
 
-def test_each_memory_type_is_inserted_by_one_method():
+def test_each_memory_type_is_given_by_a_method():
     get_method("midus-hml")
-    inserted = [method.options_class for method in METHODS.values() if issubclass(method.options_class, MemoryOptions)]
-    assert sorted(options.type for options in inserted) == sorted(MEMORY_TYPES)
+    given = [method.options_class for method in METHODS.values() if issubclass(method.options_class, MemoryOptions)]
+    assert {options.type for options in given} == set(MEMORY_TYPES)
 
 
 def test_at_most_three_near_matches_are_named_the_nearest_first():
