@@ -80,7 +80,7 @@ def read_options(
             found, converted = _converted(alternative, value)
             if found:
                 return converted
-        raise ValueError(f"{key} is {value!r}; expected {' or '.join(map(_type_name, alternatives))}.")
+        raise ValueError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
 
     return options_class(**{key: read(hints[key], value, prefix + key) for key, value in values.items()})
 
@@ -171,6 +171,13 @@ def alternatives_of(hint: Any) -> tuple[Any, ...]:
 
 def _default(field: dataclasses.Field) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _expected(alternatives: tuple[Any, ...]) -> str:
+    """What values are taken, for a message."""
+    if len(alternatives) == 1 and typing.get_origin(alternatives[0]) is typing.Literal:
+        return f"one of: {', '.join(map(str, typing.get_args(alternatives[0])))}"
+    return " or ".join(map(_type_name, alternatives))
 
 
 def _listed_type(hint: Any) -> str:

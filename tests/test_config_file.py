@@ -91,7 +91,7 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
         ({"steps": 1.5}, "steps is 1.5; expected a whole number or null."),
         ({"steps": True}, "steps is True; expected a whole number or null."),
         ({"mask": 1}, "mask is 1; expected true or false."),
-        ({"precision": "fp16"}, "precision is 'fp16'; expected 'bf16' or 'fp32'."),
+        ({"precision": "fp16"}, "precision is 'fp16'; expected one of: bf16, fp32."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"tasks": "a"}, "tasks is 'a'; expected a list, each item of it a string."),
         ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),

@@ -79,13 +79,13 @@ def test_a_configuration_file_places_by_name_list_or_number(command, base, tmp_p
         ("\x80", "is not YAML"),
         ("- base", "holds no mapping; expected keys such as base, method, output"),
         ("bsae: x", "has no option 'bsae'. Did you mean 'base'"),
-        ("num_new_layers: many", "num_new_layers is 'many'; expected an integer"),
-        ("num_new_layers: 2.5", "num_new_layers is 2.5; expected an integer"),
+        ("num_new_layers: many", "num_new_layers is 'many'; expected a whole number"),
+        ("num_new_layers: 2.5", "num_new_layers is 2.5; expected a whole number"),
         ("verify: maybe", "verify is 'maybe'; expected true or false"),
-        ("base: 5", "base is 5; expected text"),
+        ("base: 5", "base is 5; expected a string"),
         ("options: [n]", "options is ['n']; expected a mapping"),
-        ("seed: x", "seed is 'x'; expected an integer"),
-        ("push_to_hub: 7", "push_to_hub is 7; expected text"),
+        ("seed: x", "seed is 'x'; expected a whole number"),
+        ("push_to_hub: 7", "push_to_hub is 7; expected a string"),
     ],
 )
 def test_a_configuration_file_that_makes_no_sense_is_refused(command, base, tmp_path, text, message):

@@ -46,7 +46,7 @@ def test_values_of_the_right_kind_are_taken():
         ({"count": True}, "count is True; expected a whole number"),
         ({"count": None}, "count is None; expected a whole number"),
         ({"rate": "fast"}, "rate is 'fast'; expected a number"),
-        ({"kind": "c"}, "kind is 'c'; expected 'a' or 'b'"),
+        ({"kind": "c"}, "kind is 'c'; expected one of: a, b"),
         ({"name": 5}, "name is 5; expected a string"),
         ({"flag": 1}, "flag is 1; expected true or false"),
         ({"table": [1]}, r"table is \[1\]; expected a mapping"),
@@ -74,8 +74,8 @@ WRONG_RETRIEVAL = [
     ({"temperature": 0}, "temperature is 0.0; expected a number above 0"),
     ({"temperature": -1.5}, "temperature is -1.5; expected a number above 0"),
     ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
-    ({"query_norm": "rms"}, "query_norm is 'rms'; expected 'none' or 'batch' or 'layer'"),
-    ({"gate": "slot"}, "gate is 'slot'; expected 'none' or 'token' or 'head'"),
+    ({"query_norm": "rms"}, "query_norm is 'rms'; expected one of: none, batch, layer"),
+    ({"gate": "slot"}, "gate is 'slot'; expected one of: none, token, head"),
     ({"inner_residual": "yes"}, "inner_residual is 'yes'; expected true or false"),
 ]
 WRONG = [
@@ -92,7 +92,7 @@ WRONG = [
         (method, {"gate": "head"}, "gate is 'head'; expected 'none' or 'token', since the heads' outputs are summed")
         for method in ("midus-pkm", "midus-linear")
     ),
-    ("midus-hml", {"values": "all"}, "values is 'all'; expected 'expanded' or 'shared' or 'own'"),
+    ("midus-hml", {"values": "all"}, "values is 'all'; expected one of: expanded, shared, own"),
     ("midus-hml", {"output_projection": 1}, "output_projection is 1; expected true or false"),
     ("midus-linear", {"slots": 0}, "slots is 0; expected at least one slot"),
     ("midus-linear", {"slots": 3}, "k is 4; expected 1 <= k <= slots = 3. Lower k or raise slots"),

@@ -18,7 +18,7 @@ QUICK = ("--set", "epochs=1")
 OPTIONS = [
     *((f"{name}=0", f"{name} is 0; expected at least 1.") for name in ("hidden_size", "epochs", "batch_size", "workers")),
     ("epochs=-3", "epochs is -3; expected at least 1."),
-    ("epochs=many", "epochs is 'many'; expected an integer."),
+    ("epochs=many", "epochs is 'many'; expected a whole number."),
     ("learning_rate=0", r"learning_rate is 0\.0; expected a number above 0\."),
     ("learning_rate=.inf", r"learning_rate is inf; expected a number\."),
     ("learning_rate=.nan", r"learning_rate is nan; expected a number\."),

@@ -19,9 +19,9 @@ NUMBERS = [
     ("tolerance=0", r"tolerance is 0\.0; expected a number above 0\."),
     ("tolerance=-1e-4", r"tolerance is -0\.0001; expected a number above 0\."),
     ("max_iterations=0", "max_iterations is 0; expected at least 1."),
-    ("max_iterations=1.5", r"max_iterations is 1\.5; expected an integer"),
+    ("max_iterations=1.5", r"max_iterations is 1\.5; expected a whole number"),
     ("workers=0", "workers is 0; expected at least 1."),
-    ("workers=two", "workers is 'two'; expected an integer"),
+    ("workers=two", "workers is 'two'; expected a whole number"),
 ]
 CHOICES = [
     ("solver=exact", "solver is 'exact'; expected one of: sinkhorn, hungarian."),
@@ -92,7 +92,7 @@ def test_a_device_that_cannot_be_computed_on_is_refused(method, device, base, tm
 @pytest.mark.parametrize(("device", "value"), [("0", "0"), ("", "None"), ("[cpu]", r"\['cpu'\]")])
 def test_a_device_that_is_no_name_is_refused(method, device, value, base, tmp_path, command, refused):
     usual = ("--base", base, "--method", method, "--set", f"device={device}", "--output", tmp_path / "out")
-    refused(command(*usual), f"device is {value}; expected text.", [])
+    refused(command(*usual), f"device is {value}; expected a string.", [])
 
 
 def test_a_dry_run_asks_for_no_device_because_it_may_plan_for_another_machine(base, command):
