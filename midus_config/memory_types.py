@@ -1,7 +1,7 @@
 """What a type of memory is: its options, its tensors, the sites it can take; and the table of types."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar, get_args
 
 from midus_config.declared_tensors import DeclaredTensor, Role
@@ -146,6 +146,8 @@ def is_name(name: str) -> bool:
     return name.replace("-", "").isalnum() and name not in _WORDS_OF_MODULES
 
 
+_WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"})
+
 _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
 
 
@@ -161,6 +163,11 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
         raise ValueError(
             f"memory type {name!r} cannot be built without options ({error}); give each a default."
         ) from None
+    taken = sorted(_WORDS_OF_ENTRIES & {field.name for field in fields(options)})
+    if taken:
+        raise ValueError(
+            f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
+        )
     layers = tuple(range(_SAMPLE.num_layers))
     tables = [item for shared in options.tables(_SAMPLE, layers) for item in shared.tensors.items()]
     for tensor_name, tensor in (*options.tensors(_SAMPLE).items(), *tables):
@@ -173,6 +180,11 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
             raise ValueError(
                 f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
                 "PEFT cannot wrap; choose another."
+            )
+        if tensor.role == "buffer" and (parent or (tensor_name, tensor) in tables):
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter, since shared tables and linear "
+                "layers have no buffers."
             )
         if tensor.role not in ROLES:
             raise ValueError(

@@ -1,6 +1,7 @@
 """A module whose tensors are those that a declaration names."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -31,6 +32,10 @@ class DeclaredModule(nn.Module):
     def names_of(self, *roles: Role) -> list[str]:
         """Names of the tensors that have one of the roles."""
         return [name for name, tensor in self.declared.items() if tensor.role in roles]
+
+    def declared_tensor(self, name: str) -> torch.Tensor:
+        """A parameter or buffer by the name that the declaration has for it."""
+        return attrgetter(name)(self)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter and buffer that no checkpoint has filled."""

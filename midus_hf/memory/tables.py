@@ -10,4 +10,4 @@ class MemoryTables(DeclaredModule):
 
     def forward(self) -> dict[str, torch.Tensor]:
         """The tables by name: whoever reads them asks here, so that the hooks of offloading and sharding have run."""
-        return {name: getattr(self, name) for name in self.declared}
+        return {name: self.declared_tensor(name) for name in self.declared}

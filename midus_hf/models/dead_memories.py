@@ -40,8 +40,10 @@ def _values_are_frozen_at_zero(memory: MemoryModule, adapted: set[str | None]) -
     Values that were seen to be anything but zero are not looked at again, for a Trainer says `train` at every step.
     """
     names = memory.names_of("value")
-    values = [getattr(memory, name) for name in names]
-    if any(value.requires_grad for value in values) or not adapted.isdisjoint(names):
+    values = [memory.declared_tensor(name) for name in names]
+    if any(value.requires_grad for value in values) or not adapted.isdisjoint(
+        name.rpartition(".")[2] for name in names
+    ):
         return False
     if any(type(value) is not nn.Parameter or value.is_meta or value.numel() == 0 for value in values):
         return False

@@ -60,14 +60,17 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
     sources = {ENTRY_MODULE: "\n".join(entry_lines) + "\n"}
     pending = list(wanted)
     packages = {*_PACKAGES, *(module.partition(".")[0] for module in wanted)}  # a memory may come from another package
-    package_import = re.compile(rf"^from ((?:{'|'.join(map(re.escape, packages))})[\w.]*) import", flags=re.MULTILINE)
+    package_import = re.compile(
+        rf"^from ((?:{'|'.join(map(re.escape, packages))})(?:\.\w+)*) import", flags=re.MULTILINE
+    )
     while pending:
         module = pending.pop()
         flat_name = _flat_name(module)
         if flat_name not in sources:
-            source = inspect.getsource(importlib.import_module(module))
+            source, parent = inspect.getsource(importlib.import_module(module)), module.rpartition(".")[0]
+            if not module.startswith("transformers_modules."):
+                source = _FLAT_IMPORT.sub(lambda match, parent=parent: f"from {parent}.{match[1]} import", source)
             sources[flat_name] = package_import.sub(lambda match: f"from .{_flat_name(match[1])} import", source)
-            parent = module.rpartition(".")[0]
             pending += [match[1] for match in package_import.finditer(source)]
             pending += [f"{parent}.{match[1]}" for match in _FLAT_IMPORT.finditer(source)]
 

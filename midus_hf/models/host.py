@@ -1,6 +1,7 @@
 """What a backbone family needs to host memory: mixins for its config, its model and its language model."""
 
 import copy
+import inspect
 import os
 from typing import Any, ClassVar
 
@@ -118,6 +119,7 @@ class MemoryModel(HostsMemory):
                 }
             )
         self.memory_input_names = input_names(self.layers.modules())
+        self._own_arguments = set(inspect.signature(super().forward).parameters)
         self._passes_inputs = bool(memories.attached or self.memory_input_names)
         self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
         self.post_init()
@@ -125,7 +127,9 @@ class MemoryModel(HostsMemory):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the family's forward; what memories ask for may be given as well, by name."""
         if self._passes_inputs:
-            given = {name: kwargs.pop(name) for name in self.memory_input_names & kwargs.keys()}
+            given = {name: kwargs[name] for name in self.memory_input_names & kwargs.keys()}
+            for name in given.keys() - self._own_arguments:
+                del kwargs[name]  # what the family takes as well, it gets as well
             kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables())
         return super().forward(*args, **kwargs)
 

@@ -117,7 +117,7 @@ class HostLayer:
         hidden_states = hidden_states + self._normalised(self.mlp_output_norm, mlp_output)
         for name, layer in self.skips_from:
             receiver = hidden_states if layer == self.layer_idx else layer_input
-            hidden_states = hidden_states + memory_inputs.carried(name, layer, receiver)
+            hidden_states = hidden_states + memory_inputs.carried(name, layer, receiver).to(hidden_states.dtype)
         return self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
 
     def _block_output(
@@ -147,7 +147,7 @@ class HostLayer:
     ) -> torch.Tensor:
         """`hidden_states`, and what each memory at a site adds to it after reading `read`."""
         for name in self._at(site):
-            hidden_states = hidden_states + self._read(name, read, memory_inputs)
+            hidden_states = hidden_states + self._read(name, read, memory_inputs).to(hidden_states.dtype)
         return hidden_states
 
     def _inside_attention(self, memory_inputs: MemoryInputs) -> dict[str, Any]:

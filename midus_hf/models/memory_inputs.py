@@ -41,6 +41,23 @@ class MemoryInputs:
             inputs["tables"] = self._tables[name][layer]
         return inputs
 
+    def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
+        """The same on another device: what accelerate asks for in front of a layer that lies on one of several."""
+
+        def moved(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+
+        given = {name: moved(value) for name, value in self._given.items()}
+        tables = {
+            name: {
+                layer: {key: moved(table) for key, table in of_layer.items()} for layer, of_layer in by_layer.items()
+            }
+            for name, by_layer in self._tables.items()
+        }
+        copy = MemoryInputs(given, tables)
+        copy._carried = self._carried
+        return copy
+
     def carry(self, name: str, layer: int, output: torch.Tensor) -> None:
         """Keep what a memory read at a layer for the layer that adds it."""
         self._carried[name, layer] = output

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor
-from midus_config.memory_types import MEMORY_TYPES, InsertedOptions, MemoryOptions, is_name, register_memory_type
+from midus_config.memory_types import (
+    MEMORY_TYPES,
+    InsertedOptions,
+    MemoryOptions,
+    SharedTables,
+    is_name,
+    register_memory_type,
+)
 from midus_config.options import option
 
 
@@ -65,6 +72,20 @@ class Demanding(Example):
     width: int
 
 
+@dataclass(kw_only=True)
+class Misnamed(Example):
+    """An option with a name that an entry has for itself."""
+
+    name: str = option("x", "a name")
+
+
+class Sharing(Example):
+    """A shared table that is no parameter."""
+
+    def tables(self, sizes, layers):
+        return (SharedTables(layers, {"counts": DeclaredTensor((4,), "buffer", ZEROS)}),)
+
+
 ROW = DeclaredTensor((4, 4), "value", ZEROS)
 
 
@@ -82,6 +103,12 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
         (declaring(**{"a.b.weight": ROW}), r"has a tensor 'a\.b\.weight'; expected a name without dots"),
         (declaring(values=ROW), "has a tensor 'values', a name that dictionaries have for a method, which PEFT cannot wrap"),
         (declaring(**{"keys.weight": ROW}), r"has a tensor 'keys\.weight', a name that dictionaries have"),
+        (
+            declaring(**{"map.weight": DeclaredTensor((4, 4), "buffer", ZEROS)}),
+            r"gives map\.weight the role 'buffer'; expected a parameter",
+        ),
+        (Sharing, "gives counts the role 'buffer'; expected a parameter, since shared tables"),
+        (Misnamed, "has the option 'name', which says what or where a memory is; choose another name"),
         (declaring(table=DeclaredTensor((4,), "bank", ZEROS)), "gives table the role 'bank'; expected one of key, value"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """A saved folder loads where this package is not installed, with the code that was saved in it."""
 
 import ast
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -176,3 +177,26 @@ def test_a_model_without_memory_entries_saves_no_memory_layer(family, tmp_path):
 def test_only_the_main_process_writes_code(family, tmp_path):
     upscaled_model(family).save_pretrained(tmp_path, is_main_process=False)
     assert not list(tmp_path.glob("*.py"))
+
+
+def test_modules_of_other_packages_may_import_one_another_in_either_form(tmp_path, monkeypatch):
+    """The files are written under flat names, and so are their imports."""
+    package = tmp_path / "packages" / "somebody"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "tables.py").write_text("SIZE = 3\n")
+    (package / "more.py").write_text("from .tables import SIZE\n")
+    (package / "memory.py").write_text(
+        "from somebody.more import SIZE\nfrom .tables import SIZE as AGAIN\n\nclass Memory:\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    memory = importlib.import_module("somebody.memory").Memory
+    monkeypatch.setattr("midus_hf.models.export.module_of", lambda memory_type: memory)
+    written = write_code(tmp_path / "out", memory_config(tiny_model("llama")))
+    text = {path.name: path.read_text() for path in written}
+    assert (
+        "from .midus_of_somebody_more import SIZE\nfrom .midus_of_somebody_tables import SIZE as AGAIN\n"
+        in text["midus_of_somebody_memory.py"]
+    )
+    assert text["midus_of_somebody_more.py"] == "from .midus_of_somebody_tables import SIZE\n"
+    assert text["midus_of_somebody_tables.py"] == "SIZE = 3\n"

@@ -50,5 +50,6 @@ def expected_layer(family: Family, config: Config, memories: Memories, layer: in
 
 def expected_outer(family: Family, config: Config, memories: Memories) -> dict[str, Shape]:
     """Shapes of the tensors outside the layers, by full name: the family's own, and tables that layers share."""
-    tables = {f"model.{name}": tensor.shape for name, tensor in memories.table_tensors().items()}
+    with refusing_requests():
+        tables = {f"model.{name}": tensor.shape for name, tensor in memories.table_tensors().items()}
     return family.outer_tensors(config) | tables

@@ -1,6 +1,6 @@
 """What methods share that attach memory to layers of the base: nothing is added to the depth."""
 
-from dataclasses import asdict, make_dataclass
+from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
 from midus_config.memory_entries import ATTACHED, TABLES, MemoryEntry
@@ -105,7 +105,9 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def outer_recipes(self, base: BaseModel, plan: Plan, seed: int) -> dict[str, Recipe]:
         recipes, entry = super().outer_recipes(base, plan, seed), self.entry(base, plan)
-        for number, shared in enumerate(entry.options.tables(base.family.sizes(base.config), entry.layers)):
+        with refusing_requests():
+            tables = entry.options.tables(base.family.sizes(base.config), entry.layers)
+        for number, shared in enumerate(tables):
             for name, tensor in shared.tensors.items():
                 name = f"{base.prefix}{TABLES}.{entry.name}.{number}.{name}"
                 recipes[name] = initialised(tensor, name, seed)
@@ -113,7 +115,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def _memory(self) -> MemoryOptions:
         """The options of the memory type alone."""
-        values = {name: value for name, value in asdict(self.options).items() if name not in _PLACES}
+        values = {field.name: getattr(self.options, field.name) for field in fields(self.memory_options)}
         with refusing_requests():
             return self.memory_options(**values)
 

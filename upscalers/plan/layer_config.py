@@ -66,6 +66,12 @@ def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[st
                 f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats or leaves out "
                 "some of them; expected each once. Choose a method that inserts layers."
             )
+    for layer in entry.into:
+        if sum(isinstance(planned, Base) and planned.index == layer for planned in plan.layers) != 1:
+            raise RequestError(
+                f"memory {entry.name!r} adds behind layer {layer}, which the plan repeats, changes or leaves out; expected it once. "
+                "Choose a method that inserts layers."
+            )
     into = dict(zip(entry.layers, entry.into, strict=False))
     followed = {"layers": [index for index, _ in taken]}
     return {**followed, "into": [plan.kept_indices[into[layer]] for _, layer in taken]} if into else followed

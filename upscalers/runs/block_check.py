@@ -46,7 +46,9 @@ class _Layers:
                 "Repair config.json of the base."
             ) from None
         try:
-            model.layers[0].load_state_dict(self._state(self.model.new_name(layer, "")), assign=True)
+            state = self._state(self.model.new_name(layer, ""))
+            own = self.model.layer_tensors(layer)  # a layer of the base may hold more, which is carried along
+            model.layers[0].load_state_dict({name: state[name] for name in own if name in state}, assign=True)
             for entry in self.model.memories.attached_to(layer):
                 for number, shared in enumerate(self.model.memories.tables(entry.name)):
                     if layer in shared.layers:

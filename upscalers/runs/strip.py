@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def strip(
             progress.stage("checking what was written", 1)
             copy_travelling_files(source.folder, partial)
             _restore_tokenizer_config(partial, record)
-            config = _base_config(entry, opened, progress)
+            config = _base_config(entry, tensors, progress)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             open_base(partial)
             comparison = _compare(digests.finish(), entry, record)
@@ -167,9 +168,13 @@ def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
     return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
 
 
-def _base_config(entry: Config, model: BaseModel, progress: Progress) -> Config:
+def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress) -> Config:
     """The base's config; its dtype follows the tensors where these were cast."""
-    config, dtype = entry["base_config"], TORCH_NAMES[model.dtype]
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in TORCH_NAMES:
+            sizes[tensor.dtype] += tensor.num_bytes
+    config, dtype = entry["base_config"], TORCH_NAMES[sizes.most_common(1)[0][0]]
     base_dtype = entry.get("base_dtype", dtype)
     if dtype == base_dtype:
         return config

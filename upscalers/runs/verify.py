@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from midus_config.memory_entries import TABLES
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor
@@ -52,16 +53,21 @@ def comparison_bytes(
         dtype: The container's name of the dtype to run in.
     """
     modules: Counter[str] = Counter()
+    tables = 0
     for model, tensors in enumerate((base, new)):
         for name, tensor in tensors.items():
             cast = 0 if tensor.dtype == dtype else math.prod(tensor.shape) * ITEM_BYTES[dtype]
             modules[f"{model} {name.rpartition('.')[0]}"] += tensor.num_bytes + cast
+            if name.removeprefix("model.").startswith(f"{TABLES}."):  # held for the whole pass
+                tables += tensor.num_bytes + cast
     tokens, hidden = _BATCH * _TOKENS, config["hidden_size"]
     logits = tokens * config["vocab_size"] * ITEM_BYTES[dtype]
     hidden_states = (config["num_hidden_layers"] + 1) * tokens * hidden * ITEM_BYTES[dtype]
     layer = _WIDTHS_OF_A_LAYER * tokens * hidden * ITEM_BYTES["F32"]
     weights = max(modules.values(), default=0)
-    return _COPIES_OF_WEIGHTS * weights + _COPIES_OF_LOGITS * logits + hidden_states + layer + _REST_OF_RUN_BYTES
+    return (
+        _COPIES_OF_WEIGHTS * weights + _COPIES_OF_LOGITS * logits + hidden_states + layer + tables + _REST_OF_RUN_BYTES
+    )
 
 
 def compare_logits(

@@ -1,0 +1,95 @@
+"""What is rare at a site: arguments of the model itself, other dtypes and devices, odd bases, plans that break a skip."""
+
+import pytest
+import torch
+from sites.cases import CASES
+from sites.toy_memory import Toy
+from tiny import prompt
+
+from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.models.memory_inputs import MemoryInputs
+from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
+from upscalers import RequestError, upscale
+from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.runs.verify import comparison_bytes
+
+SKIP = CASES["skip"]
+
+
+def test_an_argument_that_the_model_takes_as_well_reaches_both(toy_model, monkeypatch):
+    model = toy_model(CASES["beside-ffn"], "llama", acting=False)
+    mask = torch.ones_like(prompt())
+    mask[0, :4] = 0
+    with torch.no_grad():
+        expected = model(prompt(), attention_mask=mask).logits
+        assert not torch.equal(expected, model(prompt()).logits)
+    seen = []
+    honest = Toy.forward
+
+    def forward(self, hidden_states, *, attention_mask=None, **rest):
+        seen.append(attention_mask)
+        return honest(self, hidden_states, **rest)
+
+    monkeypatch.setattr(Toy, "forward", forward)
+    monkeypatch.setattr(Toy, "inputs", ("attention_mask",))
+    model = type(model)(model.config)
+    model.load_state_dict(toy_model(CASES["beside-ffn"], "llama", acting=False).state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(prompt(), attention_mask=mask).logits, expected)
+    assert len(seen) == 4 and all(torch.equal(given, mask) for given in seen)
+
+
+@pytest.mark.parametrize("case", ["beside-ffn", "behind-layer", "skip"])
+def test_the_stream_keeps_its_dtype_whatever_a_memory_computes_in(case, toy_model, monkeypatch):
+    honest = Toy.forward
+    monkeypatch.setattr(Toy, "forward", lambda self, *args, **inputs: honest(self, *args, **inputs).float())
+    model = toy_model(CASES[case], "llama", torch.bfloat16)
+    with torch.no_grad():
+        assert model(prompt()).logits.dtype == torch.bfloat16
+
+
+def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
+    inputs = MemoryInputs({"toy_scale": torch.ones(2), "word": "x"}, {"toy": {1: {"up": torch.ones(3)}}})
+    moved = inputs.to("meta", non_blocking=True)
+    given = moved.of(Toy, "toy", 1)
+    assert given["toy_scale"].is_meta and given["tables"]["up"].is_meta
+    moved.carry("toy", 0, torch.ones(1))
+    assert torch.equal(inputs.carried("toy", 0, torch.zeros(1)), torch.ones(1))
+
+
+def test_a_base_with_tensors_that_its_layers_do_not_know_is_checked_block_by_block(tmp_path):
+    base = save_base(tmp_path / "base", "llama")
+    write_tensors(base, {**read_tensors(base), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4.0)})
+    report = upscale(base=base, method="toy", output=tmp_path / "out", verify=False)
+    assert report.identity.checked == "blocks" and report.identity.max_abs_diff == 0.0
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [[{"layers": [0, 1]}, {"layers": [1, 2]}, {"layers": [3, 4]}], [{"layers": [0, 3]}, {"layers": [2, 4]}]],
+    ids=["left out", "repeated"],
+)
+def test_a_plan_that_changes_the_layer_behind_which_a_memory_adds_is_refused(slices, tmp_path):
+    base = save_base(tmp_path / "base", "llama")
+    options = {"site": "skip", "layers": [0], "span": 2}
+    upscale(base=base, method="toy", output=tmp_path / "toy", options=options, verify=False)
+    with pytest.raises(
+        RequestError, match="memory 'toy' adds behind layer 2, which the plan repeats, changes or leaves out"
+    ):
+        upscale(
+            base=tmp_path / "toy", method="slices", output=tmp_path / "out", options={"slices": slices}, verify=False
+        )
+
+
+def test_tables_are_counted_into_the_memory_that_a_comparison_takes():
+    config = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 16}
+    new = {f"model.memory_tables.toy.{number}.up": StoredTensor("F32", (1000, 8)) for number in range(3)}
+    without = comparison_bytes({}, {}, config, "F32")
+    assert comparison_bytes({}, new, config, "F32") - without >= 3 * 1000 * 8 * 4
+
+
+def test_linear_layers_may_be_declared_as_values():
+    from midus_config.declared_tensors import ZEROS, DeclaredTensor
+
+    module = DeclaredModule({"map.weight": DeclaredTensor((2, 3), "value", ZEROS)})
+    assert module.declared_tensor("map.weight") is module.map.weight and module.names_of("value") == ["map.weight"]
