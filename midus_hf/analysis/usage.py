@@ -111,12 +111,6 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
             f"this {bare.config.model_type} model has no memory that retrieves slots; expected an upscaled model with "
             "memory layers."
         )
-    layers = [layer for layer, _ in memories]
-    if len(set(layers)) < len(layers):
-        twice = next(layer for layer in layers if layers.count(layer) > 1)
-        raise ValueError(
-            f"layer {twice} has two memories that retrieve slots; expected one per layer, whose slots are counted."
-        )
     for layer, memory in memories:
         if any(parameter.device.type == "meta" for parameter in memory.parameters()):
             raise ValueError(
