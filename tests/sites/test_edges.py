@@ -9,7 +9,7 @@ from tiny import prompt
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.memory_inputs import MemoryInputs
 from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
-from upscalers import RequestError, upscale
+from upscalers import RequestError, strip, upscale
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.runs.verify import comparison_bytes
 
@@ -93,3 +93,14 @@ def test_linear_layers_may_be_declared_as_values():
 
     module = DeclaredModule({"map.weight": DeclaredTensor((2, 3), "value", ZEROS)})
     assert module.declared_tensor("map.weight") is module.map.weight and module.names_of("value") == ["map.weight"]
+
+
+def test_a_base_that_is_stripped_has_its_own_dtype_though_most_bytes_were_those_of_the_memory(tmp_path):
+    base = save_base(tmp_path / "base", "llama", dtype=torch.bfloat16)
+    upscale(base=base, method="toy", output=tmp_path / "out", options={"rank": 2000}, verify=False)
+    tensors = read_tensors(tmp_path / "out")
+    wide = {name: tensor.float() if ".memories." in name else tensor for name, tensor in tensors.items()}
+    write_tensors(tmp_path / "out", wide)
+    told = strip(tmp_path / "out", tmp_path / "stripped")
+    assert told["base_confirmed"]
+    assert (tmp_path / "stripped" / "config.json").read_bytes() == (base / "config.json").read_bytes()

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,13 @@ from pathlib import Path
 from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
-from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor, read_header
+from upscalers.checkpoint.safetensors_format import (
+    SAFETENSORS_NAMES,
+    TORCH_NAMES,
+    StoredTensor,
+    dtype_of_most,
+    read_header,
+)
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.request.errors import RequestError
 
@@ -56,11 +61,7 @@ class BaseModel:
     @cached_property
     def dtype(self) -> str:
         """The dtype of most weights, by the container's name."""
-        sizes: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            if tensor.dtype in TORCH_NAMES:
-                sizes[tensor.dtype] += tensor.num_bytes
-        return sizes.most_common(1)[0][0]
+        return dtype_of_most(self.tensors.values())
 
     @cached_property
     def memories(self) -> Memories:

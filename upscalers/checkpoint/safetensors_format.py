@@ -9,9 +9,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from upscalers.request.errors import RequestError
 
@@ -159,3 +161,24 @@ def write_all(target: int, data: bytes | memoryview, start: int) -> None:
     while view:
         written = os.pwrite(target, view, start)
         view, start = view[written:], start + written
+
+
+class _Sized(Protocol):
+    """A tensor, stored or planned."""
+
+    @property
+    def dtype(self) -> str:
+        """The container's name of its dtype."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+
+
+def dtype_of_most(tensors: Iterable[_Sized]) -> str:
+    """The dtype that most bytes of some tensors have, of those that torch computes in, by the container's name."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in TORCH_NAMES:
+            sizes[tensor.dtype] += tensor.num_bytes
+    return sizes.most_common(1)[0][0]

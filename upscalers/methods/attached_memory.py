@@ -68,7 +68,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         Raises:
             RequestError: If the option `layers` names none, or one that the base does not have or that is a memory block.
         """
-        own = [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
+        own = _own_layers(base)
         chosen = self.options.layers
         if chosen == "all":
             return tuple(own)
@@ -84,7 +84,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Those layers that have another `span` layers behind them, and these."""
-        own = [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
+        own = _own_layers(base)
         span = self.options.span
         if span < 0:
             raise RequestError(f"span is {span}; expected 0 or more layers.")
@@ -120,7 +120,9 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             return self.memory_options(**values)
 
 
-_PLACES = ("layers", "site", "span")
+def _own_layers(base: BaseModel) -> list[int]:
+    """The layers that have a feed-forward network: all but those that were inserted for a memory."""
+    return [layer for layer in range(base.num_layers) if layer not in base.memories.inserted]
 
 
 def _attached_sites(memory_options: type[MemoryOptions]) -> list[Site]:

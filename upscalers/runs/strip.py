@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
 from upscalers.landing.output_folder import OutputFolder
@@ -170,11 +169,7 @@ def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
 
 def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress) -> Config:
     """The base's config; its dtype follows the tensors where these were cast."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if tensor.dtype in TORCH_NAMES:
-            sizes[tensor.dtype] += tensor.num_bytes
-    config, dtype = entry["base_config"], TORCH_NAMES[sizes.most_common(1)[0][0]]
+    config, dtype = entry["base_config"], TORCH_NAMES[dtype_of_most(tensors)]
     base_dtype = entry.get("base_dtype", dtype)
     if dtype == base_dtype:
         return config
