@@ -1,16 +1,27 @@
 """Values that each head has expanded beforehand, for as long as somebody says that weights stand still (MIDUS, C.2)."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 
+@runtime_checkable
+class LendsTables(Protocol):
+    """A stack of layers whose memories read tables that it holds."""
+
+    def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
+        """Each memory that reads shared tables, and these by name."""
+
+
 @contextlib.contextmanager
 def kept_values(model: nn.Module) -> Iterator[None]:
     """Expand the values of every memory in `model` once, and read the expanded ones in the passes within.
+
+    What is expanded is what a memory derives from its parameters alone: the values of each head, or the keys and values of chapters.
 
     `generate` of a model with memory does this for the length of one call. Nothing else does it by itself: whether
     weights have changed cannot be told from outside (fused optimizers, `.data` and compiled steps leave no trace), so
@@ -29,12 +40,13 @@ def kept_values(model: nn.Module) -> Iterator[None]:
         model: A model, a part of one, or a wrapper of one.
     """
     opened = []
+    tables = _tables_of_readers(model)
     try:
         for module in model.modules():
             kept = getattr(module, "kept", None)
             if isinstance(kept, KeptValues) and kept.is_empty:  # else an outer context keeps them
                 opened.append(kept)
-                kept.fill(module)
+                kept.fill(module, tables.get(id(module), {}))
         yield
     finally:
         for kept in opened:
@@ -47,7 +59,7 @@ class KeptValues:
     It is neither copied nor saved with the module.
 
     Args:
-        parameters: Names of the parameters that it is derived from.
+        parameters: Names of the parameters that it is derived from, of the module, of its linear layers, or of tables that it shares.
         derive: Makes it from them, cast to one dtype.
     """
 
@@ -66,10 +78,12 @@ class KeptValues:
         """Memory that it takes."""
         return 0 if self._derived is None else self._derived.nbytes
 
-    def fill(self, module: nn.Module) -> None:
-        """Derive the tensor, if the parameters of `module` are there to be read."""
-        sources = self._sources_of(module)
-        if hasattr(module, "_hf_hook") or not all(map(_is_whole, sources)):
+    def fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
+        """Derive the tensor, if the parameters of `module` and the tables that it shares are there to be read."""
+        if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
+            return
+        sources = self._sources_of(module, tables)
+        if not all(map(_is_whole, sources)):
             return
         with torch.no_grad():
             derived = self._derive(*(source.to(_compute_dtype(source)) for source in sources))
@@ -82,22 +96,42 @@ class KeptValues:
         """Forget it."""
         self._derived, self._sources = None, ()
 
-    def serve(self, module: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
+    def serve(
+        self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor | None:
         """What is kept, where this pass may read it: without gradients, in the dtype and on the device of `like`."""
         kept = self._derived
         if kept is None or torch.is_grad_enabled() or kept.dtype != like.dtype or kept.device != like.device:
             return None
         if not torch.compiler.is_compiling():
             # `torch.func.functional_call` may have put others in their place for this pass.
-            if any(now is not then for now, then in zip(self._sources_of(module), self._sources, strict=True)):
+            sources = self._sources_of(module, tables or {})
+            if any(now is not then for now, then in zip(sources, self._sources, strict=True)):
                 return None
         return kept
 
-    def _sources_of(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(module, name) for name in self._parameters)
+    def _sources_of(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(tables[name] if name in tables else attrgetter(name)(module) for name in self._parameters)
+
+    def _is_plain(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> bool:
+        """Whether every parameter is there, and alone decides what its linear layer computes: an adapter adds to that."""
+        parents = [name.rpartition(".")[0] for name in self._parameters if name not in tables]
+        is_plain = all(type(attrgetter(parent)(module)) is nn.Linear for parent in parents if parent)
+        return is_plain and all(name in tables or "." in name or hasattr(module, name) for name in self._parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_derived": None, "_sources": ()}
+
+
+def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]]:
+    """The shared tables that memories in a model read, by the id of their modules, PEFT's copies included."""
+    return {
+        id(module): tables
+        for stack in model.modules()
+        if isinstance(stack, LendsTables)
+        for reader, tables in stack.table_readers()
+        for module in reader.modules()
+    }
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:

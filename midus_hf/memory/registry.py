@@ -1,7 +1,7 @@
 """What every memory layer has in common, and the table of those that exist."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from midus_config.memory_types import MEMORY_TYPES, MemoryOptions
 from midus_config.model_sizes import ModelSizes
@@ -27,8 +27,8 @@ class MemoryModule(DeclaredModule):
       `[B, K, S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
     - any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
 
-    A memory that shares tables is also given `tables`, those of its layer by name, and each of its `inputs` that the model was
-    called with, by that name.
+    A memory that shares tables is also given `tables`, those of its layer by name, each of its `inputs` that the model was
+    called with, by that name, and what it `asks` the model for.
 
     Args:
         options: Of its type.
@@ -41,11 +41,20 @@ class MemoryModule(DeclaredModule):
     memory_type: ClassVar[str]
     inputs: ClassVar[tuple[str, ...]] = ()
     """Names of keyword arguments of the model's forward pass that the memory asks for."""
+    asks: ClassVar[tuple[Literal["tokens", "state", "report"], ...]] = ()
+    """What the model tells the memory, by keyword. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if the pass has a cache and
+    the memory `keeps_state`. `report`: a `RouterReport`, if somebody wants to know how it routes."""
     projections: ClassVar[tuple[str, ...]] = ()
     """Roles of the projections that a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
     `output_projection`, `gate`, `up`, `down`."""
     reads_heads: ClassVar[bool] = False
     """Whether a memory inside attention changes what the heads give."""
+    keeps_state: bool = False
+    """Whether what a token gets depends on earlier tokens: then the cache keeps what the memory needs of them."""
+    can_forget: bool = True
+    """Whether the state stays right when the last tokens of a sequence are taken back, as assisted decoding does."""
+    reads_ahead: bool = False
+    """Whether what a token gets depends on later tokens: then a sequence cannot be continued from a cache."""
     values_were_set: bool = False
     """Whether a model that went into training mode has seen its frozen values to be anything but zero."""
 

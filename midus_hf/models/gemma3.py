@@ -11,7 +11,8 @@ from transformers.models.gemma3.modeling_gemma3 import (
 
 from midus_hf.models.adapted import Adapted, HostAttention
 from midus_hf.models.families import register_family
-from midus_hf.models.host import MemoryConfig, MemoryForCausalLM, MemoryModel
+from midus_hf.models.host import MemoryConfig, MemoryModel
+from midus_hf.models.language_model import MemoryForCausalLM
 from midus_hf.models.layer import HostLayer
 
 

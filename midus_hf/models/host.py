@@ -1,19 +1,23 @@
-"""What a backbone family needs to host memory: mixins for its config, its model and its language model."""
+"""What a backbone family needs to host memory: mixins for its config and its stack of layers."""
 
 import copy
 import inspect
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache
 
 from midus_config.memory_entries import Memories, read_memories
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.memory.kept_values import kept_values
+from midus_hf.memory.memory_state import MemoryState, states_in
+from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.router_report import RouterReports
 from midus_hf.memory.tables import MemoryTables
+from midus_hf.memory.token_places import TokenPlaces, token_places
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
 from midus_hf.models.memory_inputs import MemoryInputs, input_names
@@ -32,6 +36,7 @@ class MemoryConfig:
     """
 
     memory: list | None
+    keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
     # A memory reads whole heads, which the families' tensor-parallel plans would split over devices.
     base_model_tp_plan = None
 
@@ -92,6 +97,8 @@ class MemoryModel(HostsMemory):
     """
 
     layer_class: ClassVar[type[nn.Module]]
+    config: Any
+    layers: nn.ModuleList
     memory_tables: nn.ModuleDict
     memory_input_names: set[str]
     warned_of_dead_memories: bool = False
@@ -118,20 +125,96 @@ class MemoryModel(HostsMemory):
                     if of_memory
                 }
             )
+        hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
+        self._asked = {what for memory in hosted.values() for what in memory.asks}
+        self._stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
+        self.reads_ahead = any(memory.reads_ahead for memory in hosted.values())
         self.memory_input_names = input_names(self.layers.modules())
-        self._own_arguments = set(inspect.signature(super().forward).parameters)
-        self._passes_inputs = bool(memories.attached or self.memory_input_names)
+        self._arguments = list(inspect.signature(super().forward).parameters)
+        self._passes_inputs = bool(memories.attached or self.memory_input_names or self._asked)
         self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
         self.post_init()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's forward; what memories ask for may be given as well, by name."""
-        if self._passes_inputs:
-            given = {name: kwargs[name] for name in self.memory_input_names & kwargs.keys()}
-            for name in given.keys() - self._own_arguments:
-                del kwargs[name]  # what the family takes as well, it gets as well
-            kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables())
-        return super().forward(*args, **kwargs)
+    @property
+    def has_routers(self) -> bool:
+        """Whether a memory has a router that tells what it does."""
+        return "report" in self._asked
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether a memory asks where tokens stand."""
+        return "tokens" in self._asked
+
+    def forward(
+        self,
+        *args: Any,
+        memory_reports: RouterReports | None = None,
+        token_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's forward; what memories ask for may be given as well, by name.
+
+        Args:
+            args: What the family's forward takes.
+            memory_reports: Where routers tell what they do. Default: nobody wants to know.
+            token_mask: `[B, T]`, zero for padding, where the attention mask has another form. Default: that mask.
+            kwargs: What the family's forward takes, and what memories ask for.
+        """
+        if not self._passes_inputs:
+            return super().forward(*args, **kwargs)
+        kwargs |= zip(self._arguments, args, strict=False)
+        given = {name: kwargs[name] for name in self.memory_input_names & kwargs.keys()}
+        for name in given.keys() - set(self._arguments):
+            del kwargs[name]  # what the family takes as well, it gets as well
+        states = self._memory_states(kwargs)
+        tokens = self._token_places(kwargs, token_mask)
+        kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables(), tokens, states, memory_reports)
+        return super().forward(**kwargs)
+
+    def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
+        """Each memory that reads shared tables, and these by name."""
+        for name, number_of_layer in self._table_of_layer.items():
+            modules: Any = self.memory_tables[name]
+            for layer, number in number_of_layer.items():
+                tables = modules[number]
+                host: Any = self.layers[layer]
+                yield host.memories[name], {key: tables.declared_tensor(key) for key in tables.declared}
+
+    def _hosted(self) -> Iterator[tuple[int, str, MemoryModule]]:
+        """The layer, the name and the module of each memory; one that was inserted has no name."""
+        for index, layer in enumerate(self.layers):
+            for name, memory in getattr(layer, "memories", {}).items():
+                yield index, name, memory
+            if isinstance(getattr(layer, "memory", None), MemoryModule):
+                yield index, "", layer.memory
+
+    def _memory_states(self, given: dict[str, Any]) -> dict[tuple[str, int], MemoryState]:
+        """What memories keep of the sequences, in the cache of the pass, which is made here if the pass shall have one.
+
+        A pass that trains makes none: activation checkpointing would repeat it with what it kept.
+        """
+        if not self._stateful:
+            return {}
+        cache: Cache | None = given.get("past_key_values")
+        if cache is None:
+            use_cache = given.get("use_cache")
+            if self.training or not (self.config.use_cache if use_cache is None else use_cache):
+                return {}
+            cache = given["past_key_values"] = DynamicCache(config=self.config)
+        return states_in(cache, self._stateful, self.config.num_hidden_layers)
+
+    def _token_places(self, given: dict[str, Any], token_mask: torch.Tensor | None) -> TokenPlaces | None:
+        if not self.reads_places:
+            return None
+        tokens = given.get("input_ids")
+        tokens = given["inputs_embeds"] if tokens is None else tokens
+        mask = given.get("attention_mask")
+        return token_places(
+            mask if token_mask is None else token_mask,
+            given.get("position_ids"),
+            tokens.shape[1],
+            may_hold_documents=mask is None and given.get("past_key_values") is None,
+        )
 
     def _shared_tables(self) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
         tables = {}
@@ -147,27 +230,3 @@ class MemoryModel(HostsMemory):
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
         return self
-
-
-class MemoryForCausalLM(HostsMemory):
-    """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory."""
-
-    model_class: ClassVar[type[PreTrainedModel]]
-
-    def __init__(self, config):
-        PreTrainedModel.__init__(self, config)
-        self.model = self.model_class(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """As the family's, which does not know of what memories ask for."""
-        model: Any = self.model
-        names: set[str] = model.memory_input_names
-        super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's `generate`; values are expanded once for the call."""
-        with kept_values(self):
-            return super().generate(*args, **kwargs)

@@ -127,7 +127,7 @@ class HostLayer:
             attention_output = self._normalised(self.attention_output_norm, attention_output)
         if self.adds_block_input:
             attention_output = hidden_states + attention_output
-        return self.memory(attention_output, hidden_states, **memory_inputs.of(self.classes[""]))
+        return self.memory(attention_output, hidden_states, **self._inputs_of("", memory_inputs))
 
     def _normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states if norm is None else getattr(self, norm)(hidden_states)

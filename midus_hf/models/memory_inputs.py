@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.router_report import RouterReports
+from midus_hf.memory.token_places import TokenPlaces
 
 
 class MemoryInputs:
@@ -18,27 +21,40 @@ class MemoryInputs:
     Args:
         given: The keyword arguments of the model's forward that memories ask for. Default: none.
         tables: For each attached memory, the tables of each layer that shares some, by its index. Default: none.
+        tokens: Where the tokens of the pass stand. Default: no padding, one document per row.
+        states: What memories keep of the sequences, by name and layer. Default: they begin here, and nothing is kept.
+        reports: Where routers tell what they do. Default: nobody wants to know.
     """
 
     def __init__(
         self,
         given: Mapping[str, Any] | None = None,
         tables: Mapping[str, Mapping[int, Mapping[str, torch.Tensor]]] | None = None,
+        tokens: TokenPlaces | None = None,
+        states: Mapping[tuple[str, int], MemoryState] | None = None,
+        reports: RouterReports | None = None,
     ):
         self._given, self._tables = given or {}, tables or {}
+        self._tokens, self._states, self._reports = tokens or TokenPlaces(), states or {}, reports
         self._carried: dict[tuple[str, int], torch.Tensor] = {}
 
-    def of(self, memory_class: type[MemoryModule], name: str = "", layer: int = -1) -> dict[str, Any]:
-        """The keyword arguments of a memory: those of its `inputs` that were given, and `tables` where it shares some.
+    def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
+        """The keyword arguments of a memory: those of its `inputs` that were given, `tables` where it shares some, what it `asks`.
 
         Args:
             memory_class: Of its module, which PEFT may have wrapped since.
-            name: That it is attached by. Default: it is inserted.
-            layer: That it is attached to.
+            name: That it is attached by; empty where it is inserted.
+            layer: That it is in.
         """
         inputs = {key: self._given[key] for key in memory_class.inputs if key in self._given}
         if layer in self._tables.get(name, {}):
             inputs["tables"] = self._tables[name][layer]
+        if "tokens" in memory_class.asks:
+            inputs["tokens"] = self._tokens
+        if "state" in memory_class.asks and (name, layer) in self._states:
+            inputs["state"] = self._states[name, layer]
+        if "report" in memory_class.asks and self._reports is not None:
+            inputs["report"] = self._reports.of(name, layer)
         return inputs
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
@@ -54,7 +70,7 @@ class MemoryInputs:
             }
             for name, by_layer in self._tables.items()
         }
-        copy = MemoryInputs(given, tables)
+        copy = MemoryInputs(given, tables, self._tokens.to(device, non_blocking), self._states, self._reports)
         copy._carried = self._carried
         return copy
 

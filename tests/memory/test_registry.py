@@ -31,7 +31,9 @@ def test_every_type_has_a_module_of_the_declared_tensors():
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
         assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
-        assert memory.names_of("value") and memory.__doc__, name
+        shared = [tensor for tables in options.tables(SIZES, (0, 1)) for tensor in tables.tensors.values()]
+        roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared)}
+        assert "value" in roles and memory.__doc__, name
 
 
 def test_a_type_that_has_a_module_is_refused_another(table):
@@ -53,14 +55,15 @@ def test_the_same_class_loaded_twice_takes_its_own_name_again(table):
 
 def test_a_module_without_a_declared_type_is_refused():
     with pytest.raises(
-        ValueError, match="memory type 'exemple' has a module, Stray, but no options; expected one of headwise"
+        ValueError,
+        match="memory type 'exemple' has a module, Stray, but no options; expected one of chapters, headwise",
     ):
         register_memory("exemple")(type("Stray", (MemoryModule,), {}))
 
 
 def test_a_type_without_a_module_is_refused_where_one_is_built(table):
     del table["linear"]
-    with pytest.raises(ValueError, match="memory type 'linear' has no module; expected one of headwise, "):
+    with pytest.raises(ValueError, match="memory type 'linear' has no module; expected one of chapters, headwise, "):
         build_memory(MEMORY_TYPES["linear"](), SIZES)
 
 

@@ -12,9 +12,7 @@ from tests.upscalers.checkpoints import SMALL_MEMORY
 from upscalers import RequestError, upscale
 from upscalers.checkpoint.base_model import open_base
 
-LAYERS = (
-    r"expected all, a number from 1 to 4, or a list of ascending indices among the layers of the base .*: 0, 1, 2, 3\."
-)
+LAYERS = r"expected all, a number from 1 to 4, a share such as 0\.25, or a list of ascending indices .*: 0, 1, 2, 3\."
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_layers_that_are_memory_blocks_are_refused(layers, base, command, tmp_pa
     )
     assert outcome.status == 2
     assert outcome.err.count("\n") == 1
-    assert f"layers is {layers}; expected all, a number from 1 to 4, or a list" in outcome.err
+    assert f"layers is {layers}; expected all, a number from 1 to 4, a share such as 0.25, or a list" in outcome.err
     assert "that have a feed-forward network: 0, 2, 3, 5." in outcome.err
     assert not (tmp_path / "out").exists()
 

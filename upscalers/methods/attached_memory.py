@@ -72,14 +72,16 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         chosen = self.options.layers
         if chosen == "all":
             return tuple(own)
+        if type(chosen) is float and 0 < chosen < 1:
+            chosen = max(1, round(chosen * len(own)))
         if type(chosen) is int and 1 <= chosen <= len(own):
             return tuple(own[(2 * number + 1) * len(own) // (2 * chosen)] for number in range(chosen))
         if isinstance(chosen, list) and chosen and all(type(layer) is int for layer in chosen):
             if sorted(set(chosen)) == chosen and set(chosen) <= set(own):
                 return tuple(chosen)
         raise RequestError(
-            f"layers is {chosen!r}; expected all, a number from 1 to {len(own)}, or a list of ascending indices among the layers "
-            f"of the base that have a feed-forward network: {', '.join(map(str, own))}."
+            f"layers is {self.options.layers!r}; expected all, a number from 1 to {len(own)}, a share such as 0.25, or a list of "
+            f"ascending indices among the layers of the base that have a feed-forward network: {', '.join(map(str, own))}."
         )
 
     def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -137,7 +139,11 @@ def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> ty
         (
             "layers",
             Any,
-            option(default_layers, "which layers have it", "all | a number of evenly spaced ones | a list of indices"),
+            option(
+                default_layers,
+                "which layers have it",
+                "all | a number of evenly spaced ones | a share of all | a list of indices",
+            ),
         ),
         ("site", str, option(sites[0], f"where it sits in them: {', '.join(sites)}")),
     ]

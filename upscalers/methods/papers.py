@@ -55,3 +55,14 @@ OPT_DEUS = Paper(
   year    = {2025}
 }""",
 )
+
+MIXTURE_OF_CHAPTERS = Paper(
+    title="Mixture of Chapters: Scaling Learnt Memory in Transformers",
+    reference="ICLR 2026 Workshop on New Frontiers in Associative Memories",
+    bibtex="""@inproceedings{mixtureofchapters,
+  title     = {Mixture of Chapters: Scaling Learnt Memory in Transformers},
+  author    = {Tibrewal, Tasmay Pankaj and Saha, Pritish and Meda, Ankit and Singh, Kunal and Moturi, Pradeep},
+  booktitle = {ICLR Workshop on New Frontiers in Associative Memories},
+  year      = {2026}
+}""",
+)

@@ -1,0 +1,243 @@
+"""The memory layer of Mixture of Chapters."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from midus_config.memories.chapters import ChaptersOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.chapter_pooling import Pooled, pool_chunks, pool_prompt, pool_sequence, pool_tokens
+from midus_hf.memory.kept_values import KeptValues
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.registry import MemoryModule, register_memory
+from midus_hf.memory.router_losses import balance_loss, z_loss
+from midus_hf.memory.router_report import RouterReport
+from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.ops.chapter_attention import chapter_attention
+from midus_hf.ops.precision import without_autocast
+
+_EPS = 1e-6
+_MOST_KEPT = 1 << 26
+"""Elements of projected memory tokens that a layer keeps for the length of a generation: 256 MB in float32."""
+
+
+class Routing(NamedTuple):
+    """Which chapters the stretches of tokens read.
+
+    Args:
+        logits: `[B, U, C]`, float32 at least.
+        chosen: `[B, U, k]`, int64, the routed chapters, the best first.
+        log_weights: `[B, U, k]`, logarithms of their weights, which add up to 1.
+        pooled: What they were chosen by.
+    """
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    log_weights: torch.Tensor
+    pooled: Pooled
+
+
+@register_memory("chapters")
+class Chapters(MemoryModule):
+    """Tokens read, by cross-attention, the chapters of a bank that a router chose for them (section 5, algorithm 1).
+
+    Args:
+        options: `ChaptersOptions`.
+        sizes: Of the model.
+    """
+
+    inputs = ("prompt_mask",)
+    asks = ("tokens", "state", "report")
+
+    options: ChaptersOptions
+    norm_weight: torch.Tensor
+    router_weight: torch.Tensor
+    router_bias: torch.Tensor
+    query_projection: nn.Linear
+    key_projection: nn.Linear
+    value_projection: nn.Linear
+    output_projection: nn.Linear
+
+    def __init__(self, options: ChaptersOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.num_heads, self.num_kv_heads = options.num_heads(sizes), options.num_kv_heads(sizes)
+        self.head_dim = options.width(sizes) // self.num_heads
+        self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
+        self.can_forget = options.routing == "prompt"
+        self.reads_ahead = options.routing == "sequence"
+        self.kept: KeptValues | None = None
+        if 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:
+            names = ("bank", *(() if options.bank_rank is None else ("bank_transform",)))
+            weights = ("key_projection.weight", "value_projection.weight")
+            self.kept = KeptValues((*names, *weights), partial(_derive_all, options))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        tables: Mapping[str, torch.Tensor] | None = None,
+        tokens: TokenPlaces | None = None,
+        state: MemoryState | None = None,
+        prompt_mask: torch.Tensor | None = None,
+        report: RouterReport | None = None,
+        backend: str = "auto",
+    ) -> torch.Tensor:
+        """Read what the chosen chapters hold for each token.
+
+        Args:
+            hidden_states: `[B, T, D]`.
+            tables: The bank, where layers share it. Default: the layer's own.
+            tokens: Where the tokens stand. Default: no padding, one document per row.
+            state: What was kept of the sequence. Default: it begins here, and nothing is kept.
+            prompt_mask: `[B, T]`, true for tokens of the prompt, where routing is `prompt`. Default: all tokens are.
+            report: Takes the router's logits and its losses. Default: not wanted.
+            backend: Body of the op. Default: `"auto"`.
+
+        Returns:
+            `[B, T, D]`, to be added.
+
+        Raises:
+            ValueError: Where routing is `sequence` and `state` has seen a part of the sequence; as `pool_prompt`.
+        """
+        batch, num_tokens, _ = hidden_states.shape
+        if num_tokens == 0 or batch == 0:
+            return hidden_states * 0
+        routing = self.route(hidden_states, tokens, state, prompt_mask)
+        if state is not None:
+            state.keep(routing.pooled.kept)
+        if report is not None:
+            self._report(routing, report)
+        chapters, scales, biases = self._mixture(routing)
+        keys, values, chapters = self._memory_tokens(tables or {}, chapters, hidden_states)
+
+        query = self.query_projection(_rms_normalised(hidden_states) * self.norm_weight.to(hidden_states.dtype))
+        query = query.unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, d]
+        missing = routing.pooled.length * chapters.shape[1] - num_tokens
+        if missing:
+            query = nn.functional.pad(query, (0, 0, 0, 0, 0, missing))
+        output = chapter_attention(query, keys, values, chapters, scales, biases, backend=backend)
+        return self.output_projection(output[:, :num_tokens].flatten(-2))
+
+    def route(
+        self,
+        hidden_states: torch.Tensor,
+        tokens: TokenPlaces | None = None,
+        state: MemoryState | None = None,
+        prompt_mask: torch.Tensor | None = None,
+    ) -> Routing:
+        """Choose chapters; arguments as those of `forward`. Nothing is changed."""
+        pooled = self._pool(hidden_states, tokens or TokenPlaces(), state, prompt_mask)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        with without_autocast(hidden_states.device.type):
+            logits = nn.functional.linear(
+                pooled.states.to(wide), self.router_weight.to(wide), self.router_bias.to(wide)
+            )  # [B, U, C]
+        shared = self.options.shared_chapters
+        best = logits[..., shared:].topk(self.options.k, dim=-1)
+        return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
+
+    def _pool(
+        self,
+        hidden_states: torch.Tensor,
+        tokens: TokenPlaces,
+        state: MemoryState | None,
+        prompt_mask: torch.Tensor | None,
+    ) -> Pooled:
+        kept = {} if state is None else state.kept
+        if self.options.routing == "chunk":
+            return pool_chunks(hidden_states, tokens, self.options.chunk_size, kept)
+        if self.options.routing == "prompt":
+            return pool_prompt(hidden_states, tokens, prompt_mask, kept)
+        if self.options.routing == "token":
+            return pool_tokens(hidden_states, tokens)
+        if kept:
+            raise ValueError(
+                "routing is 'sequence', which looks at the whole sequence, and a cache holds a part of it; expected passes without a "
+                "cache. Set use_cache to false, or upscale with routing = 'chunk'."
+            )
+        pooled = pool_sequence(hidden_states, tokens)
+        return pooled._replace(kept={"seen": pooled.counts})
+
+    def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """All chapters `[B, U, S + k]` that are read, shared ones first; their scales and biases, likewise, where they have any."""
+        shared = torch.arange(self.options.shared_chapters, device=routing.chosen.device)
+        shared = shared.expand(*routing.chosen.shape[:-1], -1)
+        chapters = torch.cat([shared, routing.chosen], dim=-1)
+        if self.options.weighting == "paper":
+            return chapters, None, None
+        total = self.options.shared_chapters + self.options.routed_scale
+        logs = torch.cat(
+            [
+                torch.zeros_like(shared, dtype=routing.log_weights.dtype),
+                routing.log_weights + math.log(self.options.routed_scale),
+            ],
+            dim=-1,
+        ) - math.log(total)
+        return (chapters, logs.exp(), None) if self.options.weighting == "released" else (chapters, None, logs)
+
+    def _memory_tokens(
+        self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values `[C', M, K, d]`, and which of them are read, `[B, U, n]`.
+
+        The whole bank is projected where as many chapters are read as it has; otherwise those that are read, one after another.
+        """
+        bank, transform = (tables.get(name, getattr(self, name, None)) for name in ("bank", "bank_transform"))
+        assert bank is not None
+        kept = None if self.kept is None else self.kept.serve(self, like, tables)
+        by_chapter = bank.unflatten(0, (self.options.chapters, self.options.chapter_tokens))  # [C, M, W]
+        if kept is not None:
+            keys, values = kept.unbind()
+        elif chapters.numel() >= self.options.chapters:
+            keys, values = self._projected(by_chapter, transform)
+        else:
+            rows = nn.functional.embedding(chapters.flatten(), by_chapter.flatten(1))
+            keys, values = self._projected(rows.view(-1, *by_chapter.shape[1:]), transform)
+            chapters = torch.arange(chapters.numel(), device=chapters.device).view(chapters.shape)
+        shape = (self.num_kv_heads, self.head_dim)
+        return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
+
+    def _projected(self, rows: torch.Tensor, transform: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[C', M, K * d]` of memory tokens `[C', M, W]`."""
+        rows = _memory_rows(self.options, rows, transform)
+        return self.key_projection(rows), self.value_projection(rows)
+
+    def _report(self, routing: Routing, report: RouterReport) -> None:
+        """Tell the router's logits, and its losses times their coefficients."""
+        logits, chosen, counts = (
+            routing.logits.flatten(0, 1),
+            routing.chosen.flatten(0, 1),
+            routing.pooled.counts.flatten(),
+        )
+        balance = balance_loss(logits, chosen, counts, self.options.balance == "per-choice")
+        loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * z_loss(logits, counts)
+        report.tell(logits, loss)
+
+    def extra_repr(self) -> str:
+        names = ("chapters", "chapter_tokens", "shared_chapters", "k", "routing", "weighting")
+        return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
+
+
+def _memory_rows(options: ChaptersOptions, rows: torch.Tensor, transform: torch.Tensor | None) -> torch.Tensor:
+    """Memory tokens `[..., W]` as they are read, of rows of the bank."""
+    if transform is not None:
+        rows = nn.functional.linear(rows, transform)
+    return _rms_normalised(rows) if options.normalise else rows
+
+
+def _derive_all(options: ChaptersOptions, bank: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """Keys and values `[2, C, M, K * d]` of a whole bank, of its transform, where it has one, and the weights of both projections."""
+    *transforms, key_weight, value_weight = weights
+    rows = bank.unflatten(0, (options.chapters, options.chapter_tokens))
+    rows = _memory_rows(options, rows, transforms[0] if transforms else None)
+    return torch.stack([nn.functional.linear(rows, key_weight), nn.functional.linear(rows, value_weight)])
+
+
+def _rms_normalised(states: torch.Tensor) -> torch.Tensor:
+    """States over the root mean square of their last dimension, computed in float32 at least."""
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(states.dtype)

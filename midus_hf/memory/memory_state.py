@@ -1,0 +1,133 @@
+"""What a memory keeps of a sequence between forward passes, in the cache of the model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class MemoryState:
+    """Tensors of a batch of sequences, among the layers of a transformers cache, which repeats, selects and resets them.
+
+    It stands behind the layers of the model, and says of itself what keeps transformers from taking it for one of them.
+
+    Args:
+        name: Of the memory.
+        layer: That the memory is in.
+        can_forget: Whether the tensors stay right when the last tokens of a sequence are taken back.
+    """
+
+    is_sliding = True  # so that no mask is made for it: those are made for the first layer of a kind
+    is_compileable = True
+    is_initialized = True
+    supports_early_init = False
+    keys = values = None
+
+    def __init__(self, name: str, layer: int, can_forget: bool):
+        self.name, self.layer, self.is_croppable = name, layer, can_forget
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._is_empty = True
+
+    @property
+    def kept(self) -> Mapping[str, torch.Tensor]:
+        """What was kept, each with the batch first; empty before the first pass."""
+        return {} if self._is_empty else self._tensors
+
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace what is kept by tensors of the same names; without any, all stays as it is.
+
+        Tensors of the same shape are written over, as compiled steps need it.
+        """
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            there = self._tensors.get(name)
+            if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+                there.copy_(tensor)
+            else:
+                self._tensors[name] = tensor.clone()
+                if tensor.is_cuda and not torch.compiler.is_compiling():
+                    torch._dynamo.mark_static_address(self._tensors[name])
+        self._is_empty = self._is_empty and not tensors
+
+    def get_seq_length(self) -> int:
+        """0: it holds no tokens."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """-1: it takes any number of tokens."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As a layer that holds no tokens."""
+        return query_length, 0
+
+    def reset(self) -> None:
+        """Forget everything; another sequence begins."""
+        self._is_empty = True
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Continue the sequences of these rows."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.index_select(0, indices.to(tensor.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        for name, tensor in self._tensors.items():
+            self._tensors[name] = tensor.repeat_interleave(repeats, dim=0)
+
+    def crop(self, tokens: int) -> None:
+        """Take back the last tokens.
+
+        Raises:
+            ValueError: If what they left cannot be taken back.
+        """
+        if not self.is_croppable:
+            raise ValueError(
+                f"the memory {self.name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
+                "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'."
+            )
+
+    def offload(self, *args: Any, **kwargs: Any) -> None:
+        """Stay: it is small."""
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> None:
+        """Stay: it is small."""
+
+
+def states_in(
+    cache: Any, wanted: Mapping[tuple[str, int], bool], num_layers: int
+) -> dict[tuple[str, int], MemoryState]:
+    """The states of memories in a cache, which are made where it is empty.
+
+    Args:
+        cache: A transformers cache.
+        wanted: For each memory and layer that keeps a state, whether it can take tokens back.
+        num_layers: L, of the model.
+
+    Raises:
+        ValueError: If it is no cache that holds layers, or one that another model filled.
+    """
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}, which has no place for what memories keep of a sequence; "
+            "expected a cache of layers, such as DynamicCache or StaticCache."
+        )
+    states = {(state.name, state.layer): state for state in layers if isinstance(state, MemoryState)}
+    if wanted.keys() <= states.keys():
+        return states
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values holds tokens, but not what the memories of this model keep of them; expected a cache that this model "
+            "filled, or an empty one."
+        )
+    while len(layers) < num_layers:  # a cache that adds its layers as they come
+        layers.append(cache.layer_class_to_replicate())
+    for (name, layer), can_forget in wanted.items():
+        states[name, layer] = MemoryState(name, layer, can_forget)
+        layers.append(states[name, layer])
+    return states

@@ -1,0 +1,61 @@
+"""What keeps a router of chapters balanced, and how sure it is."""
+
+import torch
+
+
+def balance_loss(
+    logits: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor, per_choice: bool = False
+) -> torch.Tensor:
+    """Switch Transformer's load-balance loss over the chapters (Fedus et al. 2021, equation 4).
+
+    `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is the mean of
+    its probability. Where chapters are chosen evenly it is k, as the `f_i` add up to k; divided by k, it is 1.
+
+    Args:
+        logits: `[S, C]`, of each stretch of tokens that is routed as one.
+        chosen: `[S, k]`, int64, the chapters that it reads.
+        counts: `[S]`, its tokens that are no padding.
+        per_choice: Whether to divide by k. Default: false, as the release has it.
+
+    Returns:
+        A scalar, float32 at least.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    shares = (counts / counts.sum().clamp(min=1)).to(wide)  # [S]
+    probabilities = (logits.to(wide).softmax(-1) * shares.unsqueeze(-1)).sum(0)  # [C]
+    chosen_shares = shares.unsqueeze(-1).expand(chosen.shape)
+    frequencies = torch.zeros_like(probabilities).scatter_add(0, chosen.flatten(), chosen_shares.flatten())
+    loss = logits.shape[-1] * (frequencies * probabilities).sum()
+    return loss / chosen.shape[-1] if per_choice else loss
+
+
+def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens of the squared log-sum-exp of router logits (ST-MoE, Zoph et al. 2022, equation 5).
+
+    Args:
+        logits: `[S, C]`, of each stretch of tokens that is routed as one.
+        counts: `[S]`, its tokens that are no padding.
+
+    Returns:
+        A scalar, float32 at least.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    squares = logits.to(wide).logsumexp(-1).square()
+    return (squares * counts).sum() / counts.sum().clamp(min=1)
+
+
+def router_entropy(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens of the entropy of router probabilities, in nats: log C where the router has no preference.
+
+    Args:
+        logits: `[S, C]`, of each stretch of tokens that is routed as one.
+        counts: `[S]`, its tokens that are no padding.
+
+    Returns:
+        A scalar, float32 at least, without a gradient.
+    """
+    with torch.no_grad():
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_probabilities = logits.to(wide).log_softmax(-1)
+        entropies = -(log_probabilities.exp() * log_probabilities).sum(-1)
+        return (entropies * counts).sum() / counts.sum().clamp(min=1)

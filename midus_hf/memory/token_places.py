@@ -1,0 +1,66 @@
+"""Where the tokens of a forward pass stand: which of them are padding, and where documents begin."""
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPlaces:
+    """What a forward pass says of its tokens beside their hidden states.
+
+    Args:
+        real: `[B, T]`, bool, false for padding. Default: no token is padding.
+        starts: `[B, T]`, bool, true where a document begins behind another in its row. Default: every row is one document.
+        is_plain: Whether every row begins with its one document, and what padding there is stands behind it.
+    """
+
+    real: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    is_plain: bool = True
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "TokenPlaces":
+        """The same on another device."""
+        real, starts = (
+            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for tensor in (self.real, self.starts)
+        )
+        return dataclasses.replace(self, real=real, starts=starts)
+
+
+def token_places(
+    token_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    num_tokens: int,
+    *,
+    may_hold_documents: bool,
+) -> TokenPlaces:
+    """Find the places of the tokens of a pass.
+
+    Args:
+        token_mask: `[B, S]`, S >= T, zero for padding, of which the last T columns are this pass's. Default: no padding. A mask of
+            another form says of pairs of tokens what they see, and nothing of padding.
+        position_ids: `[B, T]`, as the model was given them.
+        num_tokens: T.
+        may_hold_documents: Whether positions that begin again at zero begin a document, as they do without a mask and a cache.
+    """
+    real = starts = None
+    if isinstance(token_mask, torch.Tensor) and token_mask.dim() == 2:
+        real = token_mask[:, token_mask.shape[1] - num_tokens :] != 0
+    if may_hold_documents and real is None and position_ids is not None and position_ids.dim() == 2:
+        starts = position_ids == 0
+        starts = torch.cat(
+            [torch.zeros_like(starts[:, :1]), starts[:, 1:]], dim=1
+        )  # the first token begins the row anyway
+    if real is None and starts is None:
+        return TokenPlaces()
+    if (
+        torch.compiler.is_compiling() or num_tokens == 1
+    ):  # a graph cannot branch on what tensors hold; a decoding step need not wait
+        return TokenPlaces(real, starts, is_plain=False)
+    if starts is not None:
+        return TokenPlaces() if not starts.any() else TokenPlaces(None, starts, is_plain=False)
+    assert real is not None
+    if real.all():
+        return TokenPlaces()
+    return TokenPlaces(real, None, is_plain=not bool((real[:, 1:] & ~real[:, :-1]).any() | ~real[:, 0].all()))

@@ -1,0 +1,154 @@
+"""What a family's language model needs over a stack that hosts memory."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from midus_hf.memory.kept_values import kept_values
+from midus_hf.memory.router_report import RouterReports
+from midus_hf.models.host import HostsMemory
+
+_IGNORED_LABEL = -100
+_PROMPT_MASK = "prompt_mask"
+"""What a memory asks for that is told which tokens are the prompt: without it, labels say so."""
+
+
+class MemoryForCausalLM(HostsMemory):
+    """Mixin for a family's language model: the family's own head and forward over a stack that hosts memory.
+
+    Where memories have routers, their losses are added to the model's own in training, as the mixture-of-experts models of
+    transformers do; `output_router_logits`, an argument of `forward` or an attribute of the config, gives the logits as well, and
+    adds the losses out of training too; false leaves them out altogether.
+    """
+
+    model_class: ClassVar[type[PreTrainedModel]]
+    model: Any
+    config: Any
+    training: bool
+
+    def __init__(self, config):
+        PreTrainedModel.__init__(self, config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if MemoryForCausalLM in cls.__bases__:
+            cls.forward = _forward_with_routers(super().forward)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """As the family's, which does not know of what memories ask for."""
+        names: set[str] = self.model.memory_input_names
+        super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As the family's, which makes a mask of another form for static caches: padding is told as well."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask, **kwargs)
+        if inputs.get(_PROMPT_MASK) is not None:
+            missing = input_ids.shape[1] - inputs[_PROMPT_MASK].shape[1]
+            inputs[_PROMPT_MASK] = nn.functional.pad(inputs[_PROMPT_MASK], (0, missing))
+        if self.model.reads_places and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            inputs["token_mask"] = attention_mask[:, -tokens.shape[1] :].clone()
+        return inputs
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's `generate`; what memories derive from weights alone is derived once for the call.
+
+        Where a memory looks at the whole sequence, every token takes a pass over all tokens so far, without a cache.
+
+        Raises:
+            ValueError: If a cache is given to a model that looks at the whole sequence.
+        """
+        if self.model.reads_ahead:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError(
+                    "past_key_values is given, but a memory of this model looks at the whole sequence, which no cache holds; "
+                    "expected none. Upscale with routing = 'chunk' for a model that continues from a cache."
+                )
+            warnings.warn(
+                "a memory of this model chooses by the whole sequence, later tokens included: generation computes every token anew "
+                "for each one that it adds, and what it computes of a token is not what training saw.",
+                stacklevel=2,
+            )
+            kwargs["use_cache"] = False
+        if _PROMPT_MASK in self.model.memory_input_names and _PROMPT_MASK not in kwargs:
+            given = (
+                args[0] if args else None,
+                *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")),
+            )
+            prompt = next((tensor for tensor in given if isinstance(tensor, torch.Tensor)), None)
+            if prompt is not None:  # passes without a cache see more than the prompt
+                kwargs[_PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
+        with kept_values(self):
+            return super().generate(*args, **kwargs)
+
+
+def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A family's forward, with the losses of routers; its signature stays, since trainers look at it."""
+    signature = inspect.signature(family_forward)
+    names = list(signature.parameters)[1:]
+
+    @functools.wraps(family_forward)
+    def forward(self: Any, *args: Any, output_router_logits: bool | None = None, **kwargs: Any) -> Any:
+        kwargs |= zip(names, args, strict=False)
+        if not self.model.has_routers:
+            return family_forward(self, **kwargs)
+        labels = kwargs.get("labels")
+        if labels is not None and _PROMPT_MASK in self.model.memory_input_names:
+            kwargs.setdefault(_PROMPT_MASK, prompt_of(labels))
+        wanted = (
+            getattr(self.config, "output_router_logits", None)
+            if output_router_logits is None
+            else output_router_logits
+        )
+        trains = self.training and labels is not None and torch.is_grad_enabled()
+        if wanted is False or not (wanted or trains):
+            return family_forward(self, **kwargs)
+        return_dict = kwargs.pop("return_dict", None)
+        reports = RouterReports(needs_gradient=trains)
+        given = family_forward(self, **kwargs, memory_reports=reports, return_dict=True)
+        added, loss = reports.loss(), given.loss
+        if loss is not None and added is not None:
+            loss = loss + _share_of_step(labels, kwargs.get("num_items_in_batch")) * added.to(loss.device)
+        output = MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=added,
+            logits=given.logits,
+            past_key_values=given.past_key_values,
+            hidden_states=given.hidden_states,
+            attentions=given.attentions,
+            router_logits=reports.logits() if wanted else None,
+        )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()
+
+    option = inspect.Parameter(
+        "output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None
+    )
+    *parameters, last = signature.parameters.values()
+    forward.__signature__ = signature.replace(parameters=[*parameters, option, last])  # type: ignore[attr-defined]
+    return forward
+
+
+def prompt_of(labels: torch.Tensor) -> torch.Tensor:
+    """The tokens `[B, T]` in front of the first that is to be predicted."""
+    return (labels != _IGNORED_LABEL).cumsum(1) == 0
+
+
+def _share_of_step(labels: torch.Tensor | None, num_items: torch.Tensor | int | None) -> torch.Tensor | float:
+    """How much of a step this pass is: a loss that is divided by the tokens of all passes of a step has to be weighted so."""
+    if num_items is None or labels is None:
+        return 1.0
+    return (labels[..., 1:] != _IGNORED_LABEL).sum() / num_items

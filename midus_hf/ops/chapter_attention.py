@@ -1,0 +1,179 @@
+"""Cross-attention from tokens to those chapters of a memory that were chosen for them."""
+
+import math
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from midus_hf.ops.backend import resolve
+from midus_hf.ops.chapter_segments import segment_attention
+from midus_hf.ops.precision import without_autocast
+
+_MOST_GATHERED = 1 << 25
+"""Elements of keys that are gathered at a time: 128 MB in float32."""
+
+_FEWEST_TOGETHER = 16
+"""Queries that read the same chapters, from which on gathering for all of them beats sorting tokens by chapter."""
+
+
+def chapter_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    biases: torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend to the memory tokens of chosen chapters, all in one softmax (Mixture of Chapters, equation 4).
+
+    The queries of a row are cut into U equal stretches, each of which reads the same n chapters: U = 1 where a whole sequence does,
+    U = T where each token has its own. There is no position and no mask: every chosen memory token is read.
+
+    Scores are accumulated in float32 at least. Where stretches are long, the keys of a stretch are gathered, some stretches at a
+    time and again in the backward pass; where they are short, tokens are sorted by chapter instead, so that the keys of a chapter
+    meet all of its tokens at once and no tensor has a key per token.
+
+    Args:
+        query: `[B, T, H, d]`, floating point.
+        keys: `[C, M, K, d]`, M memory tokens per chapter, cast to the dtype of `query`; K divides H.
+        values: As `keys`.
+        chapters: `[B, U, n]`, int64, from 0 to C - 1; U divides T.
+        scales: `[B, U, n]`, what the keys and values of a chapter are multiplied by. Default: 1.
+        biases: `[B, U, n]`, what is added to the attention logits of a chapter. Default: 0.
+        backend: As in `OpChoices`; matrix products on every one. Default: `"auto"`.
+
+    Returns:
+        `[B, T, H, d]`, in the dtype of `query`.
+
+    Raises:
+        ValueError: If shapes disagree.
+    """
+    body = resolve(backend, "auto", "auto", query).backend
+    _check_shapes(query, keys, values, chapters)
+    batch, tokens, heads, width = query.shape
+    stretches, chosen = chapters.shape[1:]
+    if query.numel() == 0:
+        return query * 1
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
+    length = tokens // stretches
+    flat_query = query.reshape(batch * stretches, length, heads, width)  # [S, Q, H, d]
+    flat_chapters = chapters.reshape(-1, chosen)
+    flat_scales = None if scales is None else scales.reshape(-1, chosen)
+    flat_biases = None if biases is None else biases.reshape(-1, chosen)
+    with without_autocast(query.device.type):
+        if body == "reference":
+            output = _attend(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
+        elif length >= _FEWEST_TOGETHER or batch * stretches == 1:
+            output = _gathered(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
+        else:
+            per_token = [
+                None if of_stretch is None else of_stretch.repeat_interleave(length, dim=0)
+                for of_stretch in (flat_chapters, flat_scales, flat_biases)
+            ]
+            assert per_token[0] is not None
+            output = segment_attention(flat_query.flatten(0, 1), keys, values, per_token[0], *per_token[1:])
+    return output.reshape(query.shape)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """The contract: each stretch of queries `[S, Q, H, d]` over the memory tokens of its chapters `[S, n]`."""
+    score_dtype = torch.promote_types(query.dtype, torch.float32)
+    num_groups = query.shape[2] // keys.shape[2]
+    chosen_keys, chosen_values = keys[chapters].to(score_dtype), values[chapters].to(score_dtype)  # [S, n, M, K, d]
+    if scales is not None:
+        scale = scales.to(score_dtype)[:, :, None, None, None]
+        chosen_keys, chosen_values = chosen_keys * scale, chosen_values * scale
+    grouped = query.to(score_dtype).unflatten(2, (keys.shape[2], num_groups))  # [S, Q, K, G, d]
+    scores = torch.einsum("sqkgd,snmkd->skgqnm", grouped, chosen_keys) / math.sqrt(query.shape[-1])
+    if biases is not None:
+        scores = scores + biases.to(score_dtype)[:, None, None, None, :, None]
+    weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
+    output = torch.einsum("skgqnm,snmkd->sqkgd", weights, chosen_values)
+    return output.flatten(2, 3).to(query.dtype)
+
+
+def _gathered(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `_attend`, some stretches at a time, by torch's own attention."""
+    per_stretch = chapters.shape[1] * keys[0].numel()
+    together = max(1, _MOST_GATHERED // per_stretch)
+    parts = [
+        None if of_stretch is None else of_stretch.split(together) for of_stretch in (query, chapters, scales, biases)
+    ]
+    queries, chapter_parts, scale_parts, bias_parts = parts
+    assert queries is not None and chapter_parts is not None
+    outputs = []
+    for number, (part, chosen) in enumerate(zip(queries, chapter_parts, strict=True)):
+        scale = None if scale_parts is None else scale_parts[number]
+        bias = None if bias_parts is None else bias_parts[number]
+        arguments = (part, keys, values, chosen, scale, bias)
+        if len(queries) == 1 or not torch.is_grad_enabled():
+            outputs.append(_attend_at_once(*arguments))
+        else:
+            outputs.append(checkpoint(_attend_at_once, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(outputs)
+
+
+def _attend_at_once(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+) -> torch.Tensor:
+    num_stretches, num_chosen = chapters.shape
+    chosen_keys = _rows(keys, chapters)  # [S, n, M * K * d]
+    chosen_values = _rows(values, chapters)
+    if scales is not None:
+        scale = scales.to(query.dtype).unsqueeze(-1)
+        chosen_keys, chosen_values = chosen_keys * scale, chosen_values * scale
+    shape = (num_stretches, num_chosen * keys.shape[1], *keys.shape[2:])
+    mask = None
+    if biases is not None:
+        mask = biases.to(query.dtype).repeat_interleave(keys.shape[1], dim=-1)[:, None, None]  # [S, 1, 1, n * M]
+        mask = mask.expand(-1, 1, query.shape[1], -1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        chosen_keys.view(shape).transpose(1, 2),
+        chosen_values.view(shape).transpose(1, 2),
+        attn_mask=mask,
+        enable_gqa=query.shape[2] != keys.shape[2],
+    )
+    return output.transpose(1, 2)  # [S, Q, H, d]
+
+
+def _rows(table: torch.Tensor, chapters: torch.Tensor) -> torch.Tensor:
+    """Whole chapters `[S, n, M * K * d]` of a table `[C, M, K, d]`."""
+    return torch.nn.functional.embedding(chapters, table.flatten(1))
+
+
+def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor) -> None:
+    if keys.shape != values.shape or keys.dim() != 4:
+        raise ValueError(
+            f"keys is {tuple(keys.shape)} and values is {tuple(values.shape)}; expected [C, M, heads, width] twice."
+        )
+    if query.shape[-1] != keys.shape[-1] or query.shape[-2] % keys.shape[-2]:
+        raise ValueError(
+            f"query ends in {tuple(query.shape[-2:])}; expected a multiple of the keys' {keys.shape[-2]} heads, and their "
+            f"width {keys.shape[-1]}."
+        )
+    if chapters.dim() != 3 or chapters.shape[0] != query.shape[0] or query.shape[1] % max(chapters.shape[1], 1):
+        raise ValueError(
+            f"chapters is {tuple(chapters.shape)}; expected [{query.shape[0]}, a divisor of {query.shape[1]} tokens, chapters each]."
+        )

@@ -1,0 +1,19 @@
+"""Mixture of Chapters: a routed bank of latent memory tokens, attached to some layers."""
+
+from midus_config.memories.chapters import ChaptersOptions
+from upscalers.methods.attached_memory import AttachedMemoryMethod
+from upscalers.methods.contract import register_method
+from upscalers.methods.papers import MIXTURE_OF_CHAPTERS
+
+
+@register_method("moc")
+class MixtureOfChapters(AttachedMemoryMethod):
+    """Layers read, by cross-attention, chapters of a bank that a router chooses for their tokens."""
+
+    summary = (
+        "a bank of memory tokens in chapters, read by cross-attention in a quarter of the layers (identity at start)"
+    )
+    paper = MIXTURE_OF_CHAPTERS
+    identity = True
+    memory_options = ChaptersOptions
+    default_layers = 0.25
