@@ -63,8 +63,10 @@ class DeclaredTensor:
         shape: Its shape.
         role: What it is.
         initial: What it starts as.
+        dtype: Of a buffer that is stored as integers. Default: that of the model.
     """
 
     shape: tuple[int, ...]
     role: Role
     initial: Initial
+    dtype: Literal["", "int8", "uint8"] = ""

@@ -119,6 +119,10 @@ class Memories:
         """Those of `layer_tensors` that are buffers and no parameters."""
         return {name for name, tensor in self.layer_tensors(layer).items() if tensor.role == "buffer"}
 
+    def table_buffers(self) -> set[str]:
+        """Those of `table_tensors` that are buffers and no parameters."""
+        return {name for name, tensor in self.table_tensors().items() if tensor.role == "buffer"}
+
     def free_name(self, memory_type: str) -> str:
         """A name for another attached memory: its type, with a number where that is taken."""
         names = (memory_type, *(f"{memory_type}-{number}" for number in range(2, len(self.attached) + 3)))

@@ -181,10 +181,15 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
                 f"memory type {name!r} has a tensor {tensor_name!r}, a name that dictionaries have for a method, which "
                 "PEFT cannot wrap; choose another."
             )
-        if tensor.role == "buffer" and (parent or (tensor_name, tensor) in tables):
+        if tensor.role == "buffer" and parent:
             raise ValueError(
-                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter, since shared tables and linear "
-                "layers have no buffers."
+                f"memory type {name!r} gives {tensor_name} the role 'buffer'; expected a parameter: linear layers have no "
+                "buffers."
+            )
+        if tensor.dtype and tensor.role != "buffer":
+            raise ValueError(
+                f"memory type {name!r} gives {tensor_name} the role {tensor.role!r} and the dtype {tensor.dtype}; expected the role "
+                "'buffer', since integers do not train."
             )
         if tensor.role not in ROLES:
             raise ValueError(

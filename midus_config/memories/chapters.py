@@ -81,6 +81,10 @@ class ChaptersOptions(MemoryOptions):
     bank_width: int | None = option(
         None, "width of memory tokens, and of the attention that reads them; null: the model's hidden size"
     )
+    bank_bits: Literal[8, 4] | None = option(
+        None,
+        "bits per element of a bank that no longer trains, whose rows are integers with a scale each; null: it trains",
+    )
     router_aux_loss_coef: float = option(0.01, "of the load-balance loss, which the model adds to its own in training")
     router_z_loss_coef: float = option(0.001, "of the mean squared log-sum-exp of router logits, likewise")
     balance: Literal["released", "per-choice"] = option(
@@ -131,6 +135,10 @@ class ChaptersOptions(MemoryOptions):
         """Width of memory tokens, and of the attention that reads them."""
         return self.bank_width or sizes.hidden_size
 
+    def row_width(self, sizes: ModelSizes) -> int:
+        """Elements of a row of the bank."""
+        return self.bank_rank or self.width(sizes)
+
     def num_heads(self, sizes: ModelSizes) -> int:
         """Query heads."""
         return self.heads or sizes.num_heads
@@ -149,6 +157,11 @@ class ChaptersOptions(MemoryOptions):
         if heads % kv_heads:
             raise ValueError(
                 f"kv_heads is {kv_heads}, which does not divide the {heads} query heads; expected a divisor."
+            )
+        if self.bank_bits == 4 and self.row_width(sizes) % 2:
+            raise ValueError(
+                f"bank_bits is 4 and rows of the bank have {self.row_width(sizes)} elements; expected an even number, two per "
+                "byte. Set bank_bits to 8."
             )
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
@@ -178,14 +191,19 @@ class ChaptersOptions(MemoryOptions):
 
     def bank(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """The tensors that hold the memory tokens."""
-        if self.bank_rank is None:
-            return {"bank": DeclaredTensor((self.memory_tokens, self.width(sizes)), "value", Normal(_STD))}
-        return {
-            "bank": DeclaredTensor((self.memory_tokens, self.bank_rank), "value", Normal(_STD)),
-            "bank_transform": DeclaredTensor(
-                (sizes.hidden_size, self.bank_rank), "transform", Normal(self.bank_rank**-0.5)
-            ),
-        }
+        row_width = self.row_width(sizes)
+        tensors = {"bank": DeclaredTensor((self.memory_tokens, row_width), "value", Normal(_STD))}
+        if self.bank_bits is not None:
+            scales = DeclaredTensor((self.memory_tokens,), "buffer", ONES)
+            if self.bank_bits == 8:
+                integers = DeclaredTensor((self.memory_tokens, row_width), "buffer", ZEROS, dtype="int8")
+            else:
+                integers = DeclaredTensor((self.memory_tokens, row_width // 2), "buffer", ZEROS, dtype="uint8")
+            tensors = {"bank_integers": integers, "bank_scales": scales}
+        if self.bank_rank is not None:
+            shape, initial = (sizes.hidden_size, self.bank_rank), Normal(self.bank_rank**-0.5)
+            tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
+        return tensors
 
     def _neighbours(self) -> int | None:
         """K of `every:K`."""

@@ -1,7 +1,7 @@
 """The memory layer of Mixture of Chapters."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from midus_hf.memory.router_report import RouterReport
 from midus_hf.memory.token_places import TokenPlaces
 from midus_hf.ops.chapter_attention import chapter_attention
 from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.row_quantisation import dequantise_rows
 
 _EPS = 1e-6
 _MOST_KEPT = 1 << 26
@@ -69,11 +70,11 @@ class Chapters(MemoryModule):
         self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
         self.can_forget = options.routing == "prompt"
         self.reads_ahead = options.routing == "sequence"
+        self.bank_names = tuple(options.bank(sizes))
         self.kept: KeptValues | None = None
         if 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:
-            names = ("bank", *(() if options.bank_rank is None else ("bank_transform",)))
             weights = ("key_projection.weight", "value_projection.weight")
-            self.kept = KeptValues((*names, *weights), partial(_derive_all, options))
+            self.kept = KeptValues((*self.bank_names, *weights), partial(_derive_all, options, self.bank_names))
 
     def forward(
         self,
@@ -186,24 +187,20 @@ class Chapters(MemoryModule):
 
         The whole bank is projected where as many chapters are read as it has; otherwise those that are read, one after another.
         """
-        bank, transform = (tables.get(name, getattr(self, name, None)) for name in ("bank", "bank_transform"))
-        assert bank is not None
+        bank = {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
         kept = None if self.kept is None else self.kept.serve(self, like, tables)
-        by_chapter = bank.unflatten(0, (self.options.chapters, self.options.chapter_tokens))  # [C, M, W]
         if kept is not None:
             keys, values = kept.unbind()
         elif chapters.numel() >= self.options.chapters:
-            keys, values = self._projected(by_chapter, transform)
+            keys, values = self._projected(_memory_rows(self.options, bank, None, like.dtype))
         else:
-            rows = nn.functional.embedding(chapters.flatten(), by_chapter.flatten(1))
-            keys, values = self._projected(rows.view(-1, *by_chapter.shape[1:]), transform)
+            keys, values = self._projected(_memory_rows(self.options, bank, chapters.flatten(), like.dtype))
             chapters = torch.arange(chapters.numel(), device=chapters.device).view(chapters.shape)
         shape = (self.num_kv_heads, self.head_dim)
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
-    def _projected(self, rows: torch.Tensor, transform: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[C', M, K * d]` of memory tokens `[C', M, W]`."""
-        rows = _memory_rows(self.options, rows, transform)
         return self.key_projection(rows), self.value_projection(rows)
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
@@ -222,18 +219,28 @@ class Chapters(MemoryModule):
         return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
 
 
-def _memory_rows(options: ChaptersOptions, rows: torch.Tensor, transform: torch.Tensor | None) -> torch.Tensor:
-    """Memory tokens `[..., W]` as they are read, of rows of the bank."""
-    if transform is not None:
-        rows = nn.functional.linear(rows, transform)
+def _memory_rows(
+    options: ChaptersOptions, bank: Mapping[str, torch.Tensor], chapters: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Memory tokens `[C', M, W]` as they are read, of some chapters `[C']` of a bank, or of all."""
+
+    def chosen(table: torch.Tensor) -> torch.Tensor:
+        by_chapter = table.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, ...]
+        return by_chapter if chapters is None else by_chapter.index_select(0, chapters)
+
+    if options.bank_bits is None:
+        rows = chosen(bank["bank"])
+    else:
+        rows = dequantise_rows(chosen(bank["bank_integers"]), chosen(bank["bank_scales"]), options.bank_bits, dtype)
+    if options.bank_rank is not None:
+        rows = nn.functional.linear(rows, bank["bank_transform"])
     return _rms_normalised(rows) if options.normalise else rows
 
 
-def _derive_all(options: ChaptersOptions, bank: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """Keys and values `[2, C, M, K * d]` of a whole bank, of its transform, where it has one, and the weights of both projections."""
-    *transforms, key_weight, value_weight = weights
-    rows = bank.unflatten(0, (options.chapters, options.chapter_tokens))
-    rows = _memory_rows(options, rows, transforms[0] if transforms else None)
+def _derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:
+    """Keys and values `[2, C, M, K * d]` of a whole bank, of its tensors and the weights of both projections."""
+    *tables, key_weight, value_weight = sources
+    rows = _memory_rows(options, dict(zip(bank_names, tables, strict=True)), None, key_weight.dtype)
     return torch.stack([nn.functional.linear(rows, key_weight), nn.functional.linear(rows, value_weight)])
 
 

@@ -24,7 +24,8 @@ class DeclaredModule(nn.Module):
                 outputs, inputs = tensor.shape
                 setattr(self, name.removesuffix(".weight"), nn.Linear(inputs, outputs, bias=False))
             elif tensor.role == "buffer":
-                self.register_buffer(name, torch.empty(tensor.shape))
+                dtype = getattr(torch, tensor.dtype) if tensor.dtype else None
+                self.register_buffer(name, torch.empty(tensor.shape, dtype=dtype))
             else:
                 setattr(self, name, nn.Parameter(torch.empty(tensor.shape)))
         self.reset_parameters()

@@ -86,7 +86,7 @@ class KeptValues:
         if not all(map(_is_whole, sources)):
             return
         with torch.no_grad():
-            derived = self._derive(*(source.to(_compute_dtype(source)) for source in sources))
+            derived = self._derive(*(_as_computed_with(source) for source in sources))
         if derived.is_cuda:
             # A captured graph reads it where it lies, as it reads parameters, instead of copying it at every replay.
             torch._dynamo.mark_static_address(derived, guard=False)
@@ -135,11 +135,15 @@ def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a whole tensor of this process, from which something can be derived now."""
-    return type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel() > 0
+    """Whether a parameter or buffer is a whole tensor of this process, from which something can be derived now."""
+    return (
+        type(parameter) in (nn.Parameter, torch.Tensor) and parameter.device.type != "meta" and parameter.numel() > 0
+    )
 
 
-def _compute_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a forward pass that begins now."""
+def _as_computed_with(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter or buffer in the dtype of a forward pass that begins now; integers as they are."""
     device = parameter.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    if not (parameter.is_floating_point() and torch.is_autocast_enabled(device)):
+        return parameter
+    return parameter.to(torch.get_autocast_dtype(device))

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from midus_hf.memory.registry import MemoryModule
+from midus_hf.memory.declared_module import DeclaredModule
 
 
 def hold_for_training(model: PreTrainedModel, precision: Literal["bf16", "fp32"]) -> dict[str, torch.dtype]:
@@ -29,7 +29,8 @@ def hold_for_training(model: PreTrainedModel, precision: Literal["bf16", "fp32"]
             parameter.data = parameter.data.float()
     for name, buffer in _memory_buffers(model):
         dtypes[name] = buffer.dtype
-        buffer.data = buffer.data.float()
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
     return dtypes
 
 
@@ -49,6 +50,6 @@ def _memory_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     return [
         (f"{prefix}.{name}", buffer)
         for prefix, module in model.named_modules()
-        if isinstance(module, MemoryModule)
+        if isinstance(module, DeclaredModule)
         for name, buffer in module.named_buffers()
     ]

@@ -12,7 +12,6 @@ from midus_config.memory_types import (
     MEMORY_TYPES,
     InsertedOptions,
     MemoryOptions,
-    SharedTables,
     is_name,
     register_memory_type,
 )
@@ -79,13 +78,6 @@ class Misnamed(Example):
     name: str = option("x", "a name")
 
 
-class Sharing(Example):
-    """A shared table that is no parameter."""
-
-    def tables(self, sizes, layers):
-        return (SharedTables(layers, {"counts": DeclaredTensor((4,), "buffer", ZEROS)}),)
-
-
 ROW = DeclaredTensor((4, 4), "value", ZEROS)
 
 
@@ -107,7 +99,10 @@ ROW = DeclaredTensor((4, 4), "value", ZEROS)
             declaring(**{"map.weight": DeclaredTensor((4, 4), "buffer", ZEROS)}),
             r"gives map\.weight the role 'buffer'; expected a parameter",
         ),
-        (Sharing, "gives counts the role 'buffer'; expected a parameter, since shared tables"),
+        (
+            declaring(codes=DeclaredTensor((4, 4), "value", ZEROS, dtype="int8")),
+            "gives codes the role 'value' and the dtype int8; expected the role 'buffer', since integers do not train",
+        ),
         (Misnamed, "has the option 'name', which says what or where a memory is; choose another name"),
         (declaring(table=DeclaredTensor((4,), "bank", ZEROS)), "gives table the role 'bank'; expected one of key, value"),
     ],

@@ -12,6 +12,7 @@ from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
 from upscalers.checkpoint.safetensors_format import (
+    INTEGER_NAMES,
     SAFETENSORS_NAMES,
     TORCH_NAMES,
     StoredTensor,
@@ -90,6 +91,7 @@ class BaseModel:
         """Names of the tensors that are no parameters of their own: a tied head, buffers, what the family does not have."""
         layers = range(self.num_layers)
         buffers = {self.new_name(layer, name) for layer in layers for name in self.memories.buffers(layer)}
+        buffers |= {self.prefix + name for name in self.memories.table_buffers()}
         return {*self.family.tied_tensors(self.config), *self.unexpected, *buffers}
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
@@ -146,7 +148,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
             "the base holds a PEFT adapter (adapter_config.json), which transformers would add when it loads the result; "
             "expected a model alone. Merge the adapter (merge_and_unload) and save the model, or remove the file."
         )
-    expected = _expected_tensors(family, config)
+    expected, integers = _expected_tensors(family, config), _stored_as_integers(family, config)
     stored = _stored_tensors(folder, needs_weights)
     if stored is None:
         dtype = SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."), "F32")
@@ -155,6 +157,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
 
     if not any(name.startswith(_PREFIX) for name in stored):
         expected = {name.removeprefix(_PREFIX): shape for name, shape in expected.items()}
+        integers = {name.removeprefix(_PREFIX): dtype for name, dtype in integers.items()}
     missing = [name for name in expected if name not in stored]
     if missing:
         raise RequestError(
@@ -168,7 +171,7 @@ def open_base(folder: Path, needs_weights: bool = True) -> BaseModel:
                 f"{name} is {list(stored[name].shape)} in the base; expected {list(shape)} by its config. "
                 "Weights and config.json do not belong together."
             )
-        if stored[name].dtype not in TORCH_NAMES:
+        if stored[name].dtype not in TORCH_NAMES and INTEGER_NAMES.get(stored[name].dtype) != integers.get(name):
             raise RequestError(
                 f"{name} is stored as {stored[name].dtype}; expected float32, float16 or bfloat16 weights. "
                 "Start from the unquantised checkpoint."
@@ -194,6 +197,17 @@ def _expected_tensors(family: Family, config: Config) -> dict[str, tuple[int, ..
         for name, tensor in expected_layer(family, config, memories, layer).items():
             expected[f"model.layers.{layer}.{name}"] = tensor.shape
     return {**expected, **{name: outer[name] for name in last}}
+
+
+def _stored_as_integers(family: Family, config: Config) -> dict[str, str]:
+    """What the memories of a config store as integers: the dtype by full name."""
+    memories = memories_of(family, config)
+    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in memories.table_tensors().items()}
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= {
+            f"{_PREFIX}layers.{layer}.{name}": tensor for name, tensor in memories.layer_tensors(layer).items()
+        }
+    return {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype}
 
 
 def _stored_tensors(folder: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:

@@ -68,7 +68,7 @@ class _Layers:
 
     def _state(self, prefix: str) -> dict[str, torch.Tensor]:
         return {
-            name.removeprefix(prefix): read_tensor(place).to(self.dtype)
+            name.removeprefix(prefix): read_tensor(place, self.dtype)
             for name, place in self.model.tensors.items()
             if name.startswith(prefix)
         }

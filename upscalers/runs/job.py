@@ -106,6 +106,7 @@ class Job:
         base = sum(math.prod(tensor.shape) for name, tensor in self.base.tensors.items() if name not in uncounted)
         layers = range(self.plan.num_layers)
         buffers = {self.base.new_name(layer, name) for layer in layers for name in memories.buffers(layer)}
+        buffers |= {self.base.prefix + name for name in memories.table_buffers()}
         total = sum(
             math.prod(tensor.recipe.shape)
             for tensor in self.tensors

@@ -9,7 +9,7 @@ from accelerate.hooks import attach_align_device_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import midus_hf  # noqa: F401 - registers the classes
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
+from upscalers.checkpoint.safetensors_format import INTEGER_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.request.errors import VerificationError
 
 _NAMED = 3
@@ -83,8 +83,12 @@ class _StoredWeights(Mapping[str, torch.Tensor]):
         return len(self._places)
 
 
-def read_tensor(place: StoredTensor) -> torch.Tensor:
-    """Read a stored tensor.
+def read_tensor(place: StoredTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Read a stored tensor; what is stored as integers stays so.
+
+    Args:
+        place: Where it is.
+        dtype: To cast it to. Default: that which it is stored in.
 
     It is read, not mapped: a mapping takes address space for a whole file, and a product may round otherwise where its
     factors lie at another alignment.
@@ -93,7 +97,8 @@ def read_tensor(place: StoredTensor) -> torch.Tensor:
         OSError: If the file ends early.
     """
     assert place.file is not None
-    tensor = torch.empty(place.shape, dtype=getattr(torch, TORCH_NAMES[place.dtype]))
+    names = TORCH_NAMES | INTEGER_NAMES
+    tensor = torch.empty(place.shape, dtype=getattr(torch, names[place.dtype]))
     unread = tensor.view(-1).view(torch.uint8).numpy().data
     with place.file.open("rb", buffering=0) as file:
         file.seek(place.start)
@@ -102,7 +107,7 @@ def read_tensor(place: StoredTensor) -> torch.Tensor:
             if not num_bytes:
                 raise OSError(f"{place.file.name} ended {len(unread)} bytes early")
             unread = unread[num_bytes:]
-    return tensor
+    return tensor if dtype is None or place.dtype in INTEGER_NAMES else tensor.to(dtype)
 
 
 def _places(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

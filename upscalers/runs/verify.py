@@ -215,5 +215,5 @@ def _different(
         name
         for name, source in pairs.items()
         if name in tensors
-        and not _are_same(read_tensor(tensors[name]).to(dtype), read_tensor(base.tensors[source]).to(dtype))
+        and not _are_same(read_tensor(tensors[name], dtype), read_tensor(base.tensors[source], dtype))
     ]
