@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from material.addresses import addresses
+from material.articles import articles
 from material.benchmarks import benchmarks
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m, smollm2_gguf
@@ -12,6 +13,7 @@ FETCH = {
     "smollm2": smollm2_135m,
     "smollm2-gguf": smollm2_gguf,
     "addresses": lambda: addresses().train.parent,
+    "articles": articles,
     "benchmarks": benchmarks,
 }
 

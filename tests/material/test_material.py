@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from material.addresses import addresses
+from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
@@ -106,3 +107,10 @@ def test_the_command_prints_where_material_lies():
         check=True,
     )
     assert done.stdout.splitlines() == [str(addresses().train.parent), str(benchmarks())]
+
+
+def test_articles_are_english_prose_without_markup():
+    texts = [json.loads(line)["text"] for line in articles().read_text(encoding="utf-8").splitlines()]
+    assert len(texts) > 1000 and sum(map(len, texts)) > 1_800_000
+    assert sum(text.count(" the ") for text in texts) > 10_000
+    assert not any("<doc" in text for text in texts)
