@@ -10,10 +10,10 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from upscalers.request.errors import RequestError
 
@@ -25,6 +25,7 @@ TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 INTEGER_NAMES = {"I8": "int8", "U8": "uint8"}
 """Of what memories store as integers."""
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+_METADATA = "__metadata__"
 _LONGEST_HEADER = 100_000_000
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY})
 
@@ -57,27 +58,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     Raises:
         RequestError: If the file is truncated, or is no safetensors file.
     """
-
-    def corrupt(reason: str) -> RequestError:
-        return RequestError(f"{file.name} is not a sound safetensors file: {reason}. Download or save it again.")
-
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise corrupt(f"it has {size} bytes, fewer than the 8 of a header length")
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(_LONGEST_HEADER, size - 8):
-            raise corrupt(f"its header claims {header_bytes} bytes of a file of {size}")
-        try:
-            header = json.loads(stream.read(header_bytes))
-        except (ValueError, RecursionError) as error:
-            raise corrupt(f"its header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise corrupt("its header is not a JSON object")
-    header.pop("__metadata__", None)
-
-    data_start = 8 + header_bytes
+    header, data_start = _read_json(file)
+    header.pop(_METADATA, None)
     tensors: dict[str, StoredTensor] = {}
     ends: list[tuple[int, int]] = []
     for name, entry in header.items():
@@ -89,34 +71,73 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         except (TypeError, KeyError, ValueError):
             sound = False
         if not sound or dtype not in ITEM_BYTES:
-            raise corrupt(f"its entry for {name!r} is malformed or of an unknown dtype")
+            raise _corrupt(file, f"its entry for {name!r} is malformed or of an unknown dtype")
         tensor = StoredTensor(dtype, shape, file, data_start + start)
         if end - start != tensor.num_bytes:
-            raise corrupt(f"{name!r} takes {end - start} bytes where its shape needs {tensor.num_bytes}")
+            raise _corrupt(file, f"{name!r} takes {end - start} bytes where its shape needs {tensor.num_bytes}")
         tensors[name] = tensor
         ends.append((start, end))
     ends.sort()
     position = 0
     for start, end in ends:
         if start != position:
-            raise corrupt("its tensors overlap or leave gaps")
+            raise _corrupt(file, "its tensors overlap or leave gaps")
         position = end
+    size = file.stat().st_size
     if data_start + position != size:
-        raise corrupt(f"it has {size} bytes where its header needs {data_start + position}; it may be truncated")
+        raise _corrupt(
+            file, f"it has {size} bytes where its header needs {data_start + position}; it may be truncated"
+        )
     return tensors
 
 
-def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+def read_metadata(file: Path) -> dict[str, str]:
+    """Read what a file says of itself; nothing where it says nothing.
+
+    Raises:
+        RequestError: If the file is truncated, or is no safetensors file.
+    """
+    metadata = _read_json(file)[0].get(_METADATA)
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _read_json(file: Path) -> tuple[dict[str, Any], int]:
+    """The header, and the position of the data behind it."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise _corrupt(file, f"it has {size} bytes, fewer than the 8 of a header length")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(_LONGEST_HEADER, size - 8):
+            raise _corrupt(file, f"its header claims {header_bytes} bytes of a file of {size}")
+        try:
+            header = json.loads(stream.read(header_bytes))
+        except (ValueError, RecursionError) as error:
+            raise _corrupt(file, f"its header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _corrupt(file, "its header is not a JSON object")
+    return header, 8 + header_bytes
+
+
+def _corrupt(file: Path, reason: str) -> RequestError:
+    return RequestError(f"{file.name} is not a sound safetensors file: {reason}. Download or save it again.")
+
+
+def layout(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
     """Lay out a file.
 
     Args:
         tensors: Name, dtype and shape of each tensor, in any order.
+        metadata: What the file says of itself, beside that it is torch's. Default: nothing.
 
     Returns:
         The bytes in front of the data, and the position of each tensor in the file. Wider dtypes come first, so that
         every tensor is aligned to its item.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {_METADATA: {"format": "pt", **(metadata or {})}}
     offsets: dict[str, int] = {}
     position = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor[1]]):

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, c
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
+from upscalers.tensors.rows import RowRange, Rows
 from upscalers.tensors.solver import Measurement, Solved, Solver, Workplace, solve_all
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ def split_shards(tensors: Sequence[OutputTensor], max_shard_bytes: int) -> dict[
 class CheckpointWriter:
     """Write a checkpoint's tensors, holding at most what one recipe reads.
 
-    Tensors that are copied as they are go from file to file inside the kernel. The others follow after all copies, so
-    that whatever they need imported can be imported meanwhile: first those that stand alone, then those that solvers
-    make together.
+    Tensors that are copied as they are, or put together from rows, go from file to file inside the kernel. The others
+    follow after all copies, so that whatever they need imported can be imported meanwhile: first those that stand alone,
+    then those that solvers make together.
 
     Args:
         sources: The base's tensors, by full name.
@@ -108,12 +109,15 @@ class CheckpointWriter:
         self._open_files: dict[Path, int] = {}
         self._reading = threading.Lock()
 
-    def write(self, folder: Path, shards: dict[str, list[OutputTensor]]) -> Written:
+    def write(
+        self, folder: Path, shards: dict[str, list[OutputTensor]], metadata: Mapping[str, str] | None = None
+    ) -> Written:
         """Write all shards, and the index unless there is a single file of the name that needs none.
 
         Args:
             folder: An existing folder.
             shards: As `split_shards` gives them.
+            metadata: As for `layout`, of every file. Default: nothing.
 
         Raises:
             RequestError: If a value is NaN, or does not fit the output's dtype.
@@ -124,7 +128,9 @@ class CheckpointWriter:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             for file_name, tensors in shards.items():
-                head, starts = layout([(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors])
+                head, starts = layout(
+                    [(tensor.name, tensor.dtype, tensor.recipe.shape) for tensor in tensors], metadata
+                )
                 with _opened(folder / file_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as target:
                     write_all(target, head, 0)
                     num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
@@ -176,19 +182,38 @@ class CheckpointWriter:
         return sorted(rows, key=lambda row: row["layer"])
 
     def _goes_through_kernel(self, tensor: OutputTensor) -> bool:
-        if not isinstance(tensor.recipe, Copy):
+        if isinstance(tensor.recipe, Copy):
+            names: tuple[str, ...] = (tensor.recipe.source,)
+        elif isinstance(tensor.recipe, Rows):
+            names = tensor.recipe.sources
+        else:
             return False
-        dtype = self._sources[tensor.recipe.source].dtype
-        return dtype == tensor.dtype and not (self._scan and dtype in TORCH_NAMES)
+        dtypes = {self._sources[name].dtype for name in names}
+        return dtypes <= {tensor.dtype} and not (self._scan and tensor.dtype in TORCH_NAMES)
 
     def _copy_in_kernel(self, tensor: OutputTensor, target: int, start: int) -> None:
-        assert isinstance(tensor.recipe, Copy)
-        source = self._sources[tensor.recipe.source]
-        assert source.shape == tensor.recipe.shape, (tensor.name, source.shape)
-        copy_bytes(self._file_of(source), source.start, target, start, source.num_bytes)
-        self._bytes_read += source.num_bytes
-        self._copied(tensor.recipe.source)
+        recipe = tensor.recipe
+        if isinstance(recipe, Copy):
+            assert self._sources[recipe.source].shape == recipe.shape, (tensor.name, recipe.shape)
+            self._copy_bytes(self._sources[recipe.source], 0, target, start, tensor.num_bytes)
+            self._copied(recipe.source)
+        else:
+            assert isinstance(recipe, Rows)
+            self._copy_rows(recipe.ranges, tensor.num_bytes // max(1, recipe.shape[0]), target, start)
         self._progress.advance(tensor.num_bytes)
+
+    def _copy_rows(self, ranges: Sequence[RowRange], row_bytes: int, target: int, start: int) -> None:
+        for rows in ranges:
+            if rows.source is not None:  # the file is zero where nothing was written
+                source = self._sources[rows.source]
+                assert 0 <= rows.first <= rows.first + rows.count <= source.shape[0], (rows, source.shape)
+                assert source.num_bytes == row_bytes * source.shape[0], (rows, source.shape)
+                self._copy_bytes(source, rows.first * row_bytes, target, start, rows.count * row_bytes)
+            start += rows.count * row_bytes
+
+    def _copy_bytes(self, source: StoredTensor, first: int, target: int, start: int, num_bytes: int) -> None:
+        copy_bytes(self._file_of(source), source.start + first, target, start, num_bytes)
+        self._bytes_read += num_bytes
 
     def _build(self, tensor: OutputTensor, target: int, start: int) -> None:
         if isinstance(tensor.recipe, Copy | Combine):

@@ -1,0 +1,57 @@
+"""Tensors put together from rows of others: what they hold is moved, never computed."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from upscalers.tensors.recipes import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.tensors.recipes import ReadTensor
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Successive rows of a tensor.
+
+    Args:
+        source: Full name of the tensor that they are rows of; None for rows of zeros.
+        first: Index of the first of them.
+        count: How many.
+    """
+
+    source: str | None
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Rows(Recipe):
+    """Ranges of rows, one below the other; an entry of a vector is a row.
+
+    Args:
+        ranges: From above to below; they make up the output.
+    """
+
+    ranges: tuple[RowRange, ...]
+
+    def __post_init__(self) -> None:
+        assert sum(rows.count for rows in self.ranges) == self.shape[0], (self.shape, self.ranges)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Full names of the tensors that rows are taken from, each once."""
+        return tuple(dict.fromkeys(rows.source for rows in self.ranges if rows.source is not None))
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        import torch
+
+        return torch.cat(
+            [
+                torch.zeros(rows.count, *self.shape[1:])
+                if rows.source is None
+                else read(rows.source)[rows.first : rows.first + rows.count]
+                for rows in self.ranges
+            ]
+        )
