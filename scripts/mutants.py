@@ -23,7 +23,18 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 REPOSITORY = Path(__file__).parent.parent
-ENGINE_ROOMS = ["request", "machine", "architecture", "checkpoint", "plan", "tensors", "record", "landing", "runs"]
+ENGINE_ROOMS = [
+    "request",
+    "machine",
+    "architecture",
+    "checkpoint",
+    "plan",
+    "tensors",
+    "record",
+    "landing",
+    "runs",
+    "chapters",
+]
 FOLDERS = [
     "midus_hf/ops",
     "midus_hf/memory",

@@ -18,6 +18,7 @@ ROOMS = (
     "record",
     "landing",
     "runs",
+    "chapters",
 )
 """Each may import those before it."""
 

@@ -14,9 +14,14 @@ from upscalers.tensors.measurements import summary_table
 
 
 class Console:
-    """A progress bar for the stage that goes on, and others for what is done beside it; silent where nobody watches."""
+    """A progress bar for the stage that goes on, and others for what is done beside it; silent where nobody watches.
 
-    def __init__(self) -> None:
+    Args:
+        command: What warnings are told as. Default: `"upscale"`.
+    """
+
+    def __init__(self, command: str = "upscale") -> None:
+        self._command = command
         self._console = RichConsole(stderr=True)
         self._bar: rich_progress.Progress | None = None
         self._task: rich_progress.TaskID | None = None
@@ -65,7 +70,7 @@ class Console:
 
     def warn(self, message: str) -> None:
         """Print a warning."""
-        self._console.print(f"upscale: warning: {message}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"{self._command}: warning: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def note(self, message: str) -> None:
         """Print a line."""
@@ -192,6 +197,9 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(table, "model type", inspection["model_type"])
     _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
+    for edit in inspection.get("chapter_edits", []):
+        numbers = ", ".join(map(str, edit["chapters"]))
+        _add(table, "edited", f"midus-chapters {edit['command']}, chapters {numbers} of {edit['memory']}")
     _add(
         table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )

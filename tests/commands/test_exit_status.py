@@ -11,12 +11,14 @@ MISSING_FILE = {
     "midus-train": ["absent"],
     "midus-eval": ["model", "--config", "absent"],
     "midus-usage": ["model", "--text", "absent"],
+    "midus-chapters": ["import", "model", "absent", "--output", "out"],
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
     "midus-train": ("midus_hf.training.run.prepare", ["run.yaml"]),
     "midus-eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
+    "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}

@@ -82,6 +82,11 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(found)
 
 
+def code_files(folder: Path) -> list[Path]:
+    """The code that a checkpoint carries along, sorted."""
+    return sorted(path for path in folder.glob("*.py") if path.is_file() and _CODE.fullmatch(path.name))
+
+
 def listed(names: list[str]) -> str:
     """The first few of some names, and how many there are beyond them."""
     beyond = len(names) - _LISTED

@@ -17,6 +17,7 @@ RECORD_FILE = "upscale.json"
 CONFIG_KEY = "upscale"
 STRIPPED_KEY = "stripped"
 DIGEST_KEY = "base_sha256"
+EDITS_KEY = "chapter_edits"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Config:

@@ -7,7 +7,14 @@ from typing import Any
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.describe import describe_layer
-from upscalers.record.provenance import STRIPPED_KEY, has_config_entry, read_config_entry, read_plan, read_record
+from upscalers.record.provenance import (
+    EDITS_KEY,
+    STRIPPED_KEY,
+    has_config_entry,
+    read_config_entry,
+    read_plan,
+    read_record,
+)
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
@@ -18,7 +25,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "model_type", "memory", "parameters", "layers",
-        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` per layer. What `strip` gave back has
+        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` per layer. Where chapters were edited,
+        `"chapter_edits"` has the edits. What `strip` gave back has
         `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
         upscaling is left in it, beside that nothing but `{"model", "model_type", "num_layers", "parameters"}`.
 
@@ -68,6 +76,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             },
             "layers": layers,
             "measurements": record.get("measurements") or [],
+            **({EDITS_KEY: entry[EDITS_KEY]} if entry.get(EDITS_KEY) else {}),
             **stripped,
         }
 

@@ -26,6 +26,7 @@ from upscalers.record.provenance import (
 )
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.runs.code import write_code_of
 from upscalers.tensors.file_order import in_file_order
 from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
@@ -93,7 +94,7 @@ def strip(
             version = importlib.metadata.version("midus-hf")
             write_record(partial, {"midus_hf": version, STRIPPED_KEY: {**what, **comparison.told}})
             if str(config.get("model_type")).startswith(MEMORY_PREFIX):
-                _write_code(partial)
+                write_code_of(partial)
             folder.commit()
             progress.advance()
     return {
@@ -212,12 +213,3 @@ def _recorded_files(record: dict[str, Any]) -> dict[str, list[str]]:
         for file, names in files.items()
     )
     return files if sound else {}
-
-
-def _write_code(folder: Path) -> None:
-    from transformers import AutoConfig
-
-    import midus_hf  # noqa: F401 - registers the classes
-    from midus_hf.models.export import write_code
-
-    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))

@@ -1,0 +1,107 @@
+"""Edits are recorded where readers of a checkpoint look, and `strip` still gives the base."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from tests.upscalers.chapters.made import bank_name, save_chapters
+from tests.upscalers.checkpoints import file_digests, read_tensors, same_tensors
+from upscalers import strip
+from upscalers.runs.inspection import inspect_checkpoint
+
+
+def edited(chapters, model, output):
+    """A model whose chapters were swapped and then pruned."""
+    once = output.with_name("once")
+    assert chapters("swap", model, "--chapters", "1,2", "--output", once).status == 0
+    assert chapters("prune", once, "--chapters", "4", "--output", output).status == 0
+    return output
+
+
+def edits(memory="chapters"):
+    told = {"version": version("midus-hf"), "memory": memory, "banks": [0]}
+    return [
+        {"command": "swap", "chapters": [1, 2], **told, "with_router": False},
+        {"command": "prune", "chapters": [4], **told},
+    ]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_strip_gives_the_base_byte_for_byte(tmp_path, chapters, sharded):
+    model = save_chapters(tmp_path / "model", sharded=sharded)
+    result = strip(edited(chapters, model, tmp_path / "out"), tmp_path / "base")
+    assert result["base_confirmed"] and result["removed_memories"] == ["chapters"]
+    expected, found = file_digests(tmp_path / "model-base"), file_digests(tmp_path / "base")
+    assert found["model.safetensors"] == expected["model.safetensors"]
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("base", "model-base")]
+    assert configs[0] == configs[1]
+
+
+def test_config_and_record_list_the_edits(tmp_path, chapters, checkpoint):
+    output = edited(chapters, checkpoint, tmp_path / "out")
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (checkpoint, output))
+    assert after["upscale"] == {**before["upscale"], "chapter_edits": edits()}
+    assert after.keys() == before.keys()
+    record = json.loads((output / "upscale.json").read_text())
+    assert record == {**json.loads((checkpoint / "upscale.json").read_text()), "chapter_edits": edits()}
+
+
+def test_the_model_card_tells_of_each_edit_once(tmp_path, chapters, checkpoint):
+    card = (edited(chapters, checkpoint, tmp_path / "out") / "README.md").read_text()
+    assert card == (
+        "# A model\n\nWith chapters.\n\n## Edited chapters\n\n"
+        "What stands above tells of the upscaling, its numbers included. Since then:\n\n"
+        f"- `midus-chapters swap` of midus_hf {version('midus-hf')}: chapters 1, 2, memory chapters, banks 0, with_router False\n"
+        f"- `midus-chapters prune` of midus_hf {version('midus-hf')}: chapters 4, memory chapters, banks 0\n"
+    )
+
+
+def test_what_only_training_leaves_out_is_not_missed(tmp_path, chapters):
+    model = save_chapters(tmp_path / "model")
+    for name in ("upscale.json", "README.md"):
+        (model / name).unlink()
+    output = edited(chapters, model, tmp_path / "out")
+    assert not (output / "upscale.json").exists() and not (output / "README.md").exists()
+    assert json.loads((output / "config.json").read_text())["upscale"]["chapter_edits"] == edits()
+
+
+def test_inspect_tells_of_edits(tmp_path, chapters, command, checkpoint):
+    output = edited(chapters, checkpoint, tmp_path / "out")
+    told = inspect_checkpoint(output)
+    assert told["chapter_edits"] == edits() and told["memory"][0]["chapters"] == 5
+    assert "chapter_edits" not in inspect_checkpoint(checkpoint)
+    shown = command("inspect", output)
+    assert shown.status == 0
+    assert "midus-chapters swap, chapters 1, 2 of chapters" in shown.out
+
+
+def test_a_memory_of_the_base_stays_whole_where_the_base_is_stripped(tmp_path, chapters):
+    model = save_chapters(tmp_path / "model", names=("chapters", "chapters-2"))
+    words = ("prune", model, "--chapters", "4", "--memory", "chapters", "--output", tmp_path / "out")
+    done = chapters(*words)
+    assert done.status == 0
+    assert done.err.startswith("midus-chapters: warning: memory 'chapters' belongs to the base of this upscaling")
+    record = json.loads((tmp_path / "out" / "config.json").read_text())["upscale"]
+    assert [entry["chapters"] for entry in record["base_config"]["memory"]] == [5]
+
+
+def test_an_edit_of_the_newest_memory_leaves_that_of_the_base(tmp_path, chapters):
+    model = save_chapters(tmp_path / "model", names=("chapters", "chapters-2"))
+    words = ("prune", model, "--chapters", "4", "--memory", "chapters-2", "--output", tmp_path / "out")
+    done = chapters(*words)
+    assert (done.status, done.err) == (0, "")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [entry["chapters"] for entry in config["memory"]] == [6, 5]
+    assert [entry["chapters"] for entry in config["upscale"]["base_config"]["memory"]] == [6]
+    before, after = read_tensors(model), read_tensors(tmp_path / "out")
+    assert (before[bank_name()] == after[bank_name()]).all()
+
+
+def test_an_edit_and_its_reverse_are_the_model(tmp_path, chapters, checkpoint):
+    file = tmp_path / "kept.safetensors"
+    assert chapters("export", checkpoint, "--chapters", "3", "--output", file).status == 0
+    assert chapters("zero", checkpoint, "--chapters", "3", "--output", tmp_path / "zero").status == 0
+    assert not same_tensors(tmp_path / "zero", checkpoint)
+    assert chapters("import", tmp_path / "zero", file, "--output", tmp_path / "out").status == 0
+    assert same_tensors(tmp_path / "out", checkpoint)

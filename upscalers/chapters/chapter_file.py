@@ -1,0 +1,164 @@
+"""Chapters in a file of their own: rows of the bank, what each layer's router has for them, and what they fit."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upscalers.chapters.banks import Bank, ChapterMemory
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header, read_metadata
+from upscalers.request.errors import RequestError
+
+METADATA_KEY = "midus_chapters"
+ROWS = "bank"
+
+
+def router_weight(layer: int) -> str:
+    """The name of what a layer's router has of weights."""
+    return f"layers.{layer}.router_weight"
+
+
+def router_bias(layer: int) -> str:
+    """The name of what a layer's router has of biases."""
+    return f"layers.{layer}.router_bias"
+
+
+@dataclass(frozen=True)
+class ChapterFile:
+    """A file of chapters that `export` wrote.
+
+    Args:
+        path: Where it lies.
+        tensors: Its tensors, by name.
+        chapters: The numbers that its chapters had.
+        chapter_tokens: T, rows per chapter.
+        layers: The layers that read the bank that they are from.
+        bank_rank: The width of the bank's factors where it has two; otherwise None.
+    """
+
+    path: Path
+    tensors: dict[str, StoredTensor]
+    chapters: tuple[int, ...]
+    chapter_tokens: int
+    layers: tuple[int, ...]
+    bank_rank: int | None
+
+    def sources(self) -> dict[str, StoredTensor]:
+        """Its tensors, by names that no tensor of a model has."""
+        return {self._source(name): tensor for name, tensor in self.tensors.items()}
+
+    def bank(self) -> Bank:
+        """Those names, as a bank has them."""
+        return Bank(
+            0,
+            self.layers,
+            self._source(ROWS),
+            tuple(self._source(router_weight(layer)) for layer in self.layers),
+            tuple(self._source(router_bias(layer)) for layer in self.layers),
+        )
+
+    def check_fits(self, memory: ChapterMemory, bank: Bank) -> None:
+        """Check that its chapters are of the sizes of a bank.
+
+        Raises:
+            RequestError: If they are not.
+        """
+        sizes = {
+            "rows per chapter": (self.chapter_tokens, memory.options.chapter_tokens),
+            "bank_rank": (self.bank_rank, memory.options.bank_rank),
+            "columns of the bank": (self.tensors[ROWS].shape[1], memory.model.tensors[bank.rows].shape[1]),
+            "layers": (len(self.layers), len(bank.layers)),
+            "hidden_size": (self._hidden_size, memory.model.tensors[bank.router_weights[0]].shape[1]),
+        }
+        for what, (found, expected) in sizes.items():
+            if found != expected:
+                raise RequestError(
+                    f"{self.path.name} has {what} = {_said(found)}; expected {_said(expected)}, as bank {bank.number} of memory "
+                    f"{memory.name!r} has. Export from a model of the same sizes."
+                )
+
+    @property
+    def _hidden_size(self) -> int:
+        return self.tensors[router_weight(self.layers[0])].shape[1]
+
+    def _source(self, name: str) -> str:
+        return f"{self.path.name}: {name}"
+
+
+def metadata(
+    memory: ChapterMemory, bank: Bank, chapters: tuple[int, ...], source: str, version: str
+) -> dict[str, str]:
+    """What a file of chapters says of itself.
+
+    Args:
+        memory: That they are from.
+        bank: That they are from.
+        chapters: Their numbers.
+        source: What the model is called.
+        version: Of this package.
+    """
+    told = {
+        "chapters": list(chapters),
+        "chapter_tokens": memory.options.chapter_tokens,
+        "layers": list(bank.layers),
+        "bank": bank.number,
+        "memory": memory.entry.to_dict(),
+        "hidden_size": memory.model.config["hidden_size"],
+        "model_type": memory.model.config["model_type"],
+        "source": source,
+        "midus_hf": version,
+    }
+    return {METADATA_KEY: json.dumps(told)}
+
+
+def is_chapter_file(path: Path) -> bool:
+    """Whether a file is one that `export` wrote."""
+    try:
+        return METADATA_KEY in read_metadata(path)
+    except (OSError, RequestError):
+        return False
+
+
+def open_chapter_file(path: Path) -> ChapterFile:
+    """Open a file of chapters.
+
+    Raises:
+        RequestError: If there is no such file, or it is no sound one that `export` wrote.
+    """
+    if not path.is_file():
+        raise RequestError(f"{path} is no file; expected one that 'midus-chapters export' wrote.")
+    tensors, text = read_header(path), read_metadata(path).get(METADATA_KEY)
+    if text is None:
+        raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus-chapters export' wrote.")
+    try:
+        told: dict[str, Any] = json.loads(text)
+        chapters, layers = tuple(told["chapters"]), tuple(told["layers"])
+        file = ChapterFile(path, tensors, chapters, told["chapter_tokens"], layers, told["memory"].get("bank_rank"))
+        sound = _is_sound(file)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        sound = False
+    if not sound:
+        raise RequestError(
+            f"{path.name} says of its chapters what its tensors are not; expected a sound file. Export it again."
+        )
+    return file
+
+
+def _is_sound(file: ChapterFile) -> bool:
+    """Whether its tensors are what its metadata says."""
+    count = len(file.chapters)
+    rows, hidden_size = file.tensors[ROWS], file.tensors[router_weight(file.layers[0])].shape[1]
+    expected: dict[str, tuple[int, ...]] = {ROWS: (count * file.chapter_tokens, rows.shape[1])}
+    for layer in file.layers:
+        expected |= {router_weight(layer): (count, hidden_size), router_bias(layer): (count,)}
+    return (
+        count > 0
+        and all(type(number) is int and number >= 0 for number in (*file.chapters, *file.layers, file.chapter_tokens))
+        and len(set(file.chapters)) == count
+        and {name: tensor.shape for name, tensor in file.tensors.items()} == expected
+        and all(tensor.dtype in TORCH_NAMES for tensor in file.tensors.values())
+    )
+
+
+def _said(value: int | None) -> str:
+    return "null" if value is None else str(value)

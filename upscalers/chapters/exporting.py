@@ -1,0 +1,98 @@
+"""Taking chapters out of a checkpoint into a file."""
+
+import importlib.metadata
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
+from upscalers.chapters.chapter_file import ROWS, is_chapter_file, metadata, router_bias, router_weight
+from upscalers.chapters.numbers import parse_numbers
+from upscalers.checkpoint.base_model import SINGLE_FILE, open_base
+from upscalers.checkpoint.source import resolve_source
+from upscalers.landing.output_folder import sync
+from upscalers.request.errors import RequestError
+from upscalers.tensors.rows import RowRange, Rows
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor
+
+_SUFFIX = ".safetensors"
+
+
+def export(
+    model: str | Path,
+    chapters: str,
+    output: str | Path,
+    memory: str | None = None,
+    bank: int | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write chapters of one bank, and what the routers of its layers have for them, into one file.
+
+    Args:
+        model: A checkpoint with chapters.
+        chapters: Such as `"3,7-9"`.
+        output: The file to make, which ends in `.safetensors`.
+        memory: Name of one of several memories of chapters. Default: the only one.
+        bank: Number of one of several banks. Default: the only one.
+        overwrite: Replace a file of chapters. Default: False.
+
+    Returns:
+        `{"command", "model", "output", "memory", "bank", "chapters", "bytes_written"}`.
+
+    Raises:
+        RequestError: If a chapter, the memory or the bank is not there, or the file cannot be made.
+    """
+    file = Path(output).expanduser()
+    _check_output(file, overwrite)
+    with resolve_source(str(model)) as source:
+        opened = open_base(source.folder)
+        found = find_memory(opened, memory)
+        banks = found.chosen_banks(bank)
+        if len(banks) > 1:
+            raise RequestError(
+                f"memory {found.name!r} has {len(banks)} banks; expected one of them to export from. Pass --bank N."
+            )
+        numbers = parse_numbers(chapters, found.options.chapters)
+        told = metadata(found, banks[0], numbers, source.label, importlib.metadata.version("midus-hf"))
+        with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
+            shards = {SINGLE_FILE: _tensors(found, banks[0], numbers)}
+            written = CheckpointWriter(opened.tensors, scan=False).write(Path(folder), shards, told)
+            sync(Path(folder) / SINGLE_FILE)
+            os.replace(Path(folder) / SINGLE_FILE, file)
+    return {
+        "command": "export",
+        "model": str(model),
+        "output": str(output),
+        "memory": found.name,
+        "bank": banks[0].number,
+        "chapters": list(numbers),
+        "bytes_written": written.bytes_written,
+    }
+
+
+def _tensors(memory: ChapterMemory, bank: Bank, numbers: tuple[int, ...]) -> list[OutputTensor]:
+    def taken(name: str, source: str, rows: int) -> OutputTensor:
+        stored = memory.model.tensors[source]
+        ranges = tuple(RowRange(source, number * rows, rows) for number in numbers)
+        return OutputTensor(name, Rows((len(numbers) * rows, *stored.shape[1:]), ranges), stored.dtype)
+
+    tensors = [taken(ROWS, bank.rows, memory.options.chapter_tokens)]
+    for layer, weight, bias in zip(bank.layers, bank.router_weights, bank.router_biases, strict=True):
+        tensors += [taken(router_weight(layer), weight, 1), taken(router_bias(layer), bias, 1)]
+    return tensors
+
+
+def _check_output(file: Path, overwrite: bool) -> None:
+    if file.suffix != _SUFFIX:
+        raise RequestError(f"output is {str(file)!r}; expected a file that ends in {_SUFFIX}.")
+    if not file.absolute().parent.is_dir():
+        raise RequestError(f"output is {str(file)!r}, in a folder that does not exist; create it first.")
+    if os.path.lexists(file):
+        if not overwrite:
+            raise RequestError(f"output {file} exists; pass --overwrite to replace it, or choose another file.")
+        if not is_chapter_file(file):
+            raise RequestError(
+                f"output {file} holds no chapters, so --overwrite will not replace it; expected a file that 'midus-chapters export' "
+                "wrote. Choose another file."
+            )

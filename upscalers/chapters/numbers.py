@@ -1,0 +1,45 @@
+"""Numbers of chapters as people write them: `3,7-9`."""
+
+import re
+from collections.abc import Sequence
+
+from upscalers.request.errors import RequestError
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_numbers(text: str, num_chapters: int, option: str = "chapters") -> tuple[int, ...]:
+    """Read numbers and ranges of chapters, in the order that they are named in.
+
+    Args:
+        text: Such as `"3,7-9"`, which is 3, 7, 8 and 9.
+        num_chapters: C, the chapters there are.
+        option: What messages call it. Default: `"chapters"`.
+
+    Raises:
+        RequestError: If it is no such list, names a chapter twice, or one that there is not.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise RequestError(f"{option} is {text!r}; expected numbers and ranges such as 3,7-9.")
+        if last >= num_chapters:
+            raise RequestError(f"{option} is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
+        numbers += range(first, last + 1)
+    twice = next((number for number in numbers if numbers.count(number) > 1), None)
+    if twice is not None:
+        raise RequestError(f"{option} is {text!r}, which names chapter {twice} twice; expected each once.")
+    return tuple(numbers)
+
+
+def written(numbers: Sequence[int]) -> str:
+    """Numbers as `parse_numbers` reads them, neighbours as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,0 +1,111 @@
+"""What `midus-chapters` shows on a terminal."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from upscalers.chapters.numbers import written
+
+_MOST_CHAPTERS, _MOST_LAYERS = 64, 4
+"""Beyond as many chapters a bank is summarised, and beyond as many layers their biases are."""
+
+
+def print_chapters(listed: dict[str, Any]) -> None:
+    """The banks of a checkpoint.
+
+    Args:
+        listed: From `list_chapters`.
+    """
+    console = Console()
+    for memory in listed["memories"]:
+        options = _table("memory", memory["name"])
+        for name, value in _headline(memory).items():
+            options.add_row(name, value)
+        console.print(options)
+        for bank in memory["banks"]:
+            layers = written(bank["layers"])
+            read_by = f"read by layer{'s' * (len(bank['layers']) > 1)} {layers}"
+            console.print(Text(f"\nbank {bank['bank']}, {read_by}; bias: of the router of a layer"))
+            console.print(_summary(bank) if memory["chapters"] > _MOST_CHAPTERS else _all_chapters(memory, bank))
+    for edit in listed["edits"]:
+        numbers = written(edit["chapters"])
+        console.print(Text(f"edited: {edit['command']}, chapters {numbers} of {edit['memory']}"))
+
+
+def print_edit(result: dict[str, Any]) -> None:
+    """What an edit did.
+
+    Args:
+        result: From an edit or from `export`.
+    """
+    numbers = written(result["chapters"])
+    words = f"{result['output']}: {result['command']}, chapters {numbers} of memory {result['memory']}"
+    if "banks" in result:
+        words += f", bank{'s' * (len(result['banks']) > 1)} {written(result['banks'])}"
+        words += f"; {result['chapters_after']} chapters, before {result['chapters_before']}"
+    Console().print(Text(words), soft_wrap=True)
+
+
+def _headline(memory: dict[str, Any]) -> dict[str, str]:
+    rank = memory["bank_rank"]
+    return {
+        "site": memory["site"],
+        "chapters": f"{memory['chapters']}, of them shared {memory['shared_chapters']}",
+        "rows": f"{memory['memory_tokens']:,}, per chapter {memory['chapter_tokens']:,}",
+        "bank": f"rows of a factor of rank {rank}" if rank else "one matrix",
+        "routing": f"{memory['routing']}, k = {memory['k']}, weighting {memory['weighting']}",
+        "normalise": "yes" if memory["normalise"] else "no",
+        "banks": f"share = {memory['share']}",
+    }
+
+
+def _all_chapters(memory: dict[str, Any], bank: dict[str, Any]) -> Table:
+    biases: dict[int, list[float | None]] = bank["router_biases"]
+    wide = len(biases) > _MOST_LAYERS
+    columns = ["lowest bias", "highest bias"] if wide else [f"bias {layer}" for layer in biases]
+    table = _table("chapter", "", "row norm", *columns)
+    for number, norm in enumerate(bank["row_norms"]):
+        of_chapter = [of_layer[number] for of_layer in biases.values()]
+        shown = [_lowest(of_chapter), _highest(of_chapter)] if wide else of_chapter
+        kind = "shared" if number < memory["shared_chapters"] else "routed"
+        table.add_row(str(number), kind, *map(_figure, (norm, *shown)))
+    return table
+
+
+def _summary(bank: dict[str, Any]) -> Table:
+    """Norms and biases over all chapters, for a bank with too many to list."""
+    table = _table("over all chapters", "lowest", "median", "highest")
+    biases: dict[int, list[float | None]] = bank["router_biases"]
+    rows = {"row norm": bank["row_norms"], **{f"bias {layer}": of_layer for layer, of_layer in biases.items()}}
+    for name, values in rows.items():
+        finite = [value for value in values if value is not None]
+        median = statistics.median(finite) if finite else None
+        table.add_row(name, *map(_figure, (_lowest(values), median, _highest(values))))
+    zero = [number for number, norm in enumerate(bank["row_norms"]) if norm == 0]
+    if zero:
+        table.add_row("zero", written(zero))
+    return table
+
+
+def _lowest(values: Sequence[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _highest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        table.add_column(Text(column), no_wrap=True)
+    return table

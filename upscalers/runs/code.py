@@ -1,0 +1,13 @@
+"""The code that a checkpoint carries along, for a checkpoint that lies there already."""
+
+from pathlib import Path
+
+
+def write_code_of(folder: Path) -> None:
+    """Write the code that a checkpoint's config names beside it, so that it loads without this package."""
+    from transformers import AutoConfig
+
+    import midus_hf  # noqa: F401 - registers the classes
+    from midus_hf.models.export import write_code
+
+    write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))
