@@ -71,7 +71,9 @@ def unchanged(options: ChaptersOptions) -> Arrangement:
 
 def zeroed(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
     """Chapters whose rows are zero; their routers stay."""
-    rows = [None if number in numbers else Own(number) for number in range(options.chapters)]
+    rows: list[Origin] = list(unchanged(options).rows)
+    for number in numbers:
+        rows[number] = None
     return dataclasses.replace(unchanged(options), rows=tuple(rows))
 
 
@@ -96,7 +98,7 @@ def pruned(options: ChaptersOptions, numbers: Sequence[int]) -> Arrangement:
     Raises:
         RequestError: If fewer are left than the router chooses.
     """
-    kept = [number for number in range(options.chapters) if number not in numbers]
+    kept = sorted({*range(options.chapters)} - {*numbers})
     shared = sum(number < options.shared_chapters for number in kept)
     if len(kept) - shared < options.k:
         raise RequestError(

@@ -55,6 +55,8 @@ def _described(memory: ChapterMemory, banks: tuple[Bank, ...], progress: Progres
 
 
 def _described_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> dict[str, Any]:
+    import torch
+
     from upscalers.runs.streamed_model import read_tensor
 
     rows = memory.model.tensors[bank.rows]
@@ -62,7 +64,9 @@ def _described_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> di
     norms = []
     for number in range(memory.options.chapters):
         place = dataclasses.replace(chapter, start=rows.start + number * chapter.num_bytes)
-        norms.append(read_tensor(place).double().norm(dim=-1).mean().item())
+        of_chapter = read_tensor(place)
+        wide = torch.promote_types(of_chapter.dtype, torch.float32)
+        norms.append(of_chapter.to(wide).norm(dim=-1).mean().item())
         progress.advance()
     biases = (read_tensor(memory.model.tensors[name]).double().tolist() for name in bank.router_biases)
     return {

@@ -28,8 +28,8 @@ def parse_numbers(text: str, num_chapters: int, option: str = "chapters") -> tup
         if last >= num_chapters:
             raise RequestError(f"{option} is {text!r}; expected numbers from 0 to {num_chapters - 1}, the model's.")
         numbers += range(first, last + 1)
-    twice = next((number for number in numbers if numbers.count(number) > 1), None)
-    if twice is not None:
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
         raise RequestError(f"{option} is {text!r}, which names chapter {twice} twice; expected each once.")
     return tuple(numbers)
 

@@ -1,7 +1,6 @@
 """`list` tells what each chapter holds, in full where there are few and in sum where there are many."""
 
 import pytest
-import torch
 
 from tests.upscalers.chapters.made import LAYERS, TOKENS, bank_name, router_names, save_chapters
 from tests.upscalers.checkpoints import read_tensors, write_tensors
@@ -17,7 +16,7 @@ def test_norms_and_biases_are_those_of_the_tensors(chapters, checkpoint):
     assert (bank["bank"], bank["layers"]) == (0, list(LAYERS))
     tensors = read_tensors(checkpoint)
     norms = tensors[bank_name()].double().norm(dim=1).view(6, TOKENS).mean(1)
-    torch.testing.assert_close(torch.tensor(bank["row_norms"], dtype=torch.float64), norms)
+    assert bank["row_norms"] == pytest.approx(norms.tolist())
     for layer in LAYERS:
         assert bank["router_biases"][str(layer)] == tensors[router_names(layer)[1]].tolist()
 
