@@ -16,9 +16,13 @@ PAGE = ROOT / "docs" / "reference.md"
 MODULES = {
     "upscalers": [],
     "upscalers.runs.inspection": ["inspect_checkpoint"],
+    "upscalers.chapters.editing": ["EditRequest", "zero", "swap", "prune", "import_file"],
+    "upscalers.chapters.exporting": ["export"],
+    "upscalers.chapters.listing": ["list_chapters"],
     "midus_hf.training": [],
     "midus_hf.memory": [],
     "midus_hf.analysis.usage": ["record_usage", "summarise", "Usage", "LayerUsage"],
+    "midus_hf.analysis.chapter_edits": ["zero_chapters", "swap_chapters"],
     "midus_hf.evaluation": [],
 }
 """What is documented: of each module these names, or those of its `__all__`."""

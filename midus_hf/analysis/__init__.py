@@ -1,1 +1,1 @@
-"""What the memories of a model do with a text: which slots they retrieve, and how evenly."""
+"""What the memories of a model do: which slots they retrieve and how evenly, and what a text loses without a chapter."""

@@ -1,0 +1,105 @@
+"""What models compute whose chapters were edited: upscaled with `moc`, given values as training would, edited, loaded."""
+
+import pytest
+import torch
+from models.fresh_process import run_python
+from tiny import prompt
+
+from midus_hf.analysis.chapter_edits import swap_chapters, zero_chapters
+from tests.upscalers.checkpoints import file_digests, load, logits, read_tensors, save_base, write_tensors
+from upscalers import strip, upscale
+
+CHAPTERS, TOKENS = 6, 4
+OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}
+SHARES = (
+    {},
+    {"share": "none"},
+    {"share": "every:2", "bank_rank": 3},
+    {"routing": "prompt", "weighting": "logit_bias"},
+)
+
+
+def make(folder, **options):
+    """A model whose memories have values, of float64, in which a sum in another order differs by little."""
+    base = save_base(folder / "base", dtype=torch.float64)
+    upscale(base=base, method="moc", options={**OPTIONS, **options}, output=folder / "model", verify=False)
+    give_values(folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture(params=SHARES, ids=str)
+def trained(request, tmp_path):
+    """Such a model."""
+    return make(tmp_path, **request.param)
+
+
+def give_values(folder, never_chosen=()):
+    """Random values for all that memories have; chapters that no router chooses, if any."""
+    tensors, generator = read_tensors(folder), torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if ".memor" in name:
+            tensors[name] = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        if name.endswith("router_bias"):
+            tensors[name][list(never_chosen)] = -1e6
+    write_tensors(folder, tensors)
+
+
+def same(left, right):
+    return torch.allclose(left, right, rtol=1e-10, atol=1e-10)
+
+
+def test_a_swap_with_the_router_changes_nothing_that_is_computed(tmp_path, chapters, trained):
+    words = ("swap", trained, "--chapters", "2,5")
+    assert chapters(*words, "--with-router", "--output", tmp_path / "out").status == 0
+    assert same(logits(tmp_path / "out"), logits(trained))
+    assert chapters(*words, "--output", tmp_path / "rows").status == 0
+    assert not same(logits(tmp_path / "rows"), logits(trained))
+
+
+def test_an_edited_checkpoint_is_the_model_that_was_edited_in_memory(tmp_path, chapters, trained):
+    for verb, words, edit in (
+        ("zero", "0,3", lambda model: zero_chapters(model, [0, 3])),
+        ("swap", "1,4", lambda model: swap_chapters(model, 1, 4)),
+    ):
+        assert chapters(verb, trained, "--chapters", words, "--output", tmp_path / verb).status == 0
+        model = load(trained)
+        with edit(model), torch.no_grad():
+            assert torch.equal(model(prompt()).logits, logits(tmp_path / verb))
+
+
+def test_a_chapter_that_is_never_chosen_is_pruned_and_appended_without_a_trace(tmp_path, chapters, trained):
+    give_values(trained, never_chosen=[3])
+    file, expected = tmp_path / "three.safetensors", logits(trained)
+    assert chapters("prune", trained, "--chapters", "3", "--output", tmp_path / "pruned").status == 0
+    assert same(logits(tmp_path / "pruned"), expected)
+    if len(chapters("list", trained, "--json").json()["memories"][0]["banks"]) > 1:
+        return  # a file is of one bank
+    assert chapters("export", trained, "--chapters", "3", "--output", file).status == 0
+    assert chapters("import", tmp_path / "pruned", file, "--append", "--output", tmp_path / "again").status == 0
+    assert same(logits(tmp_path / "again"), expected)
+
+
+def test_an_edited_model_generates(tmp_path, chapters, trained):
+    assert chapters("prune", trained, "--chapters", "0,3", "--output", tmp_path / "out").status == 0
+    assert load(tmp_path / "out").generate(prompt(), max_new_tokens=3).shape[1] == prompt().shape[1] + 3
+
+
+def test_an_edited_model_loads_with_the_code_that_came_along(tmp_path, chapters):
+    assert chapters("prune", make(tmp_path), "--chapters", "0,3", "--output", tmp_path / "out").status == 0
+    torch.save((prompt(), logits(tmp_path / "out")), tmp_path / "expected.pt")
+    code = """
+from transformers import AutoModelForCausalLM
+tokens, expected = torch.load("expected.pt")
+print(torch.equal(AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)(tokens).logits, expected))
+"""
+    assert run_python(code, tmp_path, package_present=False).split() == ["True"]
+
+
+def test_the_base_is_stripped_byte_for_byte(tmp_path, chapters, trained):
+    assert chapters("swap", trained, "--chapters", "1,2", "--output", tmp_path / "swapped").status == 0
+    assert chapters("prune", tmp_path / "swapped", "--chapters", "4", "--output", tmp_path / "out").status == 0
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"]
+    expected = file_digests(tmp_path / "base")
+    assert {
+        name: digest for name, digest in file_digests(tmp_path / "stripped").items() if name in expected
+    } == expected

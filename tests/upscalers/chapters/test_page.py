@@ -1,0 +1,34 @@
+"""What the page on chapters shows can be done as it is shown."""
+
+import re
+from pathlib import Path
+
+import torch
+from tiny import prompt
+
+from tests.upscalers.chapters.made import save_chapters
+from tests.upscalers.chapters.test_edited_models import make
+from tests.upscalers.checkpoints import load
+
+PAGE = (Path(__file__).parents[3] / "docs" / "chapters.md").read_text(encoding="utf-8")
+
+
+def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, chapters):
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2-135m-moc", "another-moc"):
+        save_chapters(tmp_path / name, chapters=12, memory_tokens=24)
+    commands = re.findall(r"^midus-chapters (.*)$", PAGE, flags=re.MULTILINE)
+    assert {line.split()[0] for line in commands} == {"list", "zero", "swap", "prune", "export", "import"}
+    for line in commands:
+        done = chapters(*line.split())
+        assert done.status == 0, (line, done.err)
+
+
+def test_the_script_runs_as_it_is_printed(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    model = load(make(tmp_path, chapters=8, memory_tokens=16))
+    defined = {"model": model, "tokens": prompt()}
+    with torch.no_grad():
+        usual = model(prompt(), labels=prompt()).loss
+        exec(compile(script, "chapters.md", "exec"), defined)
+        assert defined["loss"] != usual == model(prompt(), labels=prompt()).loss
