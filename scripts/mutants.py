@@ -52,6 +52,7 @@ NEAREST = {
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
     "midus_config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",
+    "upscalers/chapters": "tests/upscalers/chapters",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
 """The tests that judge a file: those of its longest prefix."""
@@ -86,6 +87,7 @@ NEAREST_TO_UPSCALERS = {
     "recipes": "recipe_check dense identity",
     "report": "dry_run command_line verification",
     "upscale": "command_line bad_input hub_bases push",
+    "rows": "rows chapters",
     "safetensors_format": "safetensors_format checkpoint_layouts",
     "sizes": "options dry_run verification",
     "solver": "solvers dense",

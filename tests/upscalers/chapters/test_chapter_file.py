@@ -126,6 +126,16 @@ def test_sizes_that_differ_are_refused(tmp_path, chapters, exported, changes, me
     assert f"two.safetensors has {message}, as bank 0 of memory 'chapters' has" in done.err
 
 
+def test_routers_of_another_width_are_refused(tmp_path, chapters, checkpoint, exported):
+    with safe_open(exported, framework="pt") as file:
+        told = file.metadata()
+    tensors = {name: t[:, :16].clone() if "weight" in name else t for name, t in load_file(exported).items()}
+    save_file(tensors, exported, told)
+    done = chapters("import", checkpoint, exported, "--output", tmp_path / "out")
+    assert done.status == 2
+    assert "two.safetensors has hidden_size = 16; expected 32, as bank 0 of memory 'chapters' has" in done.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
