@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from midus_config.memory_entries import NO_MEMORIES, Memories, MemoryEntry
 
-_TYPE = "chapters"
+_TYPE, _ROWS = "chapters", ("bank", "bank_integers", "bank_scales")
+"""The type of memory, and what its tensors are called that have a row for each memory token."""
 
 
 @contextlib.contextmanager
@@ -87,7 +88,7 @@ class _Found:
 
     Args:
         options: Of the memory.
-        banks: Rows of the banks that are edited.
+        banks: What the banks that are edited have of rows: parameters, or buffers where they are integers.
         routers: Weights and biases of the routers of the layers that read these.
     """
 
@@ -126,7 +127,12 @@ def _find(model: nn.Module, memory: str | None, bank: int | None) -> _Found:
         )
     return _Found(
         entry.options,
-        [_parameter(module, "bank") for module in (holders if tables else readers)],
+        [
+            _parameter(module, name)
+            for module in (holders if tables else readers)
+            for name in _ROWS
+            if name in module.declared
+        ],
         [_parameter(module, name) for module in readers for name in ("router_weight", "router_bias")],
     )
 
@@ -159,7 +165,7 @@ def _declared(decoder: nn.Module, *parts: str) -> list[Any]:
 
 
 def _parameter(module: Any, name: str) -> torch.Tensor:
-    """A parameter that is there, whole, to be changed.
+    """A parameter or buffer that is there, whole, to be changed.
 
     Raises:
         ValueError: If it is not.

@@ -136,6 +136,22 @@ def test_all_banks_are_changed_or_the_one_that_is_named(share, banks):
     assert changed == {banks[1], *routers}
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_integers_are_zero_and_swapped_with_their_scales(bits):
+    model = chapter_model({"bank_bits": bits})
+    holder = model.model.memory_tables["chapters"]["0"]
+    holder.bank_integers.random_(0, 100)
+    before, computed = {name: buffer.clone() for name, buffer in holder.named_buffers()}, logits(model)
+    with zero_chapters(model, [2]):
+        zero = [(buffer.view(CHAPTERS, -1) == 0).all(dim=1).tolist() for buffer in holder.buffers()]
+        assert zero == [[False, False, True, False, False, False]] * 2
+        assert not torch.equal(logits(model), computed)
+    with swap_chapters(model, 2, 5):
+        for name, buffer in holder.named_buffers():
+            assert torch.equal(buffer.view(CHAPTERS, -1), before[name].view(CHAPTERS, -1)[[0, 1, 5, 3, 4, 2]])
+    assert all(torch.equal(buffer, before[name]) for name, buffer in holder.named_buffers())
+
+
 def test_one_of_several_memories_is_changed():
     model = chapter_model({"name": "chapters"}, {"name": "chapters-2", "bank_rank": 3})
     before = values(model)

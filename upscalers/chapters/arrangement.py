@@ -143,7 +143,8 @@ def recipes(
     for bank in banks:
         file = imported or bank  # without a file nothing is asked of it
         if arrangement.rows != before.rows:
-            make(bank.rows, arrangement.rows, memory.options.chapter_tokens, file.rows)
+            for name, file_name in zip(bank.rows, file.rows, strict=True):
+                make(name, arrangement.rows, memory.options.chapter_tokens, file_name)
         if arrangement.routers != before.routers:
             for place in range(len(bank.layers)):
                 make(bank.router_weights[place], arrangement.routers, 1, file.router_weights[place])

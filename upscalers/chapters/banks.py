@@ -16,14 +16,14 @@ class Bank:
     Args:
         number: Among the banks of its memory.
         layers: Indices of those layers.
-        rows: Full name of the tensor that holds the memory tokens, or their first factor, one a row.
+        rows: Full names of the tensors that have a row for each memory token, in the order of `row_names`.
         router_weights: Full names, one per layer: a row for each chapter.
         router_biases: Full names, one per layer: an entry for each chapter.
     """
 
     number: int
     layers: tuple[int, ...]
-    rows: str
+    rows: tuple[str, ...]
     router_weights: tuple[str, ...]
     router_biases: tuple[str, ...]
 
@@ -54,11 +54,10 @@ class ChapterMemory:
         if tables:
             shared = f"{self.model.prefix}{TABLES}.{self.name}"
             return tuple(
-                self._bank(number, of_bank.layers, f"{shared}.{number}.bank") for number, of_bank in enumerate(tables)
+                self._bank(number, of_bank.layers, f"{shared}.{number}.") for number, of_bank in enumerate(tables)
             )
         return tuple(
-            self._bank(number, (layer,), self._in_layer(layer, "bank"))
-            for number, layer in enumerate(self.entry.layers)
+            self._bank(number, (layer,), self._in_layer(layer, "")) for number, layer in enumerate(self.entry.layers)
         )
 
     def chosen_banks(self, number: int | None) -> tuple[Bank, ...]:
@@ -75,17 +74,26 @@ class ChapterMemory:
             )
         return (self.banks[number],)
 
-    def _bank(self, number: int, layers: tuple[int, ...], rows: str) -> Bank:
+    def _bank(self, number: int, layers: tuple[int, ...], prefix: str) -> Bank:
         return Bank(
             number,
             layers,
-            rows,
+            tuple(prefix + name for name in row_names(self.options.bank_bits)),
             tuple(self._in_layer(layer, "router_weight") for layer in layers),
             tuple(self._in_layer(layer, "router_bias") for layer in layers),
         )
 
     def _in_layer(self, layer: int, name: str) -> str:
         return self.model.new_name(layer, f"{ATTACHED}.{self.name}.{name}")
+
+
+def row_names(bank_bits: int | None) -> tuple[str, ...]:
+    """Names of the tensors of a bank that have a row for each memory token, or for its first factor.
+
+    Args:
+        bank_bits: As the options have it.
+    """
+    return ("bank",) if bank_bits is None else ("bank_integers", "bank_scales")
 
 
 def find_memories(model: BaseModel) -> dict[str, ChapterMemory]:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upscalers.chapters.banks import Bank, ChapterMemory
+from upscalers.chapters.banks import Bank, ChapterMemory, row_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header, read_metadata
 from upscalers.request.errors import RequestError
 
 METADATA_KEY = "midus_chapters"
-ROWS = "bank"
+_INTEGERS: dict[int | None, str] = {8: "I8", 4: "U8"}
+"""What rows of integers are stored as, by their bits."""
 
 
 def router_weight(layer: int) -> str:
@@ -33,7 +34,8 @@ class ChapterFile:
         chapters: The numbers that its chapters had.
         chapter_tokens: T, rows per chapter.
         layers: The layers that read the bank that they are from.
-        bank_rank: The width of the bank's factors where it has two; otherwise None.
+        bank_rank: As the options of their memory had it.
+        bank_bits: Likewise.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class ChapterFile:
     chapter_tokens: int
     layers: tuple[int, ...]
     bank_rank: int | None
+    bank_bits: int | None
 
     def sources(self) -> dict[str, StoredTensor]:
         """Its tensors, by names that no tensor of a model has."""
@@ -52,7 +55,7 @@ class ChapterFile:
         return Bank(
             0,
             self.layers,
-            self._source(ROWS),
+            tuple(map(self._source, row_names(self.bank_bits))),
             tuple(self._source(router_weight(layer)) for layer in self.layers),
             tuple(self._source(router_bias(layer)) for layer in self.layers),
         )
@@ -66,7 +69,8 @@ class ChapterFile:
         sizes = {
             "rows per chapter": (self.chapter_tokens, memory.options.chapter_tokens),
             "bank_rank": (self.bank_rank, memory.options.bank_rank),
-            "columns of the bank": (self.tensors[ROWS].shape[1], memory.model.tensors[bank.rows].shape[1]),
+            "bank_bits": (self.bank_bits, memory.options.bank_bits),
+            "columns of the bank": (self._columns, memory.model.tensors[bank.rows[0]].shape[1]),
             "layers": (len(self.layers), len(bank.layers)),
             "hidden_size": (self._hidden_size, memory.model.tensors[bank.router_weights[0]].shape[1]),
         }
@@ -76,6 +80,10 @@ class ChapterFile:
                     f"{self.path.name} has {what} = {_said(found)}; expected {_said(expected)}, as bank {bank.number} of memory "
                     f"{memory.name!r} has. Export from a model of the same sizes."
                 )
+
+    @property
+    def _columns(self) -> int:
+        return self.tensors[row_names(self.bank_bits)[0]].shape[1]
 
     @property
     def _hidden_size(self) -> int:
@@ -133,7 +141,8 @@ def open_chapter_file(path: Path) -> ChapterFile:
     try:
         told: dict[str, Any] = json.loads(text)
         chapters, layers = tuple(told["chapters"]), tuple(told["layers"])
-        file = ChapterFile(path, tensors, chapters, told["chapter_tokens"], layers, told["memory"].get("bank_rank"))
+        of_bank = (told["memory"].get(name) for name in ("bank_rank", "bank_bits"))
+        file = ChapterFile(path, tensors, chapters, told["chapter_tokens"], layers, *of_bank)
         sound = _is_sound(file)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
         sound = False
@@ -147,8 +156,10 @@ def open_chapter_file(path: Path) -> ChapterFile:
 def _is_sound(file: ChapterFile) -> bool:
     """Whether its tensors are what its metadata says."""
     count = len(file.chapters)
-    rows, hidden_size = file.tensors[ROWS], file.tensors[router_weight(file.layers[0])].shape[1]
-    expected: dict[str, tuple[int, ...]] = {ROWS: (count * file.chapter_tokens, rows.shape[1])}
+    hidden_size = file.tensors[router_weight(file.layers[0])].shape[1]
+    expected: dict[str, tuple[int, ...]] = {
+        name: (count * file.chapter_tokens, *file.tensors[name].shape[1:]) for name in row_names(file.bank_bits)
+    }
     for layer in file.layers:
         expected |= {router_weight(layer): (count, hidden_size), router_bias(layer): (count,)}
     return (
@@ -156,7 +167,10 @@ def _is_sound(file: ChapterFile) -> bool:
         and all(type(number) is int and number >= 0 for number in (*file.chapters, *file.layers, file.chapter_tokens))
         and len(set(file.chapters)) == count
         and {name: tensor.shape for name, tensor in file.tensors.items()} == expected
-        and all(tensor.dtype in TORCH_NAMES for tensor in file.tensors.values())
+        and all(
+            tensor.dtype == _INTEGERS[file.bank_bits] if name == "bank_integers" else tensor.dtype in TORCH_NAMES
+            for name, tensor in file.tensors.items()
+        )
     )
 
 

@@ -193,7 +193,7 @@ def _edit(
             tensor = OutputTensor(name, made.get(name, Copy(stored.shape, name)), stored.dtype)
             shards.setdefault(stored.file.name, []).append(tensor)
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        if not read_plan(entry, opened).owns(banks[0].rows):
+        if not read_plan(entry, opened).owns(banks[0].rows[0]):
             progress.warn(
                 f"memory {memory.name!r} belongs to the base of this upscaling: what strip gives back will have the edit too."
             )

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
-from upscalers.chapters.chapter_file import ROWS, is_chapter_file, metadata, router_bias, router_weight
+from upscalers.chapters.banks import Bank, ChapterMemory, find_memory, row_names
+from upscalers.chapters.chapter_file import is_chapter_file, metadata, router_bias, router_weight
 from upscalers.chapters.numbers import parse_numbers
 from upscalers.checkpoint.base_model import SINGLE_FILE, open_base
 from upscalers.checkpoint.source import resolve_source
@@ -77,7 +77,8 @@ def _tensors(memory: ChapterMemory, bank: Bank, numbers: tuple[int, ...]) -> lis
         ranges = tuple(RowRange(source, number * rows, rows) for number in numbers)
         return OutputTensor(name, Rows((len(numbers) * rows, *stored.shape[1:]), ranges), stored.dtype)
 
-    tensors = [taken(ROWS, bank.rows, memory.options.chapter_tokens)]
+    rows = zip(row_names(memory.options.bank_bits), bank.rows, strict=True)
+    tensors = [taken(name, source, memory.options.chapter_tokens) for name, source in rows]
     for layer, weight, bias in zip(bank.layers, bank.router_weights, bank.router_biases, strict=True):
         tensors += [taken(router_weight(layer), weight, 1), taken(router_bias(layer), bias, 1)]
     return tensors

@@ -3,13 +3,16 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memories, find_memory
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.record.provenance import CONFIG_KEY, EDITS_KEY, has_config_entry
 from upscalers.request.progress import NoProgress, Progress, shown
+
+if TYPE_CHECKING:
+    import torch
 
 
 def list_chapters(
@@ -55,18 +58,11 @@ def _described(memory: ChapterMemory, banks: tuple[Bank, ...], progress: Progres
 
 
 def _described_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> dict[str, Any]:
-    import torch
-
     from upscalers.runs.streamed_model import read_tensor
 
-    rows = memory.model.tensors[bank.rows]
-    chapter = dataclasses.replace(rows, shape=(memory.options.chapter_tokens, *rows.shape[1:]))
     norms = []
     for number in range(memory.options.chapters):
-        place = dataclasses.replace(chapter, start=rows.start + number * chapter.num_bytes)
-        of_chapter = read_tensor(place)
-        wide = torch.promote_types(of_chapter.dtype, torch.float32)
-        norms.append(of_chapter.to(wide).norm(dim=-1).mean().item())
+        norms.append(_rows(memory, bank, number).norm(dim=-1).mean().item())
         progress.advance()
     biases = (read_tensor(memory.model.tensors[name]).double().tolist() for name in bank.router_biases)
     return {
@@ -77,6 +73,24 @@ def _described_bank(memory: ChapterMemory, bank: Bank, progress: Progress) -> di
             layer: list(map(_number, of_layer)) for layer, of_layer in zip(bank.layers, biases, strict=True)
         },
     }
+
+
+def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
+    """The rows of a chapter, of float32 or more."""
+    import torch
+
+    from midus_hf.ops.row_quantisation import dequantise_rows
+    from upscalers.runs.streamed_model import read_tensor
+
+    def read(name: str) -> torch.Tensor:
+        whole = memory.model.tensors[name]
+        chapter = dataclasses.replace(whole, shape=(memory.options.chapter_tokens, *whole.shape[1:]))
+        return read_tensor(dataclasses.replace(chapter, start=whole.start + number * chapter.num_bytes))
+
+    first, *scales = map(read, bank.rows)
+    if memory.options.bank_bits is not None:
+        return dequantise_rows(first, scales[0], memory.options.bank_bits, torch.float32)
+    return first.to(torch.promote_types(first.dtype, torch.float32))
 
 
 def _number(value: float) -> float | None:

@@ -52,12 +52,13 @@ def print_edit(result: dict[str, Any]) -> None:
 
 
 def _headline(memory: dict[str, Any]) -> dict[str, str]:
-    rank = memory["bank_rank"]
+    rank, bits = memory["bank_rank"], memory["bank_bits"]
+    bank = f"rows of a factor of rank {rank}" if rank else "one matrix"
     return {
         "site": memory["site"],
         "chapters": f"{memory['chapters']}, of them shared {memory['shared_chapters']}",
         "rows": f"{memory['memory_tokens']:,}, per chapter {memory['chapter_tokens']:,}",
-        "bank": f"rows of a factor of rank {rank}" if rank else "one matrix",
+        "bank": bank + (f", of integers of {bits} bits" if bits else ""),
         "routing": f"{memory['routing']}, k = {memory['k']}, weighting {memory['weighting']}",
         "normalise": "yes" if memory["normalise"] else "no",
         "banks": f"share = {memory['share']}",

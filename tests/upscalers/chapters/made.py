@@ -62,7 +62,11 @@ def save_chapters(
             f"layers.{layer}.{name}": t for layer in LAYERS for name, t in memories.layer_tensors(layer).items()
         }
         for name, tensor in {**declared, **memories.table_tensors()}.items():
-            tensors[prefix + name] = torch.randn(tensor.shape, generator=generator).to(dtype)
+            if tensor.dtype:
+                integers = torch.randint(0, 127, tensor.shape, generator=generator)
+                tensors[prefix + name] = integers.to(getattr(torch, tensor.dtype))
+            else:
+                tensors[prefix + name] = torch.randn(tensor.shape, generator=generator).to(dtype)
     told = [entry.to_dict() for entry in entries]
     if names[1:]:
         base_config = {**base_config, "memory": told[:-1]}

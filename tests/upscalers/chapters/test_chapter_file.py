@@ -96,6 +96,18 @@ def test_import_into_another_dtype_casts(tmp_path, chapters, checkpoint, exporte
     check_places(model, tmp_path / "out", (0, 3))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_integers_go_with_their_scales(tmp_path, chapters, bits):
+    file = tmp_path / "three.safetensors"
+    for name, seed in (("given", 0), ("model", 1)):
+        save_chapters(tmp_path / name, seed=seed, bank_bits=bits)
+    assert chapters("export", tmp_path / "given", "--chapters", "3", "--output", file).status == 0
+    assert chapters("import", tmp_path / "model", file, "--into", "1", "--output", tmp_path / "out").status == 0
+    given, after = read_tensors(tmp_path / "given"), read_tensors(tmp_path / "out")
+    for name in (bank_name() + "_integers", bank_name() + "_scales"):
+        assert same_bits(after[name][rows(1)], given[name][rows(3)])
+
+
 def test_one_bank_is_exported_and_imported(tmp_path, chapters):
     model = save_chapters(tmp_path / "model", share="every:2")
     file = tmp_path / "one.safetensors"
@@ -115,6 +127,7 @@ def test_one_bank_is_exported_and_imported(tmp_path, chapters):
     [
         ({"memory_tokens": 12}, "rows per chapter = 4; expected 2"),
         ({"bank_rank": 3}, "bank_rank = null; expected 3"),
+        ({"bank_bits": 8}, "bank_bits = null; expected 8"),
         ({"bank_width": 16, "heads": 2}, "columns of the bank = 32; expected 16"),
         ({"share": "every:2"}, "layers = 4; expected 2"),
     ],
@@ -191,6 +204,7 @@ def test_what_is_no_file_of_chapters_is_refused(tmp_path, chapters, checkpoint, 
         {"layers": [0]},
         {"layers": 0},
         {"memory": None},
+        {"memory": {"bank_bits": 8}},
     ],
     ids=str,
 )

@@ -117,6 +117,20 @@ def test_banks_of_every_form_are_edited(tmp_path, chapters, changes, width):
     assert read_tensors(tmp_path / "out")[bank_name()].shape == ((CHAPTERS - 1) * TOKENS, width)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_integers_are_edited_with_their_scales(tmp_path, chapters, bits):
+    model = save_chapters(tmp_path / "model", bank_bits=bits)
+    of_rows = [bank_name() + "_integers", bank_name() + "_scales"]
+    assert chapters("zero", model, "--chapters", "2", "--output", tmp_path / "zero").status == 0
+    before, after = read_tensors(model), read_tensors(tmp_path / "zero")
+    check_others(before, after, of_rows)
+    assert not any(after[name][rows(2)].any() for name in of_rows)
+    assert chapters("swap", model, "--chapters", "2,3", "--output", tmp_path / "swapped").status == 0
+    after = read_tensors(tmp_path / "swapped")
+    check_others(before, after, of_rows)
+    assert all(same_bits(after[name][rows(2)], before[name][rows(3)]) for name in of_rows)
+
+
 def test_one_of_several_banks_is_edited(tmp_path, chapters):
     model = save_chapters(tmp_path / "model", share="every:2")
     words = ("swap", model, "--chapters", "1,2", "--with-router", "--bank", "1", "--output", tmp_path / "out")

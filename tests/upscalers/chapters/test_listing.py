@@ -1,7 +1,9 @@
 """`list` tells what each chapter holds, in full where there are few and in sum where there are many."""
 
 import pytest
+import torch
 
+from midus_hf.ops.row_quantisation import dequantise_rows
 from tests.upscalers.chapters.made import LAYERS, TOKENS, bank_name, router_names, save_chapters
 from tests.upscalers.checkpoints import read_tensors, write_tensors
 
@@ -19,6 +21,17 @@ def test_norms_and_biases_are_those_of_the_tensors(chapters, checkpoint):
     assert bank["row_norms"] == pytest.approx(norms.tolist())
     for layer in LAYERS:
         assert bank["router_biases"][str(layer)] == tensors[router_names(layer)[1]].tolist()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_norms_of_integers_are_of_what_they_stand_for(tmp_path, chapters, bits):
+    model = save_chapters(tmp_path / "model", bank_bits=bits)
+    tensors = read_tensors(model)
+    tables = [tensors[f"{bank_name()}_{part}"] for part in ("integers", "scales")]
+    expected = dequantise_rows(*tables, bits, torch.float32).norm(dim=1).view(6, TOKENS).mean(1)
+    (memory,) = chapters("list", model, "--json").json()["memories"]
+    assert memory["banks"][0]["row_norms"] == pytest.approx(expected.tolist())
+    assert f"one matrix, of integers of {bits} bits" in chapters("list", model).out
 
 
 def test_edits_are_listed(tmp_path, chapters, checkpoint):
