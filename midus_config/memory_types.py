@@ -59,6 +59,25 @@ class MemoryOptions:
         """
         return ()
 
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+        """Floating-point operations of the memory in one layer and forward pass, its part of the residual stream included.
+
+        Args:
+            sizes: Of the model.
+            batch: B, sequences.
+            tokens: T, tokens of each.
+
+        Returns:
+            Operations by the name of what they are for. `midus_config.flops.rules` has their prices.
+
+        Raises:
+            ValueError: If the type of memory does not say.
+        """
+        raise ValueError(
+            f"memory of type {self.type!r} does not say how many operations it takes; expected a method flops of "
+            f"{type(self).__name__}. Leave the memory out of the config to count the rest."
+        )
+
 
 @dataclass(frozen=True)
 class SharedTables:

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from midus_config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_config.flops.rules import (
+    SOFTMAX,
+    attention_products,
+    attention_weights,
+    linear,
+    rms_norm,
+    router_losses,
+    top_k,
+)
 from midus_config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -204,6 +213,44 @@ class ChaptersOptions(MemoryOptions):
             shape, initial = (sizes.hidden_size, self.bank_rank), Normal(self.bank_rank**-0.5)
             tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
         return tensors
+
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`; for routing `sequence`, and `prompt` alike, to the unit what the paper counts.
+
+        Each sequence's memory tokens are weighed, normalised and projected for it alone. Where stretches or tokens choose, their
+        choices overlap: each memory token that is read is normalised and projected once, the whole bank at most, and weights scale
+        scores and what is summed by them. Pooling of stretches is a running sum, divided where one begins. A factored bank is
+        multiplied out once per layer. The losses of the router count as the paper has them; making weights of its probabilities does
+        not.
+        """
+        hidden, width, heads, rows = sizes.hidden_size, self.width(sizes), self.num_heads(sizes), batch * tokens
+        stretches = {"chunk": math.ceil(tokens / self.chunk_size), "token": tokens}.get(self.routing, 1)
+        choices, selected = batch * stretches, (self.shared_chapters + self.k) * self.chapter_tokens
+        read = choices * selected if stretches == 1 else min(choices * selected, self.memory_tokens)
+        scores = heads * rows * selected
+        pooling = 0 if self.routing == "token" else batch * hidden * (tokens - 1) + choices * hidden
+        weighting = {
+            "released": read * width if stretches == 1 else 2 * scores,
+            "logit_bias": choices * (self.shared_chapters + self.k) + scores,
+            "paper": 0,
+        }
+        read_width = width // heads * self.num_kv_heads(sizes)
+        return {
+            "router": pooling
+            + linear(choices, hidden, self.chapters)
+            + choices * self.chapters * SOFTMAX
+            + top_k(choices, self.chapters, self.k),
+            "router losses": router_losses(choices, self.chapters, self.k),
+            "bank": 0 if self.bank_rank is None else linear(self.memory_tokens, self.bank_rank, hidden),
+            "memory tokens": weighting[self.weighting] + (rms_norm(read, width) if self.normalise else 0),
+            "attention": linear(rows, hidden, width)
+            + 2 * linear(read, width, read_width)
+            + linear(rows, width, hidden)
+            + attention_products(batch, tokens, selected, width)
+            + attention_weights(batch, heads, tokens, selected),
+            "norms": rms_norm(rows, hidden),
+            "residual adds": rows * hidden,
+        }
 
     def _neighbours(self) -> int | None:
         """K of `every:K`."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
-from midus_config.memories.keys import sub_keys
+from midus_config.flops.rules import linear
+from midus_config.memories.keys import sub_key_flops, sub_keys
 from midus_config.memories.retrieval import RetrievalOptions
 from midus_config.memory_types import register_memory_type
 from midus_config.model_sizes import ModelSizes
@@ -51,3 +52,16 @@ class HeadwiseOptions(RetrievalOptions):
             initial = Normal(1.0 / math.sqrt(width))
             tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
         return tensors
+
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`.
+
+        A transform is applied to what each token retrieves, or once to each row of the bank where rows are fewer, as the op does.
+        """
+        rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
+        transformed = min(rows, self.n * self.n) * sizes.num_heads if self.values == "expanded" else 0
+        return {
+            **sub_key_flops(rows * sizes.num_heads, self.n, self.query_width(sizes), self.k),
+            "values": linear(rows * sizes.num_heads, self.k, width) + linear(transformed, width, width),
+            **self.norm_and_gate_flops(sizes, rows),
+        }

@@ -3,6 +3,7 @@
 import math
 
 from midus_config.declared_tensors import DeclaredTensor, Uniform
+from midus_config.flops.rules import linear, top_k
 
 
 def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTensor]:
@@ -10,6 +11,14 @@ def sub_keys(num_heads: int, n: int, query_width: int) -> dict[str, DeclaredTens
     width = query_width // 2
     keys = DeclaredTensor((num_heads, n, width), "key", key_initial(width))
     return {"row_keys": keys, "column_keys": keys}
+
+
+def sub_key_flops(queries: int, n: int, query_width: int, k: int) -> dict[str, int]:
+    """Operations that find the k best pairs of sub-keys: k rows, k columns, and k among the k * k sums of both."""
+    return {
+        "scores": 2 * linear(queries, query_width // 2, n),
+        "choice": 2 * top_k(queries, n, k) + queries * k * k + top_k(queries, k * k, k),
+    }
 
 
 def key_initial(width: int) -> Uniform:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from midus_config.declared_tensors import DeclaredTensor
+from midus_config.flops.rules import linear, top_k
 from midus_config.memories.keys import key_initial
 from midus_config.memories.shared_values import SharedValueOptions
 from midus_config.memory_types import register_memory_type
@@ -27,4 +28,14 @@ class LinearOptions(SharedValueOptions):
             **self.norm_and_gate(sizes),
             **self.projection_and_values(sizes, self.slots),
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
+        }
+
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`: every query is compared with every key of its head."""
+        rows, queries = batch * tokens, batch * tokens * sizes.num_heads
+        return {
+            **self.projection_and_values_flops(sizes, rows),
+            "scores": linear(queries, self.query_width(sizes), self.slots),
+            "choice": top_k(queries, self.slots, self.k),
+            **self.norm_and_gate_flops(sizes, rows),
         }

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from midus_config.declared_tensors import DeclaredTensor
-from midus_config.memories.keys import sub_keys
+from midus_config.memories.keys import sub_key_flops, sub_keys
 from midus_config.memories.shared_values import SharedValueOptions
 from midus_config.memory_types import register_memory_type
 from midus_config.model_sizes import ModelSizes
@@ -30,4 +30,13 @@ class ProductKeyOptions(SharedValueOptions):
             **self.norm_and_gate(sizes),
             **self.projection_and_values(sizes, self.n * self.n),
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
+        }
+
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`."""
+        rows = batch * tokens
+        return {
+            **self.projection_and_values_flops(sizes, rows),
+            **sub_key_flops(rows * sizes.num_heads, self.n, self.query_width(sizes), self.k),
+            **self.norm_and_gate_flops(sizes, rows),
         }

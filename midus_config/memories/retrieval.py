@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midus_config.declared_tensors import ONES, ZEROS, DeclaredTensor
+from midus_config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear
 from midus_config.memory_types import InsertedOptions
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -74,6 +75,20 @@ class RetrievalOptions(InsertedOptions):
             tensors["gate_weight"] = DeclaredTensor((gates, self.read_width(sizes)), "gate", ZEROS)
             tensors["gate_bias"] = DeclaredTensor((gates,), "gate", ZEROS)
         return tensors
+
+    def norm_and_gate_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
+        """Operations on tokens besides the choice of slots and the sum of their values.
+
+        The norm of queries has one price, whether its statistics are those of a layer, a batch, or kept.
+        """
+        queries, gates = rows * sizes.num_heads, sizes.num_heads if self.gate == "head" else 1
+        gate = linear(rows, self.read_width(sizes), gates, bias=True) + rows * (gates * SIGMOID + sizes.hidden_size)
+        return {
+            "query norm": 0 if self.query_norm == "none" else layer_norm(queries, self.query_width(sizes)),
+            "weights": queries * self.k * (SOFTMAX + (self.temperature != 1)),
+            "gate": 0 if self.gate == "none" else gate,
+            "residual adds": rows * sizes.hidden_size * (2 if self.adds_block_input else 1),
+        }
 
     def check_size(self, name: str, what: str) -> None:
         """Refuse a size below one, or a `k` above it.

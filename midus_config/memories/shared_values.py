@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
+from midus_config.flops.rules import linear
 from midus_config.memories.retrieval import INNER_RESIDUAL_HELP, QUERY_NORM_HELP, QueryNorm, RetrievalOptions
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -35,4 +36,12 @@ class SharedValueOptions(RetrievalOptions):
         return {
             "query_projection.weight": DeclaredTensor((hidden, hidden), "projection", Normal(1.0 / math.sqrt(hidden))),
             "value_bank": DeclaredTensor((slots, hidden), "value", ZEROS),
+        }
+
+    def projection_and_values_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
+        """Operations that make queries, and sum the values that they retrieve."""
+        hidden = sizes.hidden_size
+        return {
+            "query projection": linear(rows, hidden, hidden),
+            "values": linear(rows, sizes.num_heads * self.k, hidden),
         }

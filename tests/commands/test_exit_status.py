@@ -12,6 +12,7 @@ MISSING_FILE = {
     "midus-eval": ["model", "--config", "absent"],
     "midus-usage": ["model", "--text", "absent"],
     "midus-chapters": ["import", "model", "absent", "--output", "out"],
+    "midus-flops": ["absent.json"],
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
@@ -19,6 +20,7 @@ WORK = {
     "midus-eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
     "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
+    "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}

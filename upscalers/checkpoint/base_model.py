@@ -114,8 +114,19 @@ def read_config(folder: Path) -> Config:
         raise RequestError(
             f"{folder} has no config.json; expected a Hugging Face checkpoint folder, a hub id or a .gguf file."
         )
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> Config:
+    """Read a config, whatever its file is called.
+
+    Raises:
+        RequestError: If it cannot be read, or is no JSON object.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}. Give another file.") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON ({error}). Repair or download it again.") from None
     if not isinstance(config, dict):

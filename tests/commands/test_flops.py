@@ -1,0 +1,75 @@
+"""`midus-flops`: a table or JSON of what `estimate_flops` counts, from a file, a folder or the hub, without torch."""
+
+import json
+import shutil
+
+import pytest
+from commands.command_lines import REPOSITORY, run_alone
+
+from midus_commands.flops import main
+from midus_config.flops.model import estimate_flops
+
+CONFIG = REPOSITORY / "configs" / "models" / "moc-371m.json"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a config and nothing else."""
+    shutil.copy(CONFIG, tmp_path / "config.json")
+    return tmp_path
+
+
+def test_it_prints_every_part_its_share_and_the_sums(capsys):
+    assert main([str(CONFIG)]) == 0
+    out = capsys.readouterr().out
+    rows = {
+        row[0]: row[1:]
+        for line in out.splitlines()
+        if len(row := [cell.strip() for cell in line.split("│")[1:-1]]) == 3
+    }
+    parts = estimate_flops(json.loads(CONFIG.read_text()), 1024).parts
+    assert {name: int(count.replace(",", "")) for name, (count, _) in rows.items() if name in parts} == parts
+    assert rows["chapters: attention"][1] == "22.4%"
+    assert rows["forward"] == ["459,171,802,488", "100.0%"]
+    assert (rows["backward"][0], rows["both"][0]) == ("918,343,604,976", "1,377,515,407,464")
+    assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in " ".join(out.split())
+
+
+def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
+    assert main([str(folder), "--sequence-length", "128", "--batch", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    flops = estimate_flops(json.loads(CONFIG.read_text()), 128, 2)
+    assert (report["sequence_length"], report["batch"]) == (128, 2)
+    assert (report["parts"], report["forward"], report["total"]) == (flops.parts, flops.forward, 3 * flops.forward)
+    assert report["parameters"]["total"] == sum(
+        count for name, count in report["parameters"].items() if name != "total"
+    )
+
+
+def test_the_work_imports_no_torch(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    done = run_alone(
+        "midus-flops", [str(CONFIG)], afterwards="assert not {'torch', 'transformers', 'midus_hf'} & {*sys.modules}"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_type": "gpt2"}', "error: config has model_type = 'gpt2'; expected one of: llama"),
+        ("{", "config.json is not JSON"),
+        ("[]", "config.json holds a list; expected a JSON object"),
+    ],
+)
+def test_a_config_that_cannot_be_counted_is_2_and_one_line(content, message, folder, capsys):
+    (folder / "config.json").write_text(content)
+    assert main([str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_a_folder_without_a_config_is_told_so(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "has no config.json" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""Operations that are counted: those of the paper and its release to the unit, those of torch for every family."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import NATIVE_FAMILIES, prompt, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from midus_config import MEMORY_TYPES
+from midus_config.flops import model as counting
+from midus_config.flops.model import estimate_flops
+from midus_config.flops.rules import linear
+from midus_config.memories.chapters import ChaptersOptions
+from midus_config.memories.headwise import HeadwiseOptions
+from midus_config.memories.linear import LinearOptions
+from midus_config.memories.product_key import ProductKeyOptions
+from midus_config.memory_types import MemoryOptions
+from midus_config.model_sizes import ModelSizes
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)
+BATCH, TOKENS = 2, 24
+ROWS = BATCH * TOKENS
+
+
+def paper_config(name: str = "moc-371m", **chapters: Any) -> dict[str, Any]:
+    """A model of the paper; `chapters` replace options of its memory."""
+    config = json.loads((MODELS / f"{name}.json").read_text())
+    if chapters:
+        config["memory"][0].update(chapters)
+    return config
+
+
+def of_memory(options: MemoryOptions) -> dict[str, int]:
+    return options.flops(SIZES, BATCH, TOKENS)
+
+
+def test_a_layer_has_the_papers_operations():
+    plain = estimate_flops(paper_config("vanilla-148m"), 1024).layers[0]
+    assert sum(plain.values()) == 17_424_982_016
+    assert plain == {
+        "attention": 6_530_531_328,
+        "rotary embedding": 3_145_728,
+        "norms": 6_299_648,
+        "feed-forward": 10_883_432_448,
+        "residual adds": 1_572_864,
+    }
+
+
+def test_a_memory_adds_the_papers_operations():
+    layers = estimate_flops(paper_config(), 1024).layers
+    added = {name: count for name, count in layers[2].items() if name not in layers[0]}
+    assert added == {
+        "chapters: router": 7_124_491,
+        "chapters: router losses": 331_859,
+        "chapters: memory tokens": 15_991_040,
+        "chapters: attention": 25_674_645_504,
+        "chapters: norms": 3_149_824,
+        "chapters: residual adds": 786_432,
+    }
+    assert sum(added.values()) == 25_702_029_150
+    assert [index for index, layer in enumerate(layers) if layer != layers[0]] == [2, 6, 10, 14]
+
+
+def test_head_and_loss_have_the_papers_operations():
+    outside = estimate_flops(paper_config(), 1024).outside
+    assert outside == {"final norm": 3_149_824, "language head": 77_309_411_328, "cross entropy": 251_412_480}
+
+
+@pytest.mark.parametrize(
+    ("name", "forward"),
+    [("vanilla-148m", 356_363_685_888), ("vanilla-203m", 495_763_542_016), ("moc-371m", 459_171_802_488)],
+)
+def test_a_model_has_the_papers_operations(name, forward):
+    flops = estimate_flops(paper_config(name), 1024)
+    assert (flops.forward, flops.backward, flops.total) == (forward, 2 * forward, 3 * forward)
+
+
+@pytest.mark.parametrize(
+    ("chapters", "tokens", "batch", "forward"),
+    [
+        ({}, 1024, 3, 1_377_515_243_584),
+        ({"kv_heads": 4, "bank_rank": 96}, 333, 2, 430_819_940_964),
+        ({"kv_heads": 4, "bank_width": 96}, 333, 2, 214_999_456_356),
+    ],
+)
+def test_other_sizes_have_the_operations_that_the_release_counts(chapters, tokens, batch, forward):
+    """What its `estimate_flops.py` prints of its config `base_small_run2` with these options."""
+    assert estimate_flops(paper_config(**chapters), tokens, batch).forward == forward
+
+
+@pytest.fixture
+def products_alone(monkeypatch):
+    """Matrix products are counted, and nothing else."""
+    for free in ("rms_norm", "attention_weights", "rotary_embedding", "cross_entropy"):
+        monkeypatch.setattr(counting, free, lambda *arguments: 0)
+    monkeypatch.setattr(counting, "linear", lambda rows, inputs, outputs, bias=False: linear(rows, inputs, outputs))
+    monkeypatch.setattr(counting, "ACTIVATIONS", dict.fromkeys(counting.ACTIVATIONS, -1))
+    monkeypatch.setattr(counting, "SOFT_CAP", 0)
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_matrix_products_are_those_that_torch_counts(family, products_alone):
+    model = tiny_model(family, attn_implementation="eager")
+    tokens = prompt()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    by_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    rotary = sum(
+        count for name, count in by_module.items() if name.endswith("rotary_emb")
+    )  # angles, once for all layers
+    parts = estimate_flops(model.config.to_dict(), tokens.shape[1], tokens.shape[0]).parts
+    counted = parts["attention"] + parts["feed-forward"] + parts["language head"]
+    assert counted == by_module["Global"] - rotary > 0
+
+
+def of_family(family: str, **changes: Any) -> dict[str, int]:
+    return estimate_flops(NATIVE_FAMILIES[family].config(**changes).to_dict(), TOKENS, BATCH).parts
+
+
+def norm(width: int) -> int:
+    return ROWS * (4 * width + 4)
+
+
+def test_what_a_family_has_besides_is_counted():
+    llama = of_family("llama")
+    assert llama["norms"] == 4 * 2 * norm(32)
+    biased = of_family("llama", attention_bias=True, mlp_bias=True)
+    assert biased["attention"] - llama["attention"] == 4 * ROWS * (32 + 2 * 16 + 32)
+    assert biased["feed-forward"] - llama["feed-forward"] == 4 * ROWS * (2 * 48 + 32)
+    assert of_family("qwen2")["attention"] - llama["attention"] == 4 * ROWS * (32 + 2 * 16)
+    assert of_family("qwen3")["norms"] == 4 * (2 * norm(32) + (4 + 2) * norm(16))
+    assert of_family("olmo2")["norms"] == 4 * (2 * norm(32) + norm(32) + norm(16))
+    assert of_family("gemma2")["norms"] == 4 * 4 * norm(32)
+    assert of_family("gemma2")["feed-forward"] - llama["feed-forward"] == 4 * ROWS * 48 * (8 - 4)
+    assert of_family("gemma2")["embedding"] == ROWS * 32
+    capped, plain = of_family("gemma2"), of_family("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert capped["attention"] - plain["attention"] == 4 * BATCH * 4 * TOKENS * TOKENS * 6
+    assert capped["language head"] - plain["language head"] == ROWS * 128 * 6
+
+
+def test_windows_and_masks_make_nothing_less():
+    assert of_family("gemma3", sliding_window=2) == of_family("gemma3", sliding_window=100)
+
+
+@pytest.mark.parametrize("memory_type", MEMORY_TYPES)
+def test_every_type_of_memory_says_what_it_takes_and_more_for_more_tokens(memory_type):
+    options = MEMORY_TYPES[memory_type]()
+    few, many = options.flops(SIZES, 1, 24), options.flops(SIZES, 2, 24)
+    assert all(type(count) is int for count in many.values())
+    assert sum(few.values()) < sum(many.values()) <= 2 * sum(few.values())
+
+
+def inserted(options: dict[str, Any], family: str) -> dict[str, int]:
+    """The parts of a layer that was inserted for a memory."""
+    config = NATIVE_FAMILIES[family].config().to_dict()
+    return estimate_flops({**config, "memory": [{**options, "layers": [1]}]}, TOKENS, BATCH).layers[1]
+
+
+def test_an_inserted_memory_has_attention_and_no_feed_forward_network():
+    plain = {
+        family: estimate_flops(NATIVE_FAMILIES[family].config().to_dict(), TOKENS, BATCH).layers[1]
+        for family in ("llama", "gemma2")
+    }
+    options = HeadwiseOptions(n=4, k=2)
+    block = inserted({"type": "headwise", "n": 4, "k": 2}, "llama")
+    assert "feed-forward" not in block and "residual adds" not in block
+    assert plain["llama"]["attention"] - block["attention"] == linear(ROWS, 32, 32)
+    assert block["norms"] == norm(32)
+    of_block = sum(count for name, count in block.items() if name.startswith("headwise: "))
+    assert of_block == sum(of_memory(options).values())
+    with_output = inserted({"type": "product-key", "n": 4, "k": 2}, "gemma2")
+    assert (with_output["attention"], with_output["norms"]) == (plain["gemma2"]["attention"], 2 * norm(32))
+    assert inserted({"type": "headwise", "n": 4, "k": 2}, "olmo2")["norms"] == norm(32) + norm(16)
+
+
+def test_a_headwise_memory_scores_chooses_weighs_and_sums():
+    queries = ROWS * 4
+    options = HeadwiseOptions(n=8, k=2, values="shared")
+    assert of_memory(options) == {
+        "scores": 2 * 2 * queries * 4 * 8,
+        "choice": queries * (2 * 8 * 1 + 4 + 4 * 1),
+        "values": 2 * queries * 2 * 8,
+        "query norm": 0,
+        "weights": queries * 2 * 5,
+        "gate": 0,
+        "residual adds": ROWS * 32,
+    }
+    assert of_memory(HeadwiseOptions(n=8, k=2, values="own")) == of_memory(options)
+    gated = of_memory(HeadwiseOptions(n=8, k=2, gate="head", query_norm="layer", temperature=2.0, inner_residual=True))
+    assert gated["gate"] == 2 * ROWS * 32 * 4 + ROWS * 4 + 4 * ROWS * 4 + ROWS * 32
+    assert gated["query norm"] == queries * (8 * 8 + 8)
+    assert (gated["weights"], gated["residual adds"]) == (queries * 2 * 6, 2 * ROWS * 32)
+
+
+@pytest.mark.parametrize(("n", "transformed"), [(2, 4), (8, ROWS)])
+def test_values_are_expanded_where_rows_of_the_bank_are_fewer_than_tokens(n, transformed):
+    shared, expanded = (of_memory(HeadwiseOptions(n=n, k=2, values=values)) for values in ("shared", "expanded"))  # type: ignore[arg-type]
+    assert expanded["values"] - shared["values"] == 4 * 2 * transformed * 8 * 8
+
+
+def test_memories_with_shared_values_project_queries_and_sum_full_rows():
+    product_key, flat = of_memory(ProductKeyOptions(n=8, k=2)), of_memory(LinearOptions(slots=64, k=2))
+    for counted in (product_key, flat):
+        assert counted["query projection"] == 2 * ROWS * 32 * 32
+        assert counted["values"] == 2 * ROWS * 4 * 2 * 32
+        assert counted["residual adds"] == 2 * ROWS * 32
+    assert product_key["scores"] == 2 * 2 * ROWS * 4 * 4 * 8
+    assert (flat["scores"], flat["choice"]) == (2 * ROWS * 4 * 8 * 64, ROWS * 4 * 64)
+
+
+CHAPTERS: dict[str, Any] = {"memory_tokens": 256, "chapters": 16, "shared_chapters": 1, "k": 3, "routing": "sequence"}
+SELECTED = 4 * 16
+
+
+def chapters(**options: Any) -> dict[str, int]:
+    return of_memory(ChaptersOptions(**{**CHAPTERS, **options}))
+
+
+def test_a_prompt_and_one_stretch_choose_as_a_sequence_does():
+    assert chapters(routing="prompt") == chapters(routing="chunk", chunk_size=TOKENS) == chapters()
+
+
+def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at_most():
+    read = {"sequence": BATCH * SELECTED, "chunk": 256, "token": 256}
+    choices = {"sequence": BATCH, "chunk": 3 * BATCH, "token": ROWS}
+    for routing, counted in {name: chapters(routing=name, chunk_size=8) for name in read}.items():
+        rows, chosen = read[routing], choices[routing]
+        pooled = 0 if routing == "token" else BATCH * 32 * (TOKENS - 1) + chosen * 32
+        assert counted["router"] == pooled + chosen * (2 * 32 * 16 + 16 * 5 + 16 * 2)
+        assert counted["attention"] == (
+            2 * 2 * ROWS * 32 * 32 + 2 * 2 * rows * 32 * 32 + 4 * ROWS * SELECTED * 32 + 4 * ROWS * SELECTED * 7
+        )
+    few = chapters(routing="chunk", chunk_size=12, memory_tokens=4096, chapters=256)
+    assert few["attention"] == chapters()["attention"] + 2 * 2 * (2 * BATCH - BATCH) * SELECTED * 32 * 32
+
+
+def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():
+    rows, scores = BATCH * SELECTED, 4 * ROWS * SELECTED
+    assert chapters(weighting="paper", normalise=False)["memory tokens"] == 0
+    assert chapters(weighting="paper")["memory tokens"] == rows * (4 * 32 + 4)
+    assert chapters(normalise=False)["memory tokens"] == rows * 32
+    assert chapters(normalise=False, weighting="logit_bias")["memory tokens"] == BATCH * 4 + scores
+    assert chapters(normalise=False, routing="token")["memory tokens"] == 2 * scores
+
+
+def test_a_factored_bank_is_multiplied_out_and_a_narrow_one_is_read_in_its_width():
+    assert chapters(bank_rank=8)["bank"] == 2 * 256 * 8 * 32 and chapters()["bank"] == 0
+    narrow, rows = chapters(bank_width=8, kv_heads=2), BATCH * SELECTED
+    assert narrow["attention"] == (
+        2 * 2 * ROWS * 32 * 8 + 2 * 2 * rows * 8 * 4 + 4 * ROWS * SELECTED * 8 + 4 * ROWS * SELECTED * 7
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "batch", "message"),
+    [
+        ({}, 0, 1, "sequence length is 0; expected 1 or more"),
+        ({}, 8, 0, "batch is 0; expected 1 or more"),
+        (
+            {"hidden_act": "laplace"},
+            8,
+            1,
+            "the activation is 'laplace', which has no price; expected one of: silu, swish",
+        ),
+        ({"memory": [{"type": "headwise", "layers": [9]}]}, 8, 1, "names layer 9; expected 0 <= layer < 4"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(changes, tokens, batch, message):
+    config = {**NATIVE_FAMILIES["llama"].config().to_dict(), **changes}
+    with pytest.raises(ValueError, match=message):
+        estimate_flops(config, tokens, batch)
+
+
+def test_a_memory_that_does_not_say_what_it_takes_is_refused(monkeypatch):
+    monkeypatch.delattr(HeadwiseOptions, "flops")
+    with pytest.raises(
+        ValueError, match="type 'headwise' does not say how many operations it takes; expected a method"
+    ):
+        of_memory(HeadwiseOptions())
+
+
+def test_counting_needs_no_torch():
+    code = "import sys, midus_config.flops.model, midus_config.parameters; print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "set()"

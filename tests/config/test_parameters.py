@@ -1,0 +1,98 @@
+"""Parameters that are counted from a config: those of the paper, and those that models have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import NATIVE_FAMILIES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from midus_config.backbone import FAMILY_TRAITS, read_backbone
+from midus_config.parameters import ParameterCounts, count_parameters
+from midus_hf import models  # noqa: F401 - registers the families that host memory
+from upscalers.architecture.families import FAMILIES as UPSCALED
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+MEMORIES: list[tuple[dict[str, Any], int]] = [
+    ({"type": "headwise", "n": 4, "k": 2, "gate": "head", "query_norm": "batch", "layers": [1]}, 16 * 8),
+    ({"type": "headwise", "n": 4, "k": 2, "output_projection": True, "layers": [0, 2]}, 2 * 16 * 8),
+    ({"type": "product-key", "n": 4, "k": 2, "layers": [1]}, 16 * 32),
+    ({"type": "linear", "slots": 8, "layers": [3]}, 8 * 32),
+]
+"""Entries of memories, and how many numbers their banks hold."""
+
+
+def counts_of(name: str) -> ParameterCounts:
+    return count_parameters(json.loads((MODELS / f"{name}.json").read_text()))
+
+
+def numbers_of(config: Any) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def test_the_models_of_the_paper_have_its_parameters():
+    """Appendix A.4.1: 371.29M = 147.87M + 201.38M + 22.04M, and 202.94M of the deeper model without memory."""
+    assert counts_of("moc-371m") == ParameterCounts(147_874_560, 201_375_744, 22_042_628)
+    assert counts_of("moc-371m").total == 371_292_932
+    assert counts_of("vanilla-148m") == ParameterCounts(147_874_560, 0, 0)
+    assert counts_of("vanilla-203m") == ParameterCounts(202_937_088, 0, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_a_family_has_as_many_parameters_as_its_model(family, changes):
+    config = NATIVE_FAMILIES[family].config(**changes)
+    assert count_parameters(config.to_dict()) == ParameterCounts(numbers_of(config), 0, 0)
+
+
+@pytest.mark.parametrize(("memory", "values"), MEMORIES, ids=["bare", "projected", "product-key", "linear"])
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_memories_have_as_many_parameters_as_their_models(family, memory, values):
+    native = NATIVE_FAMILIES[family].config().to_dict()
+    model_type = f"midus_{native.pop('model_type')}"
+    config = {**native, "memory": [memory]}
+    counts = count_parameters({**config, "model_type": model_type})
+    assert counts.total == numbers_of(AutoConfig.for_model(model_type, **config))
+    assert counts.values == values
+
+
+@pytest.mark.parametrize("model_type", UPSCALED)
+def test_what_is_peculiar_to_a_family_is_what_upscaling_knows(model_type):
+    traits, family = FAMILY_TRAITS[model_type], UPSCALED[model_type]
+    for name in ("qkv_bias", "query_key_norm", "input_norms", "output_norms"):
+        assert getattr(traits, name) == getattr(family, name)
+    for key in {*family.defaults, "tie_word_embeddings"}:
+        assert (traits.defaults.get(key) or None) == (family.defaults.get(key) or None)
+    assert traits.bias_keys == family.biases
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_what_a_config_leaves_out_is_what_its_class_has(family):
+    full = NATIVE_FAMILIES[family].config_class().to_dict()
+    sizes = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "model_type",
+    )
+    assert read_backbone({key: full[key] for key in sizes}) == read_backbone(full)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type = 'gpt2'; expected one of: llama, qwen2, .*, or midus_ and one of them"),
+        ({"model_type": None}, "model_type = None; expected one of"),
+        ({"hidden_size": None}, "hidden_size = None; expected a positive integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a positive integer"),
+        ({"vocab_size": "many"}, "vocab_size = 'many'; expected a positive integer"),
+    ],
+)
+def test_a_config_that_cannot_be_counted_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        count_parameters({**NATIVE_FAMILIES["llama"].config().to_dict(), **changes})
