@@ -49,7 +49,7 @@ def midus_train(
         typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
     ] = None,
 ) -> None:
-    """Continue the pretraining of a model, by default of the layers that its upscaling method trains."""
+    """Pretrain a model: one that was upscaled, by default as its method says, any other, or one from the beginning."""
     group_is_ours = not _is_in_process_group()
     ending = _train(config, overrides or [])  # not raised there: an exception would hold the trainer
     if group_is_ours:

@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import as_yaml
 
@@ -41,20 +43,47 @@ def add_training(
     return card.rstrip() + section.encode()
 
 
-def _without_local_paths(config: TrainConfig) -> TrainConfig:
-    def label(name: str) -> str:
-        path = Path(name).expanduser()
-        return path.resolve().name if path.exists() else name
+def new_card(config: TrainConfig) -> bytes:
+    """The card of a model that is made from a config, before the section on its training; it names no base, as there is none.
 
-    corpora = [dataclasses.replace(corpus, path=label(corpus.path), cache_dir=None) for corpus in config.corpora]
+    Args:
+        config: The options of the run.
+    """
+    assert config.model_config is not None
+    metadata = yaml.safe_dump(
+        {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
+    )
+    text = f"""---
+{metadata}---
+
+# {Path(config.output).name}
+
+Trained from the beginning: the weights were made at random by seed {config.seed}, for the config `{_label(config.model_config)}`. The
+model is based on no other.
+"""
+    return text.encode()
+
+
+def _without_local_paths(config: TrainConfig) -> TrainConfig:
+    def label_if_any(name: str | None) -> str | None:
+        return None if name is None else _label(name)
+
+    corpora = [dataclasses.replace(corpus, path=_label(corpus.path), cache_dir=None) for corpus in config.corpora]
     corpus: Any = corpora if isinstance(config.corpus, list) else corpora[0]
     return dataclasses.replace(
         config,
-        model=label(config.model),
-        output=label(config.output),
+        model=label_if_any(config.model),
+        model_config=label_if_any(config.model_config),
+        tokenizer=label_if_any(config.tokenizer),
+        output=_label(config.output),
         # Where the model would have gone is of no interest to whom it is shared with.
         output_on_failure=None,
-        eval_text=None if config.eval_text is None else label(config.eval_text),
+        eval_text=label_if_any(config.eval_text),
         corpus=corpus,
         resume=bool(config.resume),
     )
+
+
+def _label(name: str) -> str:
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name

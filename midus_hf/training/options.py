@@ -86,10 +86,14 @@ class WeightedCorpus(CorpusOptions):
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
-    """One run of continual pretraining.
+    """One run of pretraining, continued from a model or begun from a config.
 
     Args:
-        model: Folder or Hub id of the model to train.
+        model: Folder or Hub id of the model to train. Give this or `model_config`.
+        model_config: File, folder or Hub id of a config, to train a model of this shape from the beginning, with weights
+            made at random by `seed`; of a folder or id nothing else is read.
+        tokenizer: Folder or Hub id of the tokenizer of a model that is made from `model_config`; given with it, and with it
+            alone. A saved model has its own.
         output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
         output_on_failure: Folder, best on another disk, for what was trained should writing to `output` fail; it must
             not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
@@ -101,7 +105,8 @@ class TrainConfig:
         trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
             as `[3, 7]` these layers of any model, a list of roles such as `[value]` the tensors of these roles in the
             memories that were added (`midus_config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
-            what the config of an upscaled model records as its method's own. Default: `"auto"`.
+            what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
+            `model_config`. Default: `"auto"`.
         learning_rate: Maximum rate of everything but keys and values. Default: 1e-4.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
@@ -143,7 +148,7 @@ class TrainConfig:
         early_stop: Evaluations without a lower held-out loss after which to stop. Default: none.
         report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
             `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
-        seed: Seed of the order of sequences and of anything random. Default: 0.
+        seed: Seed of the order of sequences and of anything random, such as weights made from `model_config`. Default: 0.
         resume: True for the latest checkpoint in `output`, or the path of one. Default: false.
         overwrite: Whether to replace an earlier run in `output`. Default: false.
 
@@ -151,7 +156,9 @@ class TrainConfig:
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    model: str
+    model: str | None = None
+    model_config: str | None = None
+    tokenizer: str | None = None
     output: str
     corpus: CorpusOptions | list[WeightedCorpus]
     output_on_failure: str | None = None
@@ -190,6 +197,7 @@ class TrainConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        self._check_origin()
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         for name in (
@@ -235,6 +243,27 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}; set both or neither.")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")
+
+    def _check_origin(self) -> None:
+        """Refuse two origins of the model, or none; a model that is made from a config trains whole."""
+        if self.model is None and self.model_config is None:
+            raise ValueError(
+                "config has no 'model'; set it in the file, or as model=... after it. To train one from the beginning, set "
+                "model_config and tokenizer."
+            )
+        if self.model is not None and self.model_config is not None:
+            raise ValueError(
+                f"model is {self.model!r} and model_config is {self.model_config!r}; expected one of them: model to train a saved "
+                "model, model_config to train one from the beginning."
+            )
+        if (self.tokenizer is None) != (self.model_config is None):
+            raise ValueError(
+                "config has 'model_config' and no 'tokenizer'; set it to the folder or Hub id of one."
+                if self.tokenizer is None
+                else f"tokenizer is {self.tokenizer!r}, but a saved model has its own; leave it out, or set model_config."
+            )
+        if self.model_config is not None and self.trainable == "auto":
+            self.trainable = "all"
 
     @property
     def corpora(self) -> Sequence[CorpusOptions]:

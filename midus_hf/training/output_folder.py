@@ -52,9 +52,9 @@ def check_output(config: TrainConfig) -> Path | None:
             if there is no checkpoint to resume from, or one of a different run.
     """
     output = Path(config.output)
-    inputs = [("model", config.model), *(("corpus", corpus.path) for corpus in config.corpora)]
-    if config.eval_text is not None:
-        inputs.append(("eval_text", config.eval_text))
+    named = [(name, getattr(config, name)) for name in ("model", "model_config", "tokenizer", "eval_text")]
+    inputs = [(name, value) for name, value in named if value is not None]
+    inputs += [("corpus", corpus.path) for corpus in config.corpora]
     _check_place("output", config.output, inputs)
     if config.output_on_failure is not None:
         _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output", config.output)])

@@ -1,4 +1,4 @@
-"""One run of continual pretraining, from its options to the trained model."""
+"""One run of pretraining, from its options to the trained model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,16 +21,11 @@ from midus_hf.training.disk_room import RoomNeeded, check_room_of_run
 from midus_hf.training.freezing import TrainableReport, set_trainable
 from midus_hf.training.held_out import held_out_losses, is_stopped_early, prepare_held_out
 from midus_hf.training.interruption import RunInterrupted
-from midus_hf.training.loading import (
-    check_sequence_length,
-    load_accompanying_files,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from midus_hf.training.loading import check_sequence_length, load_model
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.model_card import add_training
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.output_folder import (
     as_yaml,
     check_output,
@@ -205,7 +200,7 @@ class TrainingRun:
 
 
 def train(config: TrainConfig) -> TrainResult:
-    """Continue the pretraining of a model.
+    """Pretrain a model, from its weights or from the beginning.
 
     Prints which layers train, and writes to `config.output`: the trained model and its tokenizer, checkpoints,
     `log.jsonl` and the options (`train_config.yaml`).
@@ -231,10 +226,10 @@ def prepare(config: TrainConfig) -> TrainingRun:
     """
     checkpoint = check_output(config)
     check_reporting(config.report_to)
-    model_config = load_config(config.model, config.trainable)
+    model_config = config_of_run(config)
     check_sequence_length(config.sequence_length, model_config)
     _check_has_memory(config, model_config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = tokenizer_of_run(config)
     corpora = open_corpora(config, tokenizer, model_config.vocab_size)
     arguments = training_arguments(config)
     dataset = build_dataset(config, corpora, arguments.world_size)
@@ -242,8 +237,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     held_out = prepare_held_out(config, tokenizer, model_config)
     set_seed(config.seed)
-    model = load_model(config.model, config.attn_implementation)
-    accompanying_files = load_accompanying_files(config.model)
+    model, accompanying_files = model_of_run(config, model_config)
     use_cache = model.config.use_cache
     report = set_trainable(model, config.trainable)
     dtypes = hold_for_training(model, config.precision)

@@ -32,6 +32,32 @@ def test_a_file_and_words_after_it_make_one_config_and_words_win(tmp_path):
     )
 
 
+def test_a_model_that_is_made_from_a_config_trains_whole_unless_said_otherwise():
+    begun = {"model_config": "c", "tokenizer": "t", "output": "o", "corpus": "c"}
+    assert from_mapping(TrainConfig, begun).trainable == "all"
+    assert from_mapping(TrainConfig, {**begun, "trainable": [3]}).trainable == [3]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {},
+            "config has no 'model'; set it in the file, or as model=.* To train one from the beginning, set model_config and",
+        ),
+        (
+            {"model": "m", "model_config": "c"},
+            "model is 'm' and model_config is 'c'; expected one of them: model to train a",
+        ),
+        ({"model_config": "c"}, "config has 'model_config' and no 'tokenizer'; set it to the folder or Hub id of one"),
+        ({"model": "m", "tokenizer": "t"}, "tokenizer is 't', but a saved model has its own; leave it out, or set"),
+    ],
+)
+def test_a_run_has_one_origin(given, message):
+    with pytest.raises(ValueError, match=message):
+        from_mapping(TrainConfig, {"output": "o", "corpus": "c", **given})
+
+
 def test_layers_to_train_can_be_listed(tmp_path):
     path = write(tmp_path, "model: m\noutput: o\ncorpus: c\n")
     assert read_config(TrainConfig, path).trainable == "auto"
@@ -60,7 +86,7 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
     ("values", "message"),
     [
         ({"learning_rte": 1}, "config has no option 'learning_rte'. Did you mean 'learning_rate'"),
-        ({"zzz": 1}, "config has no option 'zzz'. Expected one of: model, output, corpus, "),
+        ({"zzz": 1}, "config has no option 'zzz'. Expected one of: model, model_config, tokenizer, output, corpus, "),
         ({"corpus": {"path": "c", "colum": "x"}}, "no option 'corpus.colum'. Did you mean 'column'"),
         (
             {"corpus": {"column": "x"}},
@@ -76,7 +102,7 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
             "trainable is 3; expected 'auto' or 'new' or 'all' or a list, each item of it a whole number or 'key' or",
         ),
         ({"trainable": [3, "x"]}, "trainable[1] is 'x'; expected a whole number or 'key' or"),
-        ({"model": 3}, "model is 3; expected a string."),
+        ({"model": 3}, "model is 3; expected a string or null."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"corpus": None}, "corpus is None; expected a mapping with path, config, split, column, "),
         ({"corpus": ""}, "corpus.path is empty; expected a file, a folder or a dataset id."),

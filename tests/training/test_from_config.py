@@ -1,0 +1,150 @@
+"""A run may begin from a config: weights follow from the seed, everything trains, and all else is as in any run."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import FAMILIES
+from training.tiny_run import tiny_config, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.training import TrainConfig, train
+from midus_hf.training.run import prepare
+from midus_hf.training.training_log import read_log
+
+MEMORY = {"type": "headwise", "n": 4, "k": 2, "layers": [1]}
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> Path:
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def begun(tokenizer, corpus, tmp_path):
+    """Gives the options of a run that begins from a config, by default one of a Llama."""
+
+    def options(output: str = "out", model_config: PreTrainedConfig | None = None, **changes) -> TrainConfig:
+        file = tmp_path / "shape.json"
+        (FAMILIES["llama"].config() if model_config is None else model_config).to_json_file(file, use_diff=False)
+        run = tiny_config(Path("m"), corpus, tmp_path / output)
+        return dataclasses.replace(run, model=None, model_config=str(file), tokenizer=str(tokenizer), **changes)
+
+    return options
+
+
+def with_memory(family: str = "llama") -> PreTrainedConfig:
+    native = FAMILIES[family].config().to_dict()
+    return AutoConfig.for_model(f"midus_{native.pop('model_type')}", **native, memory=[MEMORY])
+
+
+def losses(output: Path) -> list[float]:
+    return [event["loss"] for event in read_log(output / "log.jsonl") if "loss" in event]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(output).state_dict()
+
+
+@pytest.mark.parametrize("make", [lambda: FAMILIES["llama"].config(), with_memory], ids=["native", "memory"])
+def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(make, begun, tmp_path):
+    run = prepare(begun(model_config=make(), max_steps=60))
+    start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    assert run.report.parameters == run.report.total_parameters
+    run.execute()
+    trained = weights(tmp_path / "out")
+    assert trained.keys() == start.keys()
+    # A head-wise memory starts at zero, and its keys learn once values have moved.
+    assert not any(torch.equal(tensor, trained[name]) for name, tensor in start.items())
+    of_run = losses(tmp_path / "out")
+    assert sum(of_run[-5:]) < sum(of_run[:5])
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w7")["input_ids"] == [5, 7]
+    assert "_name_or_path" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_weights_follow_from_the_seed(begun):
+    first, again, other = (
+        prepare(begun(name, seed=seed)).model.state_dict() for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(begun, tmp_path):
+    train(begun("whole", save_every=10))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "whole" / "checkpoint-10").rename(tmp_path / "parts" / "checkpoint-10")
+    (tmp_path / "parts" / "train_config.yaml").write_text((tmp_path / "whole" / "train_config.yaml").read_text())
+    train(begun("parts", save_every=10, resume=True))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[10:]
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    with pytest.raises(ValueError, match=r"seed is 5, but the run to resume has 0"):
+        train(begun("parts", resume=True, seed=5))
+
+
+def test_the_card_names_no_base_and_no_local_path(begun, tmp_path):
+    train(begun(seed=3, max_steps=1))
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, front, text = card.split("---\n", 2)
+    assert "base_model" not in yaml.safe_load(front)
+    assert text.startswith("\n# out\n")
+    assert "the weights were made at random by seed 3, for the config `shape.json`" in " ".join(text.split())
+    told = yaml.safe_load(re.search(r"```yaml\n(.*)```\n$", card, flags=re.DOTALL)[1])
+    assert (told["model"], told["model_config"], told["tokenizer"]) == (None, "shape.json", "tokenizer")
+    assert (told["trainable"], str(tmp_path) in card) == ("all", False)
+
+
+def test_the_config_of_a_folder_is_read_without_its_weights_and_its_record_of_a_base(upscaled, begun, tmp_path):
+    upscaled_model = upscaled("llama")
+    run = prepare(dataclasses.replace(begun(), model_config=str(upscaled_model)))
+    saved = AutoModelForCausalLM.from_pretrained(upscaled_model).state_dict()
+    made = run.model.state_dict()
+    assert made.keys() == saved.keys()
+    assert not torch.equal(made["model.layers.0.mlp.up_proj.weight"], saved["model.layers.0.mlp.up_proj.weight"])
+    assert not hasattr(run.model.config, "upscale")
+    with pytest.raises(
+        ValueError, match="what trains is 'new', but the config of this midus_llama model records no new"
+    ):
+        prepare(dataclasses.replace(begun("other"), model_config=str(upscaled_model), trainable="new"))
+
+
+def test_listed_layers_alone_may_train(begun):
+    report = prepare(begun(trainable=[1])).report
+    assert report.layers == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_config": "absent.json"}, r"model_config is 'absent\.json', which does not exist; give another file"),
+        (
+            {"model_config": "./absent"},
+            r"model_config is '\./absent'; expected the file, folder or Hub id of a language",
+        ),
+        ({"tokenizer": "./absent"}, r"tokenizer is '\./absent'; expected the folder or Hub id of one: "),
+        ({"sequence_length": 999}, "sequence_length is 999, but the model has positions for 128 tokens"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, tmp_path):
+    with pytest.raises(ValueError, match=message) as refusal:
+        prepare(dataclasses.replace(begun(), **changes))
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_another_kind_of_model_is_refused(begun, tmp_path):
+    config = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
+    with pytest.raises(ValueError, match=r"model_config is '.*shape\.json'; expected the file, folder or Hub id of a"):
+        prepare(begun(model_config=config))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_output_may_not_hold_the_tokenizer(begun, tokenizer):
+    with pytest.raises(ValueError, match="which lies in the tokenizer "):
+        prepare(dataclasses.replace(begun(), output=str(tokenizer / "out")))
