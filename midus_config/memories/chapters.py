@@ -220,8 +220,8 @@ class ChaptersOptions(MemoryOptions):
         Each sequence's memory tokens are weighed, normalised and projected for it alone. Where stretches or tokens choose, their
         choices overlap: each memory token that is read is normalised and projected once, the whole bank at most, and weights scale
         scores and what is summed by them. Pooling of stretches is a running sum, divided where one begins. A factored bank is
-        multiplied out once per layer. The losses of the router count as the paper has them; making weights of its probabilities does
-        not.
+        multiplied out once per layer, and one of integers is scaled where it is read. The losses of the router count as the paper
+        has them; making weights of its probabilities does not.
         """
         hidden, width, heads, rows = sizes.hidden_size, self.width(sizes), self.num_heads(sizes), batch * tokens
         stretches = {"chunk": math.ceil(tokens / self.chunk_size), "token": tokens}.get(self.routing, 1)
@@ -241,7 +241,8 @@ class ChaptersOptions(MemoryOptions):
             + choices * self.chapters * SOFTMAX
             + top_k(choices, self.chapters, self.k),
             "router losses": router_losses(choices, self.chapters, self.k),
-            "bank": 0 if self.bank_rank is None else linear(self.memory_tokens, self.bank_rank, hidden),
+            "bank": (0 if self.bank_rank is None else linear(self.memory_tokens, self.bank_rank, hidden))
+            + (0 if self.bank_bits is None else read * self.row_width(sizes)),
             "memory tokens": weighting[self.weighting] + (rms_norm(read, width) if self.normalise else 0),
             "attention": linear(rows, hidden, width)
             + 2 * linear(read, width, read_width)

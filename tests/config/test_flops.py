@@ -251,6 +251,8 @@ def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():
 
 def test_a_factored_bank_is_multiplied_out_and_a_narrow_one_is_read_in_its_width():
     assert chapters(bank_rank=8)["bank"] == 2 * 256 * 8 * 32 and chapters()["bank"] == 0
+    assert chapters(bank_bits=8)["bank"] == BATCH * SELECTED * 32
+    assert chapters(bank_bits=4, bank_rank=8)["bank"] == 2 * 256 * 8 * 32 + BATCH * SELECTED * 8
     narrow, rows = chapters(bank_width=8, kv_heads=2), BATCH * SELECTED
     assert narrow["attention"] == (
         2 * 2 * ROWS * 32 * 8 + 2 * 2 * rows * 8 * 4 + 4 * ROWS * SELECTED * 8 + 4 * ROWS * SELECTED * 7

@@ -20,6 +20,10 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
     ({"type": "headwise", "n": 4, "k": 2, "output_projection": True, "layers": [0, 2]}, 2 * 16 * 8),
     ({"type": "product-key", "n": 4, "k": 2, "layers": [1]}, 16 * 32),
     ({"type": "linear", "slots": 8, "layers": [3]}, 8 * 32),
+    ({"type": "chapters", "share": "all", "layers": [0, 2, 3]}, 4096 * 32),
+    ({"type": "chapters", "share": "every:2", "kv_heads": 2, "bank_rank": 4, "layers": [0, 2, 3]}, 2 * 4096 * 4),
+    ({"type": "chapters", "share": "none", "bank_width": 8, "layers": [0, 2]}, 2 * 4096 * 8),
+    ({"type": "chapters", "bank_bits": 8, "layers": [0, 2]}, 0),
 ]
 """Entries of memories, and how many numbers their banks hold."""
 
@@ -48,7 +52,11 @@ def test_a_family_has_as_many_parameters_as_its_model(family, changes):
     assert count_parameters(config.to_dict()) == ParameterCounts(numbers_of(config), 0, 0)
 
 
-@pytest.mark.parametrize(("memory", "values"), MEMORIES, ids=["bare", "projected", "product-key", "linear"])
+@pytest.mark.parametrize(
+    ("memory", "values"),
+    MEMORIES,
+    ids=lambda value: f"{value['type']}-{len(value)}" if isinstance(value, dict) else "",
+)
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_memories_have_as_many_parameters_as_their_models(family, memory, values):
     native = NATIVE_FAMILIES[family].config().to_dict()
