@@ -16,7 +16,10 @@ from midus_hf.training import TrainConfig, train
 from midus_hf.training.run import prepare
 from midus_hf.training.training_log import read_log
 
-MEMORY = {"type": "headwise", "n": 4, "k": 2, "layers": [1]}
+MEMORIES = {
+    "headwise": {"type": "headwise", "n": 4, "k": 2, "layers": [1]},
+    "chapters": {"type": "chapters", "memory_tokens": 32, "chapters": 8, "k": 2, "layers": [1, 3]},
+}
 
 
 @pytest.fixture
@@ -38,9 +41,13 @@ def begun(tokenizer, corpus, tmp_path):
     return options
 
 
-def with_memory(family: str = "llama") -> PreTrainedConfig:
-    native = FAMILIES[family].config().to_dict()
-    return AutoConfig.for_model(f"midus_{native.pop('model_type')}", **native, memory=[MEMORY])
+def shape(memory: str | None) -> PreTrainedConfig:
+    """The config of a Llama, with a memory or without."""
+    native = FAMILIES["llama"].config()
+    if memory is None:
+        return native
+    values = {key: value for key, value in native.to_dict().items() if key != "model_type"}
+    return AutoConfig.for_model("midus_llama", **values, memory=[MEMORIES[memory]])
 
 
 def losses(output: Path) -> list[float]:
@@ -51,15 +58,15 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(output).state_dict()
 
 
-@pytest.mark.parametrize("make", [lambda: FAMILIES["llama"].config(), with_memory], ids=["native", "memory"])
-def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(make, begun, tmp_path):
-    run = prepare(begun(model_config=make(), max_steps=60))
+@pytest.mark.parametrize("memory", [None, *MEMORIES])
+def test_everything_trains_and_learns_and_the_model_is_saved_with_its_tokenizer(memory, begun, tmp_path):
+    run = prepare(begun(model_config=shape(memory), max_steps=60))
     start = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert run.report.parameters == run.report.total_parameters
     run.execute()
     trained = weights(tmp_path / "out")
     assert trained.keys() == start.keys()
-    # A head-wise memory starts at zero, and its keys learn once values have moved.
+    # A memory adds zero at first, and what is in front of what starts at zero learns once that has moved.
     assert not any(torch.equal(tensor, trained[name]) for name, tensor in start.items())
     of_run = losses(tmp_path / "out")
     assert sum(of_run[-5:]) < sum(of_run[:5])

@@ -15,7 +15,9 @@ from upscalers.plan.placements import place
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
+"""Recipes that begin from a config: `test_pretraining_recipes.py`."""
+NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING)
 GIVEN = {"model": "model=m", "output": "output=o", "corpus": "corpus=c"}
 """What a recipe may leave to the command line."""
 
