@@ -1,0 +1,177 @@
+"""What a layer of Mixture of Chapters costs: time against its sizes and routings, and the memory of a step with the paper's bank.
+
+    python -m benchmarks.chapter_cost
+    python -m benchmarks.chapter_cost --device cuda --dtype bfloat16
+    python -m benchmarks.chapter_cost --only bank --no-append
+
+Every figure of one axis stands beside the same layer with the sizes in the middle, timed in turns. `bank` takes one training step of
+the paper's layer (262,208 memory tokens of width 768, 4,097 chapters, k = 64) and compares the peak with the release's way of
+choosing: `torch.gather` on a bank that is expanded over the batch.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.timing import Task, Timing, interleaved, peak_bytes
+from benchmarks.tracked import RESULTS, Run, append, this_run
+from midus_config.memories.chapters import PAPER, ChaptersOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.registry import build_memory
+
+COST_RESULTS = RESULTS / "chapter_cost.csv"
+WIDTH, HEADS, BATCH, TOKENS = 576, 9, 4, 512
+MIDDLE = {"k": 4, "chapters": 64, "chapter_tokens": 64, "tokens": TOKENS, "routing": "sequence"}
+AXES: dict[str, Sequence[Any]] = {
+    "routing": ("sequence", "prompt", "chunk", "token"),
+    "k": (1, 2, 8, 16),
+    "chapters": (32, 128, 256),
+    "chapter_tokens": (16, 32, 128),
+    "tokens": (128, 256, 1024),
+}
+BANK_BATCH, BANK_TOKENS = 8, 128
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """One layer; times in milliseconds, medians; `against_middle` is the ratio of both passes to those of the sizes in the middle."""
+
+    axis: str
+    routing: str
+    k: int
+    chapters: int
+    chapter_tokens: int
+    batch: int
+    tokens: int
+    width: int
+    dtype: str
+    forward_ms: float | None = None
+    both_ms: float | None = None
+    against_middle: float | None = None
+    peak_mb: float | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--only", help=f"parts, joined by commas: {', '.join((*AXES, 'bank'))} (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="for each layer and the one in the middle (default: 10)"
+    )
+    parser.add_argument("--no-append", action="store_true", help="print alone")
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",") if arguments.only else [*AXES, "bank"]
+    strange = [part for part in wanted if part not in (*AXES, "bank")]
+    if strange:
+        parser.error(f"--only names {strange[0]!r}; expected parts among {', '.join((*AXES, 'bank'))}.")
+    run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
+    print("| axis | routing | k | C | T | tokens | forward ms | both ms | against the middle | peak MB |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for axis in wanted:
+        rows = _bank(run, arguments.device, dtype) if axis == "bank" else _axis(run, axis, arguments, dtype)
+        for row in rows:
+            print(_line(row), flush=True)
+            if not arguments.no_append:
+                append([row], COST_RESULTS)
+
+
+def _axis(run: Run, axis: str, arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[Row]:
+    """The layers of an axis, each in turns with the one in the middle."""
+    for value in AXES[axis]:
+        settings = {**MIDDLE, axis: value}
+        tasks: dict[str, Task] = {}
+        for name, of_layer in (("middle", MIDDLE), ("own", settings)):
+            forward, both = _passes(of_layer, arguments.device, dtype)
+            tasks |= {f"{name} forward": Task(forward), f"{name} both": Task(both)}
+        times: dict[str, Timing] = interleaved(tasks, arguments.device, seconds=arguments.seconds)
+        both_ms = times["own both"].median_ms
+        yield Row(
+            **asdict(run),
+            axis=axis,
+            **settings,
+            batch=BATCH,
+            width=WIDTH,
+            dtype=arguments.dtype,
+            forward_ms=times["own forward"].median_ms,
+            both_ms=both_ms,
+            against_middle=both_ms / times["middle both"].median_ms,
+        )
+
+
+def _passes(
+    settings: dict[str, Any], device: str, dtype: torch.dtype
+) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
+    """The forward pass of a layer without gradients, and both passes."""
+    options = ChaptersOptions(
+        memory_tokens=settings["chapters"] * settings["chapter_tokens"],
+        chapters=settings["chapters"],
+        k=settings["k"],
+        routing=settings["routing"],
+        share="none",
+    )
+    memory = build_memory(options, ModelSizes(hidden_size=WIDTH, num_heads=HEADS)).to(device, dtype)
+    nn.init.normal_(memory.output_projection.weight, std=0.02)
+    hidden_states = torch.randn(BATCH, settings["tokens"], WIDTH, device=device, dtype=dtype, requires_grad=True)
+
+    def forward(_: object) -> object:
+        with torch.no_grad():
+            return memory(hidden_states)
+
+    def both(_: object) -> object:
+        memory.zero_grad(set_to_none=True)
+        return memory(hidden_states).sum().backward()
+
+    return forward, both
+
+
+def _bank(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """The peak of both passes of the paper's layer beside its weights, and of the release's way."""
+    options = ChaptersOptions(**{**PAPER, "share": "none"})
+    sizes = ModelSizes(hidden_size=768, num_heads=12)
+    memory = build_memory(options, sizes).to(device, dtype)
+    hidden_states = torch.randn(BANK_BATCH, BANK_TOKENS, sizes.hidden_size, device=device, dtype=dtype)
+
+    def step() -> object:
+        return memory(hidden_states).sum().backward()
+
+    def expanded() -> object:
+        """Only the choice and its gradient: what comes behind is the same for both."""
+        chosen = memory.route(hidden_states).chosen.flatten(1)  # [B, k]
+        tokens = chosen[..., None] * options.chapter_tokens + torch.arange(options.chapter_tokens, device=device)
+        index = tokens.flatten(1)[..., None].expand(-1, -1, sizes.hidden_size)
+        bank = memory.bank.unsqueeze(0).expand(BANK_BATCH, -1, -1)
+        return torch.gather(bank, 1, index).sum().backward()
+
+    for axis, task in (("bank", step), ("bank, expanded", expanded)):
+        memory.zero_grad(set_to_none=True)
+        yield Row(
+            **asdict(run),
+            axis=axis,
+            routing=options.routing,
+            k=options.k,
+            chapters=options.chapters,
+            chapter_tokens=options.chapter_tokens,
+            batch=BANK_BATCH,
+            tokens=BANK_TOKENS,
+            width=sizes.hidden_size,
+            dtype=str(dtype).removeprefix("torch."),
+            peak_mb=peak_bytes(task, device) / 1e6,
+        )
+
+
+def _line(row: Row) -> str:
+    def told(value: float | None, digits: int = 1) -> str:
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    cells = [row.axis, row.routing, row.k, row.chapters, row.chapter_tokens, row.tokens]
+    cells += [told(row.forward_ms), told(row.both_ms), told(row.against_middle, 2), told(row.peak_mb, 0)]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()
