@@ -86,6 +86,11 @@ class Memories:
         """The entries of memories that are attached to layers, by their name."""
         return {entry.name: entry for entry in self.entries if entry.is_attached}
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether one of them makes what a token gets depend on later tokens: then the model is not causal."""
+        return any(entry.options.reads_ahead for entry in self.entries)
+
     def attached_to(self, layer: int) -> list[MemoryEntry]:
         """The entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]

@@ -36,6 +36,11 @@ class MemoryOptions:
     sites: ClassVar[tuple[Site, ...]] = ()
     """The sites that the memory can take, its usual one first."""
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether what a token gets depends on later tokens: then the model is not causal. Default: false."""
+        return False
+
     def check(self, sizes: ModelSizes) -> None:
         """Refuse a model that the memory does not fit.
 

@@ -195,6 +195,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
         _add_stripped(table, inspection["stripped"])
     _add(table, "base", str(inspection["base"]))
     _add(table, "model type", inspection["model_type"])
+    if not inspection["causal"]:
+        _add(table, "not causal", "what a token gets depends on later tokens")
     _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
     for edit in inspection.get("chapter_edits", []):

@@ -131,6 +131,10 @@ class ChaptersOptions(MemoryOptions):
             raise ValueError(f"share is {self.share!r}; expected all, none, or every:K such as every:2.")
 
     @property
+    def reads_ahead(self) -> bool:
+        return self.routing == "sequence"
+
+    @property
     def routed_chapters(self) -> int:
         """Chapters that the router chooses among."""
         return self.chapters - self.shared_chapters

@@ -69,7 +69,7 @@ class Chapters(MemoryModule):
         self.head_dim = options.width(sizes) // self.num_heads
         self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
         self.can_forget = options.routing == "prompt"
-        self.reads_ahead = options.routing == "sequence"
+        self.reads_ahead = options.reads_ahead
         self.bank_names = tuple(options.bank(sizes))
         self.kept: KeptValues | None = None
         if 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:

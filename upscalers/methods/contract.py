@@ -160,7 +160,7 @@ class Method(ABC):
         return "Pass --placement whole-periods to keep the pattern."
 
     def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
-        """What a person should know before the work begins; shown as warnings."""
+        """What a person should know before the work begins; shown as warnings, and listed in the model card."""
         return []
 
     def review(self, measurements: Sequence[Measurement]) -> list[str]:

@@ -5,6 +5,7 @@ from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.attached_memory import AttachedMemoryMethod
 from upscalers.methods.contract import register_method
 from upscalers.methods.papers import MIXTURE_OF_CHAPTERS
+from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 
 
@@ -27,3 +28,12 @@ class MixtureOfChapters(AttachedMemoryMethod):
                 f"bank_bits is {self.options.bank_bits}, but a new bank has yet to learn, which integers cannot; expected "
                 "null. Train the model, then round its bank with midus-chapters quantise."
             )
+
+    def concerns(self, base: BaseModel, plan: Plan) -> list[str]:
+        if not self.options.reads_ahead:
+            return []
+        return [
+            "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included, and the model is not "
+            "causal: its loss and perplexity are measured with a view of what is to be predicted, and generation computes every "
+            "token anew for each one that it adds. Choose routing = 'chunk', 'prompt' or 'token' for a model that is to generate."
+        ]

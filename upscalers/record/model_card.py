@@ -25,14 +25,16 @@ def model_card(
     memories: Memories,
     counts: ParameterCounts,
     request: dict[str, Any],
+    concerns: Sequence[str],
     measurements: Sequence[Measurement],
     carried: dict[str, Any],
     repository: str | None,
 ) -> str:
-    """The text of `README.md`: metadata, how to load it, the plan as a table, the counts, licence, what to cite.
+    """The text of `README.md`: metadata, how to load it, what to know, the plan as a table, the counts, licence, what to cite.
 
     Args:
         memories: Those of the upscaled model.
+        concerns: What a person should know of the result, as the run warned of it.
         carried: What holds of the base's metadata, from `base_metadata`.
         repository: Where it will be uploaded to; None where that is not known. The folder's name is left out, so that
             the same request gives the same bytes wherever the output lies.
@@ -68,6 +70,7 @@ def model_card(
             f"model = {load}",
             "```",
             "",
+            *(["## Know before use", "", *(f"- {concern}" for concern in concerns), ""] if concerns else []),
             "## Parameters",
             "",
             "| base | new | total | trained by the method |",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
@@ -20,16 +21,25 @@ DIGEST_KEY = "base_sha256"
 EDITS_KEY = "chapter_edits"
 
 
-def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int) -> Config:
+def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memories: Memories) -> Config:
     """What the config of an upscaled model remembers: enough to train the right layers and to strip them again.
 
-    It stays with the model when it is saved after training, which `upscale.json` does not.
+    It stays with the model when it is saved after training, which `upscale.json` does not. A model of which a memory looks at
+    later tokens is said to be not `causal`, so that nobody compares its perplexity with others'.
+
+    Args:
+        method: With its options.
+        base: The base.
+        plan: Of the layers.
+        seed: Of everything random.
+        memories: Those of the upscaled model.
     """
     return {
         "method": method.name,
         "new_layers": plan.new_indices,
         **({"new_memories": list(plan.new_memories)} if plan.new_memories else {}),
         "trainable": method.trained,
+        **({"causal": False} if memories.reads_ahead else {}),
         "plan": plan.to_list(),
         "options": dataclasses.asdict(method.options),
         "seed": seed,

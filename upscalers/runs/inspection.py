@@ -24,7 +24,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
         model: A folder or hub id; its `config.json` is enough.
 
     Returns:
-        `{"model", "method", "base", "options", "seed", "trainable", "model_type", "memory", "parameters", "layers",
+        `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "layers",
         "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` per layer. Where chapters were edited,
         `"chapter_edits"` has the edits. What `strip` gave back has
         `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
@@ -64,6 +64,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             "options": entry.get("options") or {},
             "seed": entry.get("seed"),
             "trainable": entry.get("trainable"),
+            "causal": entry.get("causal", True),
             "model_type": opened.config["model_type"],
             "memory": opened.config.get("memory") or [],
             "parameters": {

@@ -11,6 +11,7 @@ from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAM
 from upscalers.checkpoint.source import Source
 from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
+from upscalers.plan.attention_pattern import pattern_concern
 from upscalers.plan.plan import Plan
 from upscalers.record.provenance import CONFIG_KEY, config_entry
 from upscalers.record.report import ParameterCounts
@@ -56,11 +57,19 @@ class Job:
     def config(self) -> Config:
         """The raw config of the upscaled model, as far as it is known before anything is written."""
         config = self.method.config(self.base, self.plan)
-        config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed)
+        memories = memories_of(self.base.family, config)
+        config[CONFIG_KEY] = config_entry(self.method, self.base, self.plan, self.seed, memories)
         if self.dtype != "auto":
             config.pop("torch_dtype", None)
             config["dtype"] = self.dtype
         return config
+
+    @cached_property
+    def concerns(self) -> list[str]:
+        """What a person should know of the result, before the work begins and whenever the model is used."""
+        remedy = self.method.pattern_remedy(self.base, self.plan)
+        pattern = pattern_concern(self.base, self.config, remedy)
+        return [*self.method.concerns(self.base, self.plan), *([pattern] if pattern else [])]
 
     @cached_property
     def layers(self) -> list[dict[str, Recipe]]:

@@ -13,7 +13,6 @@ from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_fol
 from upscalers.checkpoint.source import name_and_revision, resolve_source
 from upscalers.landing.output_folder import OutputFolder
 from upscalers.methods.contract import Method, get_method
-from upscalers.plan.attention_pattern import pattern_concern
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line
@@ -125,8 +124,7 @@ def upscale(
         remark = None if num_new_layers is not None else chosen.default_remark(opened, job.plan, placement)
         if remark:
             progress.note(remark)
-        pattern = pattern_concern(opened, job.config, chosen.pattern_remedy(opened, job.plan))
-        for concern in [*chosen.concerns(opened, job.plan), *([pattern] if pattern else [])]:
+        for concern in job.concerns:
             progress.warn(concern)
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         outcome = Outcome(Identity(None, None), Bytes(0, num_bytes))

@@ -172,6 +172,7 @@ class Writing:
             memories_of(job.base.family, config),
             counts,
             request,
+            job.concerns,
             outcome.measurements,
             base_metadata(job.source, self.progress),
             job.repository,
