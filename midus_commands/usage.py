@@ -52,7 +52,7 @@ def midus_usage(
     from tqdm import tqdm
 
     from midus_hf.analysis.report import draw_usage, usage_table
-    from midus_hf.analysis.usage import record_usage
+    from midus_hf.analysis.usage import record_usage, uncounted_memories
     from midus_hf.documents import describe_files, read_documents
     from midus_hf.evaluation.perplexity import perplexity
     from midus_hf.evaluation.settings import check_dtype
@@ -81,13 +81,17 @@ def midus_usage(
                 batch_size=batch_size,
                 progress=show_progress,
             )
-    layers = usage.summary()
+    layers, uncounted = usage.summary(), uncounted_memories(loaded)
+    for memory_type, of_type in uncounted.items():
+        listed = ", ".join(map(str, of_type))
+        print(f"not counted: memory of type {memory_type} in layers {listed}, which has no slots", file=sys.stderr)
     if json_output:
         report = {
             "model": model,
             "tokens": result.tokens,
             "perplexity": result.perplexity,
             "layers": {layer: dataclasses.asdict(of_layer) for layer, of_layer in layers.items()},
+            "not_counted": uncounted,
         }
         print(json.dumps(report, indent=2, allow_nan=False))
     else:

@@ -107,9 +107,10 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
         if isinstance(module, RetrievesSlots)
     ]
     if not memories:
+        others = ", ".join(uncounted_memories(bare))
         raise ValueError(
-            f"this {bare.config.model_type} model has no memory that retrieves slots; expected an upscaled model with "
-            "memory layers."
+            f"this {bare.config.model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
+            "expected an upscaled model with memory layers of type headwise, product-key or linear."
         )
     for layer, memory in memories:
         if any(parameter.device.type == "meta" for parameter in memory.parameters()):
@@ -129,6 +130,22 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
     finally:
         for handle in handles:
             handle.remove()
+
+
+def uncounted_memories(model: nn.Module) -> dict[str, list[int]]:
+    """The layers of those memories that retrieve no slots, by their type: `record_usage` has nothing to count there.
+
+    Args:
+        model: As `record_usage` takes it.
+    """
+    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    layers: dict[str, list[int]] = {}
+    for layer, block in enumerate(bare.get_decoder().layers):
+        for module in block.modules():
+            memory_type = getattr(module, "memory_type", None)  # of the code that a checkpoint brought as well
+            if isinstance(memory_type, str) and not isinstance(module, RetrievesSlots):
+                layers.setdefault(memory_type, []).append(layer)
+    return layers
 
 
 def _device_of(memory: nn.Module) -> torch.device:

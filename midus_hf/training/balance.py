@@ -57,7 +57,10 @@ class Readings:
             ValueError: If nothing was read.
         """
         if not self._readings:
-            raise ValueError("no memory has read anything; expected a forward pass of a model with memory layers.")
+            raise ValueError(
+                "no memory that selects sub-keys has read anything; expected a forward pass of a model with head-wise, product-key "
+                "or linear memory. Set balance_loss to 0; routers of chapters have a load-balance loss of their own."
+            )
         losses = []
         for reading in self._readings:
             with torch.autocast(**reading.autocast):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from midus_commands.usage import main
 from midus_hf.analysis.report import draw_usage, usage_curves
 from midus_hf.analysis.usage import record_usage
+from upscalers import upscale
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -116,6 +117,30 @@ def test_a_model_that_cannot_be_loaded_or_has_no_memory_is_refused(model, text, 
     assert (
         "error: this llama model has no memory that retrieves slots; expected an upscaled" in capsys.readouterr().err
     )
+
+
+CHAPTERS = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [0, 2]}
+"""Memory that has a router, and no slots."""
+
+
+def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, text, tmp_path, capsys):
+    upscale(base=model.parent / "base", method="moc", output=tmp_path / "moc", options=CHAPTERS)
+    assert main([str(tmp_path / "moc"), "--text", str(text)]) == 2
+    assert (
+        "error: this midus_llama model has no memory that retrieves slots, only memory of type chapters; expected an upscaled model "
+        "with memory layers of type headwise, product-key or linear.\n"
+    ) in capsys.readouterr().err
+
+
+def test_memories_without_slots_are_named_beside_those_that_are_counted(model, text, tmp_path, capsys):
+    upscale(base=model, method="moc", output=tmp_path / "both", options={**CHAPTERS, "layers": 2})
+    assert main([str(tmp_path / "both"), "--text", str(text), "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert list(report["layers"]) == [str(layer) for layer in NEW_LAYERS]
+    (listed,) = report["not_counted"].values()
+    assert len(listed) == 2 and not set(listed) & set(NEW_LAYERS)
+    assert f"not counted: memory of type chapters in layers {listed[0]}, {listed[1]}, which has no slots" in err
 
 
 def test_without_matplotlib_a_picture_says_how_to_install_it(model, text, capsys, monkeypatch):

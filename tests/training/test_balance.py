@@ -85,7 +85,8 @@ def test_hooks_are_removed_when_the_forward_pass_fails():
 
 def test_without_a_forward_pass_there_is_no_loss():
     with pytest.raises(
-        ValueError, match=r"no memory has read anything; expected a forward pass of a model with memory"
+        ValueError,
+        match=r"no memory that selects sub-keys has read anything; expected a forward pass of a model with head",
     ):
         Readings().balance_loss()
 
