@@ -43,6 +43,7 @@ VARIANTS = [
     Variant("midus-hml", "midus-hml"),
     Variant("midus-pkm", "midus-pkm"),
     Variant("midus-linear", "midus-linear"),
+    Variant("moc", "moc"),
     Variant("llama-pro", "llama-pro"),
     Variant("opt-deus", "opt-deus"),
     Variant("avg-deus, identity=auto", "avg-deus", ("identity=auto",)),

@@ -14,11 +14,12 @@ from benchmarks.models.bases import CONFIGS
 from midus_hf.memory import MemoryModule
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.methods.contract import get_method
+from upscalers.plan.plan import Base, Plan
 from upscalers.request.options import parse_options
 
 BASE = "base"
 OWN_ORDER = ""
-"""The placement of a method that orders the layers itself, and of the base."""
+"""The placement of a method that orders the layers itself or adds none, and of the base."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,25 @@ class Variant:
         method: Name of an upscaling method, or `"base"`.
         placement: Of its new layers.
         config: Raw `config.json`.
-        new_layers: Indices of the layers that the base does not have.
+        plan: Of its layers, which says what the base does not have.
         trained: `"new"` layers alone, or `"all"`.
     """
 
     method: str
     placement: str
     config: dict[str, Any]
-    new_layers: tuple[int, ...]
+    plan: Plan
     trained: Literal["new", "all"]
 
     @property
     def name(self) -> str:
         """For people."""
         return f"{self.method} ({self.placement})" if self.placement else self.method
+
+    @property
+    def new_layers(self) -> list[int]:
+        """Indices of the layers that the base does not have."""
+        return self.plan.new_indices
 
     @property
     def architecture(self) -> str:
@@ -135,15 +141,14 @@ def build(variant: Variant, dtype: str, device: str) -> PreTrainedModel:
 def set_trained(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:
     """Let what the method trains have gradients, and nothing else; returns it."""
     model.requires_grad_(variant.trained == "all")
-    for index in variant.new_layers:
-        model.get_decoder().layers[index].requires_grad_(True)
+    for parameter in new_parameters(model, variant):
+        parameter.requires_grad_(True)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def parameters_in(model: PreTrainedModel, layers: tuple[int, ...]) -> int:
-    """Parameters of these layers."""
-    stack = model.get_decoder().layers
-    return sum(parameter.numel() for index in layers for parameter in stack[index].parameters())
+def new_parameters(model: PreTrainedModel, variant: Variant) -> list[torch.nn.Parameter]:
+    """What the base does not have: new layers, and memory that was attached."""
+    return [parameter for name, parameter in model.named_parameters() if variant.plan.owns(name)]
 
 
 def _placements(method: str, placements: list[str] | None) -> list[str | None]:
@@ -156,7 +161,8 @@ def _placements(method: str, placements: list[str] | None) -> list[str | None]:
 
 def _variant(base: BaseModel, name: str, placement: str | None) -> Variant:
     if name == BASE:
-        return Variant(BASE, OWN_ORDER, dict(base.config), (), "all")
+        layers = tuple(map(Base, range(base.num_layers)))
+        return Variant(BASE, OWN_ORDER, dict(base.config), Plan(layers, base.num_layers), "all")
     method_class = get_method(name)
     method = method_class(parse_options(method_class.options_class, {}, name))
     method.check(base)
@@ -165,6 +171,6 @@ def _variant(base: BaseModel, name: str, placement: str | None) -> Variant:
         method=name,
         placement=placement or method_class.default_placement or OWN_ORDER,
         config=method.config(base, plan),
-        new_layers=tuple(plan.new_indices),
+        plan=plan,
         trained=method.trained,
     )

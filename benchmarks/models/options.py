@@ -7,7 +7,7 @@ from benchmarks.models.bases import CONFIGS
 from benchmarks.models.points import PHASES
 from benchmarks.ops.options import add_results, numbers, words
 
-METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "solar"]
+METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

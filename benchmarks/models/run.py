@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks.device import chosen_device, require_working
-from benchmarks.models.build import Variant, build, parameters_in, read_base, set_trained, shrunk, variants
+from benchmarks.models.build import Variant, build, new_parameters, read_base, set_trained, shrunk, variants
 from benchmarks.models.measure import Measured, measure
 from benchmarks.models.points import Point, points
 from benchmarks.models.results import FILE, Measurements, Row, Subject, subject_of
@@ -165,8 +165,9 @@ class _Bench:
     def _count(self, model: PreTrainedModel, variant: Variant) -> None:
         if variant.name not in self.counts:
             trained = sum(parameter.numel() for parameter in set_trained(model, variant))
+            new = sum(parameter.numel() for parameter in new_parameters(model, variant))
             total = sum(parameter.numel() for parameter in model.parameters())
-            self.counts[variant.name] = _Counts(parameters_in(model, variant.new_layers), trained, total)
+            self.counts[variant.name] = _Counts(new, trained, total)
 
     def _success(self, variant: Variant, point: Point, number: int, measured: Measured) -> Row:
         peak = "" if measured.peak_bytes is None else f"  {measured.peak_bytes / 1e9:7.2f} GB"

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.models.build import build, parameters_in, read_base, set_trained, variants
+from benchmarks.models.build import build, new_parameters, read_base, set_trained, variants
 from benchmarks.models.measure import measure
 from benchmarks.models.options import METHODS
 from benchmarks.models.points import Point
@@ -57,7 +57,7 @@ def test_models_that_read_alike_are_read_once_and_trained_each(model_arguments, 
     ("base", "total", "new"),
     [
         ("smollm2-135m", 134_515_008, {"llama-pro": 53_100_000, "midus-hml": 13_341_120}),
-        ("llama-3.2-1b", 1_235_814_400, {"llama-pro": 486_600_000, "midus-hml": 54_542_336}),
+        ("llama-3.2-1b", 1_235_814_400, {"llama-pro": 486_600_000, "midus-hml": 54_542_336, "moc": 76_030_208}),
         ("llama-3.1-8b", 8_030_261_248, {"opt-deus": 3_490_000_000, "midus-hml": 423_700_000}),
     ],
 )
@@ -65,10 +65,10 @@ def test_models_have_their_published_sizes(base, total, new):
     for name, variant in _by_name(base, ["base", *new], ["top-heavy"]).items():
         model = build(variant, "bfloat16", "meta")
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        inserted = parameters_in(model, variant.new_layers)
-        assert parameters - inserted == total, name
+        added = sum(parameter.numel() for parameter in new_parameters(model, variant))
+        assert parameters - added == total, name
         if variant.method != "base":
-            assert inserted == pytest.approx(new[variant.method], rel=0.001)
+            assert added == pytest.approx(new[variant.method], rel=0.001)
 
 
 def test_memories_hold_values_and_only_new_layers_train(tmp_path, model_arguments):
@@ -82,6 +82,17 @@ def test_memories_hold_values_and_only_new_layers_train(tmp_path, model_argument
         trained = {id(parameter) for parameter in set_trained(model, variant)}
         stack = model.get_decoder().layers
         assert trained == {id(p) for index in variant.new_layers for p in stack[index].parameters()}
+
+
+def test_attached_memory_and_its_tables_train_and_nothing_else(model_arguments):
+    (variant,) = _by_name(model_arguments().base[0], ["moc"]).values()
+    model = build(variant, "float32", "cpu")
+    assert variant.new_layers == []
+    trained = {id(parameter) for parameter in set_trained(model, variant)}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in trained}
+    assert "model.memory_tables.chapters.0.bank" in names
+    assert all(".memories.chapters." in name or ".memory_tables.chapters." in name for name in names)
+    assert names == {name for name, _ in model.named_parameters() if "chapters" in name}
 
 
 def test_a_step_trains_what_the_method_trains_and_leaves_no_gradients(model_arguments):
