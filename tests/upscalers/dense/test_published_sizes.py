@@ -24,6 +24,8 @@ COUNTS = {
 """Parameters that are new and in all, and what MIDUS says of them (tables 12 and 4): billions trained and in all."""
 
 DENSE = ["llama-pro", "solar", "avg-deus", "linear-combination", "attenuated-copy", "lesa", "opt-deus"]
+ATTACHING = ["moc"]
+"""Methods that add no layers."""
 
 
 @pytest.fixture(params=BASES)
@@ -58,7 +60,7 @@ def test_solar_as_slices_has_the_same_counts(model):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_path):
+def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has_or_attaches_memory(name, tmp_path):
     recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
     parse_options(RunRequest, recipe, name)
     if name == "demo":
@@ -72,6 +74,9 @@ def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_pa
     folder = write_config(tmp_path / "base", BASES[base_id])
     report = upscale(**{**recipe, "base": folder, "output": None, "dry_run": True})
     layers = BASES[base_id]["num_hidden_layers"]
+    if recipe["method"] in ATTACHING:
+        assert (report.num_layers, report.new_layer_indices, report.promises_identity) == (layers, [], True)
+        return
     assert (report.num_layers, len(report.new_layer_indices)) == (layers + layers // 2, layers // 2)
     if recipe["method"] not in ("solar", "slices"):
         assert report.new_layer_indices == TABLES[layers, layers // 2][recipe["placement"]]
@@ -81,7 +86,7 @@ def test_every_recipe_plans_half_as_many_new_layers_as_its_base_has(name, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "method", ["solar", "llama-pro", "avg-deus", "lesa", "opt-deus", "midus-hml", "midus-pkm", "midus-linear"]
+    "method", ["solar", "llama-pro", "avg-deus", "lesa", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc"]
 )
 @pytest.mark.parametrize("base", SHORT_NAMES)
 def test_there_is_a_recipe_of_every_method_of_the_papers_for_both_bases(method, base):
