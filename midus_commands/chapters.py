@@ -142,7 +142,7 @@ def import_(
 
 
 def _request(model: str, output: str, memory: str | None, bank: int | None, overwrite: bool) -> Any:
-    from upscalers.chapters.editing import EditRequest
+    from upscalers.chapters.checkpoint_edit import EditRequest
     from upscalers.console import Console
 
     return EditRequest(model, output, memory, bank, overwrite, Console("midus-chapters"))

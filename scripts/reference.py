@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "reference.md"
 MODULES = {
     "upscalers": [],
     "upscalers.runs.inspection": ["inspect_checkpoint"],
-    "upscalers.chapters.editing": ["EditRequest", "zero", "swap", "prune", "import_file"],
+    "upscalers.chapters.checkpoint_edit": ["EditRequest"],
+    "upscalers.chapters.editing": ["zero", "swap", "prune", "import_file"],
     "upscalers.chapters.exporting": ["export"],
     "upscalers.chapters.listing": ["list_chapters"],
     "midus_hf.training": [],

@@ -200,8 +200,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(table, "options", ", ".join(f"{key}={value}" for key, value in inspection["options"].items()))
     _add(table, "seed", str(inspection["seed"]))
     for edit in inspection.get("chapter_edits", []):
-        numbers = ", ".join(map(str, edit["chapters"]))
-        _add(table, "edited", f"midus-chapters {edit['command']}, chapters {numbers} of {edit['memory']}")
+        _add(table, "edited", f"midus-chapters {edit['command']}, chapters {edit['chapters']} of {edit['memory']}")
     _add(
         table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )

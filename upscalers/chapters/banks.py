@@ -1,5 +1,6 @@
 """The banks of a checkpoint's memory of chapters, and the routers that open them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,3 +131,21 @@ def find_memory(model: BaseModel, name: str | None) -> ChapterMemory:
             f"memory is {name!r}; expected the name of a memory of chapters, of which the model has: {', '.join(found)}."
         )
     return next(iter(found.values())) if name is None else found[name]
+
+
+def check_all(verb: str, memory: ChapterMemory, banks: Sequence[Bank]) -> None:
+    """Check that an edit of what all banks of a memory have in common is one of all.
+
+    Args:
+        verb: What the edit does, for the message.
+        memory: That is edited.
+        banks: Those of its banks that are.
+
+    Raises:
+        RequestError: If there are others.
+    """
+    if len(banks) < len(memory.banks):
+        raise RequestError(
+            f"bank is {banks[0].number}; expected none to {verb}, for the {len(memory.banks)} banks of memory {memory.name!r} "
+            "have their sizes in common. Leave --bank out."
+        )

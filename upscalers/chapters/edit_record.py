@@ -8,7 +8,10 @@ from upscalers.architecture.families import Config
 from upscalers.record.provenance import CONFIG_KEY, EDITS_KEY, has_config_entry
 
 Edit = dict[str, Any]
-"""`{"command", "chapters", "version", "memory"}`, and what else was asked for."""
+"""`{"command", "chapters", "version", "memory", "banks"}`, chapters as people write them, and what else was asked for."""
+
+_EDITED = ("memory_tokens", "chapters", "shared_chapters", "bank_bits")
+"""The options that follow an edit."""
 
 _HEADING = "## Edited chapters"
 
@@ -28,8 +31,7 @@ def edited_config(config: Config, memory: str, options: ChaptersOptions, edit: E
     config = copy.deepcopy(config)
     for entry in config.get("memory") or []:
         if entry.get("type") == options.type and entry.get("name", options.type) == memory:
-            sizes = ("memory_tokens", "chapters", "shared_chapters")
-            entry.update({size: getattr(options, size) for size in sizes})
+            entry.update({name: getattr(options, name) for name in _EDITED})
             if has_config_entry(config):
                 record = config[CONFIG_KEY]
                 record[EDITS_KEY] = [*(record.get(EDITS_KEY) or []), edit]

@@ -33,8 +33,7 @@ def print_chapters(listed: dict[str, Any]) -> None:
             console.print(Text(f"\nbank {bank['bank']}, {read_by}; bias: of the router of a layer"))
             console.print(_summary(bank) if memory["chapters"] > _MOST_CHAPTERS else _all_chapters(memory, bank))
     for edit in listed["edits"]:
-        numbers = written(edit["chapters"])
-        console.print(Text(f"edited: {edit['command']}, chapters {numbers} of {edit['memory']}"))
+        console.print(Text(f"edited: {edit['command']}, chapters {edit['chapters']} of {edit['memory']}"))
 
 
 def print_edit(result: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ def test_import_puts_chapters_into_places(tmp_path, chapters, model, exported):
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "out"))
     assert after["memory"] == before["memory"]
     (edit,) = after["upscale"]["chapter_edits"]
-    assert (edit["command"], edit["chapters"], edit["file"]) == ("import", [1, 5], "two.safetensors")
+    assert (edit["command"], edit["chapters"], edit["file"]) == ("import", "1,5", "two.safetensors")
 
 
 def test_import_appends_chapters_and_the_config_follows(tmp_path, chapters, model, exported):

@@ -22,8 +22,8 @@ def edited(chapters, model, output):
 def edits(memory="chapters"):
     told = {"version": version("midus-hf"), "memory": memory, "banks": [0]}
     return [
-        {"command": "swap", "chapters": [1, 2], **told, "with_router": False},
-        {"command": "prune", "chapters": [4], **told},
+        {"command": "swap", "chapters": "1-2", **told, "with_router": False},
+        {"command": "prune", "chapters": "4", **told},
     ]
 
 
@@ -52,7 +52,7 @@ def test_the_model_card_tells_of_each_edit_once(tmp_path, chapters, checkpoint):
     assert card == (
         "# A model\n\nWith chapters.\n\n## Edited chapters\n\n"
         "What stands above tells of the upscaling, its numbers included. Since then:\n\n"
-        f"- `midus-chapters swap` of midus_hf {version('midus-hf')}: chapters 1, 2, memory chapters, banks 0, with_router False\n"
+        f"- `midus-chapters swap` of midus_hf {version('midus-hf')}: chapters 1-2, memory chapters, banks 0, with_router False\n"
         f"- `midus-chapters prune` of midus_hf {version('midus-hf')}: chapters 4, memory chapters, banks 0\n"
     )
 
@@ -73,7 +73,7 @@ def test_inspect_tells_of_edits(tmp_path, chapters, command, checkpoint):
     assert "chapter_edits" not in inspect_checkpoint(checkpoint)
     shown = command("inspect", output)
     assert shown.status == 0
-    assert "midus-chapters swap, chapters 1, 2 of chapters" in shown.out
+    assert "midus-chapters swap, chapters 1-2 of chapters" in shown.out
 
 
 def test_a_memory_of_the_base_stays_whole_where_the_base_is_stripped(tmp_path, chapters):

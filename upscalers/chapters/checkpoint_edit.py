@@ -1,0 +1,161 @@
+"""One edit of a checkpoint's chapters: another checkpoint, whose other tensors and files are the same bytes."""
+
+import importlib.metadata
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from midus_config.memories.chapters import ChaptersOptions
+from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
+from upscalers.chapters.edit_record import Edit, edited_card, edited_config
+from upscalers.chapters.numbers import written
+from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
+from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files, resolve_source
+from upscalers.landing.output_folder import OutputFolder
+from upscalers.landing.ownership import code_files
+from upscalers.record.provenance import (
+    EDITS_KEY,
+    read_config_entry,
+    read_plan,
+    read_record,
+    write_record,
+)
+from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.runs.code import write_code_of
+from upscalers.tensors.recipes import Copy
+from upscalers.tensors.writer import CheckpointWriter, OutputTensor
+
+
+@dataclass(frozen=True)
+class EditRequest:
+    """What every edit of a checkpoint is told.
+
+    Args:
+        model: A checkpoint with chapters, trained or not: a folder or a hub id.
+        output: The folder to make.
+        memory: Name of one of several memories of chapters. Default: the only one.
+        bank: Number of one of several banks. Default: all.
+        overwrite: As for `upscale`. Default: False.
+        progress: Told of every step. Default: silent.
+    """
+
+    model: str | Path
+    output: str | Path
+    memory: str | None = None
+    bank: int | None = None
+    overwrite: bool = False
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Decided:
+    """An edit that was decided on.
+
+    Args:
+        options: That the memory has afterwards.
+        numbers: Of the chapters, as they are recorded.
+        tensors: By the name of each tensor that does not stay as it is, what is written in its place.
+        asked: What else is recorded. Default: nothing.
+        sources: Tensors from elsewhere that recipes read. Default: none.
+    """
+
+    options: ChaptersOptions
+    numbers: tuple[int, ...]
+    tensors: Mapping[str, Sequence[OutputTensor]]
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+
+def edit_checkpoint(
+    command: str, request: EditRequest, decide: Callable[[ChapterMemory, Sequence[Bank]], Decided]
+) -> dict[str, Any]:
+    """Write the checkpoint that an edit makes of another one.
+
+    Args:
+        command: What the edit is called.
+        request: From what to what.
+        decide: Decides, for a memory and those of its banks that are edited, what becomes of them.
+
+    Returns:
+        `{"command", "model", "output", "memory", "banks", "chapters", "chapters_before", "chapters_after", "bytes_written",
+        "seconds"}`, `chapters` a list of numbers.
+
+    Raises:
+        RequestError: If the memory or the bank is not there, or the output cannot be made.
+    """
+    started = time.perf_counter()
+    progress = request.progress or NoProgress()
+    with resolve_source(str(request.model)) as source:
+        config = read_config(source.folder)
+        entry = read_config_entry(config, source.folder)
+        opened = open_base(source.folder)
+        memory = find_memory(opened, request.memory)
+        banks = memory.chosen_banks(request.bank)
+        decided = decide(memory, banks)
+        if not read_plan(entry, opened).owns(banks[0].rows[0]):
+            progress.warn(
+                f"memory {memory.name!r} belongs to the base of this upscaling: what strip gives back will have the edit too."
+            )
+        edit: Edit = {
+            "command": command,
+            "chapters": written(decided.numbers),
+            "version": importlib.metadata.version("midus-hf"),
+            "memory": memory.name,
+            "banks": [bank.number for bank in banks],
+            **decided.asked,
+        }
+        shards = _shards(opened, decided)
+        num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
+        folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
+        folder.check_space(num_bytes)
+        with folder as partial, shown(progress):
+            begin_writing(progress, num_bytes, len(shards))
+            writer = CheckpointWriter({**opened.tensors, **decided.sources}, scan=False, progress=progress)
+            done = writer.write(partial, shards)
+            _write_siblings(source.folder, partial, edited_config(config, memory.name, decided.options, edit), edit)
+            open_base(partial)
+            folder.commit()
+    return {
+        "command": command,
+        "model": str(request.model),
+        "output": str(request.output),
+        "memory": memory.name,
+        "banks": edit["banks"],
+        "chapters": list(decided.numbers),
+        "chapters_before": memory.options.chapters,
+        "chapters_after": decided.options.chapters,
+        "bytes_written": done.bytes_written,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _shards(model: BaseModel, decided: Decided) -> dict[str, list[OutputTensor]]:
+    """The tensors of the result in the files that they were in, in their order."""
+    shards: dict[str, list[OutputTensor]] = {}
+    for name, stored in sorted(model.tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
+        assert stored.file is not None
+        kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
+        shards.setdefault(stored.file.name, []).extend(decided.tensors.get(name, kept))
+    return shards
+
+
+def _write_siblings(folder: Path, partial: Path, config: dict[str, Any], edit: Edit) -> None:
+    """Write what lies beside the weights: what knows of chapters as it is now, all else as it was."""
+    copy_travelling_files(folder, partial)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    record, card = read_record(folder), folder / CARD_FILE
+    if record is not None:
+        write_record(partial, {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]})
+    if card.is_file():
+        text = edited_card(card.read_text(encoding="utf-8"), edit)
+        (partial / CARD_FILE).write_text(text, encoding="utf-8")
+    code = code_files(folder)
+    for file in code:
+        shutil.copyfile(file, partial / file.name)
+    if config.get("auto_map") and not code:  # the hub's client fetches none
+        write_code_of(partial)
