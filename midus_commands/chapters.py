@@ -103,6 +103,21 @@ def prune(
 
 
 @app.command()
+def quantise(
+    model: Model,
+    output: Output,
+    bits: Annotated[int, typer.Option(help="Of each integer: 8 or 4.", metavar="N")] = 8,
+    memory: Memory = None,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Round all banks to integers with a scale per row; they take less room and no longer train."""
+    from upscalers.chapters.quantising import quantise as quantise_banks
+
+    _show(quantise_banks(_request(model, output, memory, None, overwrite), bits), json_)
+
+
+@app.command()
 def export(
     model: Model,
     chapters: Chapters,

@@ -18,6 +18,7 @@ MODULES = {
     "upscalers.runs.inspection": ["inspect_checkpoint"],
     "upscalers.chapters.checkpoint_edit": ["EditRequest"],
     "upscalers.chapters.editing": ["zero", "swap", "prune", "import_file"],
+    "upscalers.chapters.quantising": ["quantise"],
     "upscalers.chapters.exporting": ["export"],
     "upscalers.chapters.listing": ["list_chapters"],
     "midus_hf.training": [],

@@ -88,6 +88,10 @@ class ChapterMemory:
         return self.model.new_name(layer, f"{ATTACHED}.{self.name}.{name}")
 
 
+STORED_INTEGERS = {8: "I8", 4: "U8"}
+"""The container's name of what rows of integers are stored as, by their bits."""
+
+
 def row_names(bank_bits: int | None) -> tuple[str, ...]:
     """Names of the tensors of a bank that have a row for each memory token, or for its first factor.
 

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from upscalers.chapters.banks import Bank, ChapterMemory, row_names
+from upscalers.chapters.banks import STORED_INTEGERS, Bank, ChapterMemory, row_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header, read_metadata
 from upscalers.request.errors import RequestError
 
 METADATA_KEY = "midus_chapters"
-_INTEGERS: dict[int | None, str] = {8: "I8", 4: "U8"}
-"""What rows of integers are stored as, by their bits."""
 
 
 def router_weight(layer: int) -> str:
@@ -168,7 +166,9 @@ def _is_sound(file: ChapterFile) -> bool:
         and len(set(file.chapters)) == count
         and {name: tensor.shape for name, tensor in file.tensors.items()} == expected
         and all(
-            tensor.dtype == _INTEGERS[file.bank_bits] if name == "bank_integers" else tensor.dtype in TORCH_NAMES
+            tensor.dtype == STORED_INTEGERS.get(file.bank_bits or 0)
+            if name == "bank_integers"
+            else tensor.dtype in TORCH_NAMES
             for name, tensor in file.tensors.items()
         )
     )

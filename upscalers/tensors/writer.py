@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from upscalers.checkpoint.base_model import INDEX_FILE, SINGLE_FILE
-from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, copy_bytes, layout, write_all
+from upscalers.checkpoint.safetensors_format import (
+    INTEGER_NAMES,
+    TORCH_NAMES,
+    StoredTensor,
+    copy_bytes,
+    layout,
+    write_all,
+)
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
@@ -331,7 +338,7 @@ def _refuse_not_finite(values: "torch.Tensor", name: str) -> None:
 def _to_bytes(values: "torch.Tensor", tensor: OutputTensor) -> memoryview:
     import torch
 
-    dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
+    dtype = getattr(torch, (TORCH_NAMES | INTEGER_NAMES)[tensor.dtype])
     cast = values.to(dtype).contiguous()
     if dtype != values.dtype and (cast.isinf() & ~values.isinf()).any():
         largest = values[values.isfinite()].abs().max().item()

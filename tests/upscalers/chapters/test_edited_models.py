@@ -6,6 +6,7 @@ from models.fresh_process import run_python
 from tiny import prompt
 
 from midus_hf.analysis.chapter_edits import swap_chapters, zero_chapters
+from midus_hf.ops.row_quantisation import dequantise_rows, quantise_rows
 from tests.upscalers.checkpoints import file_digests, load, logits, read_tensors, save_base, write_tensors
 from upscalers import strip, upscale
 
@@ -77,6 +78,18 @@ def test_a_chapter_that_is_never_chosen_is_pruned_and_appended_without_a_trace(t
     assert chapters("export", trained, "--chapters", "3", "--output", file).status == 0
     assert chapters("import", tmp_path / "pruned", file, "--append", "--output", tmp_path / "again").status == 0
     assert same(logits(tmp_path / "again"), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rounded_model_computes_what_rounded_rows_give(tmp_path, chapters, bits):
+    model = make(tmp_path)
+    assert chapters("quantise", model, "--bits", bits, "--output", tmp_path / "out").status == 0
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"]
+    tensors, usual = read_tensors(model), logits(model)
+    bank = tensors["model.memory_tables.chapters.0.bank"]
+    bank.copy_(dequantise_rows(*quantise_rows(bank, bits), bits, bank.dtype))
+    write_tensors(model, tensors)
+    assert same(logits(tmp_path / "out"), logits(model)) and not same(logits(model), usual)
 
 
 def test_an_edited_model_generates(tmp_path, chapters, trained):

@@ -18,7 +18,7 @@ def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, chapters):
     for name in ("smollm2-135m-moc", "another-moc"):
         save_chapters(tmp_path / name, chapters=12, memory_tokens=24)
     commands = re.findall(r"^midus-chapters (.*)$", PAGE, flags=re.MULTILINE)
-    assert {line.split()[0] for line in commands} == {"list", "zero", "swap", "prune", "export", "import"}
+    assert {line.split()[0] for line in commands} == {"list", "zero", "swap", "prune", "quantise", "export", "import"}
     for line in commands:
         done = chapters(*line.split())
         assert done.status == 0, (line, done.err)
