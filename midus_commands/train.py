@@ -114,8 +114,9 @@ def _keys() -> str:
     """What the docstrings of the options say of their keys, read from the source: importing it takes seconds."""
     package = importlib.util.find_spec("midus_hf")
     assert package is not None and package.submodule_search_locations
-    source = Path(package.submodule_search_locations[0], "training", "options.py").read_text(encoding="utf-8")
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    folder = Path(package.submodule_search_locations[0], "training")
+    trees = [ast.parse((folder / name).read_text(encoding="utf-8")) for name in ("options.py", "rates.py")]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 
     def keys_of(name: str) -> str:
         documentation = ast.get_docstring(classes[name]) or ""
@@ -123,6 +124,7 @@ def _keys() -> str:
 
     sections = (
         f"keys of CONFIG:\n{keys_of('TrainConfig')}",
+        f"rates, which are keys of CONFIG too:\n{keys_of('Rates')}",
         f"keys of corpus:\n{keys_of('CorpusOptions')}",
         f"and, where corpus is a list, of each of its corpora:\n{keys_of('WeightedCorpus')}",
     )

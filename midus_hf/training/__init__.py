@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from midus_hf.training.freezing import TrainableReport, set_trainable
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
 from midus_hf.training.parameter_groups import group_schedules, parameter_groups
+from midus_hf.training.rates import Rates
 
 if TYPE_CHECKING:
     from midus_hf.training.lora import lora_config
@@ -28,6 +29,7 @@ _MODULE_OF = {
 __all__ = [
     "CorpusOptions",
     "MemoryTrainer",
+    "Rates",
     "TrainConfig",
     "TrainResult",
     "TrainableReport",

@@ -1,6 +1,7 @@
 """Which parameters train: the layers that were added to the base, everything, or layers by their indices."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
 from rich.console import Group, RenderableType
@@ -29,6 +30,7 @@ class TrainableReport:
         total_parameters: All parameters; tied ones count once.
         parameters_of_part: Parameters that train by what they belong to: a part of the layers, such as their
             attention, or a part of the model outside them.
+        frozen: Roles of memory tensors that were taken out of what trains. Default: none.
     """
 
     trainable: Literal["new", "all"] | list[int] | list[Role]
@@ -37,6 +39,7 @@ class TrainableReport:
     parameters: int
     total_parameters: int
     parameters_of_part: dict[str, int]
+    frozen: list[Role] = dataclasses.field(default_factory=list)
 
     def __rich__(self) -> RenderableType:
         indices = ", ".join(map(str, self.layers))
@@ -48,6 +51,8 @@ class TrainableReport:
                 f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone",
                 f"layers {indices}",
             )
+        if self.frozen:
+            which += f", without the {' and '.join(self.frozen)} tensors of memories"
         summary = (
             f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
@@ -150,7 +155,9 @@ def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
     return _record(config).get("new_layers") or []
 
 
-def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> TrainableReport:
+def set_trainable(
+    model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[Role] = ()
+) -> TrainableReport:
     """Set `requires_grad` of every parameter: without more said, what trains is what the method's paper trains.
 
     With `"new"`, the added layers train whole (norms, projections, memory), memories that were attached to layers of the
@@ -161,9 +168,11 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
     Args:
         model: A causal language model whose decoder has `layers`.
         trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors. Default: `"auto"`.
+        frozen: Roles of memory tensors that do not train all the same, in any memory of the model. Default: none.
 
     Raises:
-        ValueError: As `resolve_trainable`, and if the model is wrapped by PEFT, whose config says what trains.
+        ValueError: As `resolve_trainable`; if the model is wrapped by PEFT, whose config says what trains; if what is to
+            be frozen does not train anyway, or nothing is left that trains.
     """
     if hasattr(model, "peft_config"):
         raise ValueError(
@@ -180,6 +189,7 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
             if isinstance(chosen, int):
                 layers[chosen].requires_grad_(True)
         _train_roles(model, [role for role in resolved if not isinstance(role, int)])
+    _freeze_roles(model, frozen)
 
     parameters_of_part: dict[str, int] = {}
     inside = {id(parameter) for parameter in layers.parameters()}
@@ -199,6 +209,7 @@ def set_trainable(model: PreTrainedModel, trainable: Trainable = "auto") -> Trai
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_of_part=parameters_of_part,
+        frozen=list(frozen),
     )
 
 
@@ -211,14 +222,7 @@ def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
     """Let the tensors of some roles train, in the memories that were added to the base."""
-    found = [
-        memory.get_parameter(name)
-        for module in (_new_modules(model) if roles else [])
-        for memory in module.modules()
-        if isinstance(memory, DeclaredModule)
-        for name in memory.names_of(*roles)
-        if name in dict(memory.named_parameters())
-    ]
+    found = _parameters_of(_new_modules(model), roles) if roles else []
     if roles and not found:
         raise ValueError(
             f"trainable is {roles}, but the new memories of this {model.config.model_type} model have no tensors of these roles; "
@@ -226,6 +230,35 @@ def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
         )
     for parameter in found:
         parameter.requires_grad_(True)
+
+
+def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
+    """Let the tensors of some roles not train, in any memory."""
+    for role in roles:
+        found = [parameter for parameter in _parameters_of([model], [role]) if parameter.requires_grad]
+        if not found:
+            raise ValueError(
+                f"frozen is {list(roles)}, but of this {model.config.model_type} model no memory tensors of the role {role!r} "
+                "would train; leave it out."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if roles and not _num_training(model):
+        raise ValueError(
+            f"frozen is {list(roles)}, which leaves nothing to train; freeze less, or set trainable: all."
+        )
+
+
+def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[Role]) -> list[nn.Parameter]:
+    """The parameters that have one of the roles in a memory within the modules."""
+    return [
+        memory.get_parameter(name)
+        for module in modules
+        for memory in module.modules()
+        if isinstance(memory, DeclaredModule)
+        for name in memory.names_of(*roles)
+        if name in dict(memory.named_parameters())
+    ]
 
 
 def _num_training(module: nn.Module) -> int:

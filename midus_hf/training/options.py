@@ -2,18 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from midus_config.declared_tensors import Role
+from midus_hf.training.rates import Rates
 
 Trainable = Literal["auto", "new", "all"] | list[int | Role]
 """What trains: see `TrainConfig`."""
-
-ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
-"""The course of the rate of memory values: see `TrainConfig`."""
-
-ValueTransforms = Literal["weights", "values"]
-"""What the W_h of HIVE count as: see `TrainConfig`."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,8 +80,8 @@ class WeightedCorpus(CorpusOptions):
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainConfig:
-    """One run of pretraining, continued from a model or begun from a config.
+class TrainConfig(Rates):
+    """One run of pretraining, continued from a model or begun from a config, with the keys of `Rates`.
 
     Args:
         model: Folder or Hub id of the model to train. Give this or `model_config`.
@@ -107,23 +102,10 @@ class TrainConfig:
             memories that were added (`midus_config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
             what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
             `model_config`. Default: `"auto"`.
-        learning_rate: Maximum rate of everything but keys and values. Default: 1e-4.
-        key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
-        value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
-        value_schedule: Course of the rate of memory values. `"constant"` is that of keys (MIDUS). `"fixed"` is
-            `value_learning_rate` times what warm-up and schedule make of every other rate (Memory Layers at Scale).
-            `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 over the run (UltraMem). Default:
-            `"constant"`.
-        value_transforms: What the transforms W_h count as, by which a head-wise memory makes each head's values from
-            one bank (HIVE). `"weights"`: they follow the schedule and decay, as all that is no key or value (MIDUS,
-            appendix B.1). `"values"`: they have the values' rate and course, and no decay (appendix F.3, which gives
-            the fixed rate to the memory layer as a whole). Default: `"weights"`.
+        frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
             `memory.balance.balance_loss`. Default: 0, none.
-        weight_decay: Decay of matrices; norms, biases, keys and values have none. Default: 0.
-        warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
-        schedule: Course of the rate after that: `"cosine"` or `"linear"` to zero, or `"constant_with_warmup"`.
-            Default: `"cosine"`.
+        adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
         epochs: Passes over the corpus; of several, as many sequences as all of them have together count as one.
@@ -165,15 +147,9 @@ class TrainConfig:
     sequence_length: int = 2048
     document_mask: bool = False
     trainable: Trainable = "auto"
-    learning_rate: float = 1e-4
-    key_value_learning_rate: float | None = None
-    value_learning_rate: float | None = None
-    value_schedule: ValueSchedule = "constant"
-    value_transforms: ValueTransforms = "weights"
+    frozen: list[Role] = dataclasses.field(default_factory=list)
     balance_loss: float = 0.0
-    weight_decay: float = 0.0
-    warmup_ratio: float = 0.1
-    schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
+    adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     max_steps: int | None = None
     epochs: float | None = None
@@ -197,6 +173,7 @@ class TrainConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_origin()
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
@@ -215,18 +192,14 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
-        check_one_of("value_schedule", self.value_schedule, ValueSchedule)
-        check_one_of("value_transforms", self.value_transforms, ValueTransforms)
-        for name in ("learning_rate", "key_value_learning_rate", "value_learning_rate", "epochs"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; expected a number above 0.")
-        for name in ("weight_decay", "max_grad_norm", "seed", "balance_loss"):
+        if self.epochs is not None and self.epochs <= 0:
+            raise ValueError(f"epochs is {self.epochs}; expected a number above 0.")
+        if not 0 <= self.adam_beta2 < 1:
+            raise ValueError(f"adam_beta2 is {self.adam_beta2}; expected 0 <= beta < 1.")
+        for name in ("max_grad_norm", "seed", "balance_loss"):
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"{name} is {value}; expected 0 or more.")
-        if not 0 <= self.warmup_ratio < 1:
-            raise ValueError(f"warmup_ratio is {self.warmup_ratio}; expected a share of the steps, 0 <= ratio < 1.")
         if self.max_steps is not None and self.epochs is not None:
             raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
         if not self.corpora:
@@ -269,14 +242,3 @@ class TrainConfig:
     def corpora(self) -> Sequence[CorpusOptions]:
         """All corpora of the run."""
         return self.corpus if isinstance(self.corpus, list) else [self.corpus]
-
-
-def check_one_of(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is none of those a `Literal` names.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
-    if value not in get_args(choices):
-        expected = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"{name} is {value!r}; expected one of {expected}.")

@@ -10,91 +10,67 @@ from transformers import get_scheduler
 
 from midus_config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.training.options import ValueSchedule, ValueTransforms, check_one_of
+from midus_hf.training.rates import Rates
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
 
-def parameter_groups(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-    key_value_learning_rate: float | None = None,
-    value_learning_rate: float | None = None,
-    value_schedule: ValueSchedule = "constant",
-    value_transforms: ValueTransforms = "weights",
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     """Split the parameters that train into groups for an optimizer.
 
-    Keys and values of memories do not decay and keep one rate throughout, unless values have a schedule; everything
-    else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not biases. Which
-    parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
+    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule;
+    everything else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not biases.
+    Which parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
     group.
 
     Args:
         model: With `requires_grad` set.
-        learning_rate: Maximum rate of everything but keys and values.
-        weight_decay: Decay of matrices. Default: 0.
-        key_value_learning_rate: Default: `learning_rate`.
-        value_learning_rate: Rate of the values, which then have a group of their own. Default:
-            `key_value_learning_rate`.
-        value_schedule: As in `TrainConfig`; values have a group of their own unless it is `"constant"`. Default:
-            `"constant"`.
-        value_transforms: Whether the W_h of HIVE are `"weights"`, which follow the schedule and decay, or `"values"`,
-            which stand in the group of those; see `TrainConfig`. Default: `"weights"`.
+        rates: The rate and the decay of each kind of tensor.
 
     Returns:
-        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, and
-        `keys_and_values` or `keys`, `values`. Groups without parameters are left out. `course` is `"schedule"`,
-        `"constant"` or `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first
-        group.
+        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, then
+        `memory`, `memory_no_decay` if the rest of memories has a rate of its own, and `keys_and_values`, or `keys`,
+        `values` if these differ. Groups without parameters are left out. `course` is `"schedule"`, `"constant"` or
+        `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first group.
 
     Raises:
-        ValueError: If nothing trains, or `value_schedule` or `value_transforms` is not one of those named.
+        ValueError: If nothing trains.
     """
-    check_one_of("value_schedule", value_schedule, ValueSchedule)
-    check_one_of("value_transforms", value_transforms, ValueTransforms)
-    key_value_learning_rate = learning_rate if key_value_learning_rate is None else key_value_learning_rate
-    together = value_learning_rate is None and value_schedule == "constant"
-    value_learning_rate = key_value_learning_rate if value_learning_rate is None else value_learning_rate
-    key_ids, value_ids = _key_and_value_ids(model, with_transforms=value_transforms == "values")
-    norm_ids = _ids_of(model, "norm")  # they have a row per head, and still do not decay
+    group_of = _group_namer(model, rates)
     members: dict[str, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in key_ids | value_ids:
-            own_group = "values" if id(parameter) in value_ids else "keys"
-            name = "keys_and_values" if together else own_group
-        else:
-            name = "decay" if parameter.dim() > 1 and id(parameter) not in norm_ids else "no_decay"
-        members.setdefault(name, []).append(parameter)
+        if parameter.requires_grad:
+            members.setdefault(group_of(parameter), []).append(parameter)
     if not members:
         raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
-
-    settings: dict[str, dict[str, Any]] = {
-        "decay": {"lr": learning_rate, "weight_decay": weight_decay, "course": "schedule"},
-        "no_decay": {"lr": learning_rate, "weight_decay": 0.0, "course": "schedule"},
-        "keys_and_values": {"lr": key_value_learning_rate, "weight_decay": 0.0, "course": "constant"},
-        "keys": {"lr": key_value_learning_rate, "weight_decay": 0.0, "course": "constant"},
-        "values": {"lr": value_learning_rate, "weight_decay": 0.0, "course": _COURSE_OF_VALUES[value_schedule]},
-    }
+    settings = _settings(rates)
     return [{"params": members[name], "name": name, **settings[name]} for name in settings if name in members]
 
 
-def group_schedules(optimizer: torch.optim.Optimizer, schedule: str, warmup_steps: int, total_steps: int) -> LambdaLR:
-    """A scheduler under which each group takes its `course`: `schedule`, a constant rate, or `schedule` from 4x to 1x.
+def group_schedules(optimizer: torch.optim.Optimizer, rates: Rates, total_steps: int) -> LambdaLR:
+    """A scheduler under which each group takes its `course`: the schedule, a constant rate, or the schedule from 4x to 1x.
 
     That is the schedule times a factor that falls linearly from 4 to 1 over the run.
 
     Args:
         optimizer: Built on `parameter_groups`.
-        schedule: The name of one of transformers' schedules that scale the maximum rate, such as `"cosine"`.
-        warmup_steps: Steps in which the rate rises from zero.
+        rates: Of which warm-up and schedule are read.
         total_steps: Steps of the run.
     """
-    factor = _schedule_factor(schedule, warmup_steps, total_steps)
+    warmup_steps, options = rates.warmup_steps(total_steps), rates.scheduler_options(total_steps)
+    return schedule_groups(
+        optimizer, schedule_factor(rates.scheduler_type, warmup_steps, total_steps, options), total_steps
+    )
+
+
+def schedule_groups(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], total_steps: int) -> LambdaLR:
+    """As `group_schedules`, of any schedule.
+
+    Args:
+        optimizer: Built on `parameter_groups`.
+        factor: The schedule: what the maximum rate is multiplied by at a step.
+        total_steps: Steps of the run.
+    """
 
     def falling(step: int) -> float:
         return factor(step) * (4 - 3 * min(step / total_steps, 1))
@@ -103,16 +79,65 @@ def group_schedules(optimizer: torch.optim.Optimizer, schedule: str, warmup_step
     return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])
 
 
-def _key_and_value_ids(model: nn.Module, with_transforms: bool) -> tuple[set[int], set[int]]:
-    """Ids of the parameters that are keys, and of those that are values, or count as such."""
-    values: tuple[Role, ...] = ("value", "transform") if with_transforms else ("value",)
-    return _ids_of(model, "key"), _ids_of(model, *values)
+def schedule_factor(
+    scheduler_type: str, warmup_steps: int, total_steps: int, options: dict[str, Any] | None = None
+) -> Callable[[int], float]:
+    """Transformers' schedule as a function of the step, taken from a scheduler of an optimizer made for that.
+
+    Args:
+        scheduler_type: The name of a schedule that scales the maximum rate, such as `"cosine"`.
+        warmup_steps: Steps in which the rate rises.
+        total_steps: Steps of the run.
+        options: What else the schedule takes. Default: nothing.
+    """
+    probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = get_scheduler(scheduler_type, probe, warmup_steps, total_steps, scheduler_specific_kwargs=options)
+    assert isinstance(scheduler, LambdaLR), f"{scheduler_type} does not scale the maximum rate"
+    return scheduler.lr_lambdas[0]
+
+
+def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str]:
+    """A function that names the group of a parameter."""
+    value_roles: tuple[Role, ...] = ("value", "transform") if rates.value_transforms == "values" else ("value",)
+    keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
+    norms = _ids_of(model, "norm")  # they have a row per head, and still do not decay
+    rest = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
+    together = (
+        rates.value_learning_rate is None and rates.value_schedule == "constant" and not rates.value_weight_decay
+    )
+
+    def name_of(parameter: nn.Parameter) -> str:
+        if id(parameter) in keys | values:
+            return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
+        decays = parameter.dim() > 1 and id(parameter) not in norms
+        if rates.memory_learning_rate is not None and id(parameter) in rest:
+            return "memory" if decays else "memory_no_decay"
+        return "decay" if decays else "no_decay"
+
+    return name_of
+
+
+def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
+    """What each group is trained with, in the order of groups."""
+    memory_rate = rates.learning_rate if rates.memory_learning_rate is None else rates.memory_learning_rate
+    key_rate = rates.learning_rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
+    value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
+    value_course = _COURSE_OF_VALUES[rates.value_schedule]
+    return {
+        "decay": {"lr": rates.learning_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
+        "no_decay": {"lr": rates.learning_rate, "weight_decay": 0.0, "course": "schedule"},
+        "memory": {"lr": memory_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
+        "memory_no_decay": {"lr": memory_rate, "weight_decay": 0.0, "course": "schedule"},
+        "keys_and_values": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
+        "keys": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
+        "values": {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
+    }
 
 
 def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
     """Ids of the parameters that have one of the roles in a memory."""
     return {
-        id(module.get_parameter(name))
+        id(module.declared_tensor(name))
         for module in model.modules()
         if isinstance(module, DeclaredModule)
         for name in module.names_of(*roles)
@@ -121,11 +146,3 @@ def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
 
 def _constant(step: int) -> float:
     return 1.0
-
-
-def _schedule_factor(schedule: str, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Transformers' schedule as a function of the step, taken from a scheduler of an optimizer made for that."""
-    probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = get_scheduler(schedule, probe, num_warmup_steps=warmup_steps, num_training_steps=total_steps)
-    assert isinstance(scheduler, LambdaLR), f"{schedule} does not scale the maximum rate"
-    return scheduler.lr_lambdas[0]

@@ -239,7 +239,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     set_seed(config.seed)
     model, accompanying_files = model_of_run(config, model_config)
     use_cache = model.config.use_cache
-    report = set_trainable(model, config.trainable)
+    report = set_trainable(model, config.trainable, config.frozen)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, checkpoint)
     PartialState().wait_for_everyone()
@@ -259,10 +259,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         eval_every=config.eval_every,
         keep_best=config.keep_best,
         early_stop=config.early_stop,
-        key_value_learning_rate=config.key_value_learning_rate,
-        value_learning_rate=config.value_learning_rate,
-        value_schedule=config.value_schedule,
-        value_transforms=config.value_transforms,
+        rates=config,
         balance_loss=config.balance_loss,
         usage_every=config.usage_every,
     )

@@ -23,15 +23,7 @@ def print_start(config: TrainConfig, report: TrainableReport, dataset: TrainingD
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
     courses = {"schedule": config.schedule, "constant": "constant", "4x-to-1x": f"{config.schedule}, 4x to 1x"}
-    for group in parameter_groups(
-        model,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        key_value_learning_rate=config.key_value_learning_rate,
-        value_learning_rate=config.value_learning_rate,
-        value_schedule=config.value_schedule,
-        value_transforms=config.value_transforms,
-    ):
+    for group in parameter_groups(model, config):
         groups.add_row(
             group["name"].replace("_", " "),
             str(len(group["params"])),

@@ -16,8 +16,7 @@ from midus_hf.training.usage_events import UsageEvents
 class MemoryTrainer(TrainsMemory, Trainer):
     """A `Trainer` whose memory keys keep a constant rate, and its values that or a course of their own.
 
-    The maximum rate, the weight decay, the warm-up and the schedule of everything else are those of the
-    `TrainingArguments`. All else is the Trainer's own.
+    All else is the Trainer's own.
 
     Args:
         balance_loss: Coefficient of the balance loss of the memories, which is added to the loss in training alone.
@@ -86,7 +85,7 @@ class MemoryTrainer(TrainsMemory, Trainer):
         return (result[0] + added, *result[1:]) if return_outputs else result + added
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`, with the rates of keys and values; `learning_rate` is that of everything else.
+        """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group.
 
         With them stand, if asked for, `balance_loss`, the mean since the last event and without its coefficient, and
         how memory slots were used.

@@ -10,7 +10,7 @@ from midus_hf.training.options import TrainConfig
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """The Trainer's own arguments for a run.
+    """The Trainer's own arguments for a run; a `MemoryTrainer` adds rates and schedule.
 
     Args:
         config: The options of the run.
@@ -28,10 +28,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         num_train_epochs=1.0 if config.epochs is None else config.epochs,
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        lr_scheduler_type=config.schedule,
-        warmup_steps=config.warmup_ratio,
+        adam_beta2=config.adam_beta2,
         max_grad_norm=config.max_grad_norm,
         bf16=config.precision == "bf16",
         use_cpu=not torch.accelerator.is_available(),

@@ -4,25 +4,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from midus_hf.training.options import ValueSchedule, ValueTransforms
-from midus_hf.training.parameter_groups import group_schedules, parameter_groups
+from midus_hf.training.parameter_groups import group_schedules, parameter_groups, schedule_factor, schedule_groups
+from midus_hf.training.rates import Rates
 
 
 class TrainsMemory:
     """Mixin for a `Trainer` of any kind: keys and values keep a constant rate, or values a course of their own.
 
     It stands before the class that it is mixed into, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The
-    optimizer, the maximum rate, the weight decay, the warm-up and the schedule of everything else are those of the
-    `TrainingArguments`. Groups and scheduler are made where the Trainer makes its own, so what is wrapped or sharded
-    before that is seen as it is then.
+    optimizer is that of the `TrainingArguments`. Groups and scheduler are made where the Trainer makes its own, so what
+    is wrapped or sharded before that is seen as it is then.
 
     Args:
-        key_value_learning_rate: Rate of keys and values. Default: `args.learning_rate`.
-        value_learning_rate: Rate of values alone. Default: `key_value_learning_rate`.
-        value_schedule: As in `TrainConfig`. Default: `"constant"`.
-        value_transforms: As in `TrainConfig`. Default: `"weights"`.
+        rates: Rates, decay, warm-up and schedule, which are written into the `TrainingArguments` as far as these have
+            them. Default: none, and the `TrainingArguments` say the maximum rate of all tensors, the decay, the warm-up
+            and the schedule.
         kwargs: What the Trainer takes.
     """
 
@@ -34,36 +32,23 @@ class TrainsMemory:
     optimizer_cls_and_kwargs: Any
     get_optimizer_cls_and_kwargs: Any
 
-    def __init__(
-        self,
-        *args: Any,
-        key_value_learning_rate: float | None = None,
-        value_learning_rate: float | None = None,
-        value_schedule: ValueSchedule = "constant",
-        value_transforms: ValueTransforms = "weights",
-        **kwargs: Any,
-    ):
-        self.key_value_learning_rate = key_value_learning_rate
-        self.value_learning_rate = value_learning_rate
-        self.value_schedule: ValueSchedule = value_schedule
-        self.value_transforms: ValueTransforms = value_transforms
+    def __init__(self, *args: Any, rates: Rates | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._rates = _RatesOfStep()
-        self.add_callback(self._rates)  # type: ignore[attr-defined]
+        self.rates = rates
+        if rates is not None:
+            # What reads the arguments, such as a tracker or DeepSpeed, is to see what is done.
+            self.args.learning_rate, self.args.weight_decay = rates.learning_rate, rates.weight_decay
+            self.args.lr_scheduler_type = SchedulerType(rates.scheduler_type)
+            self.args.warmup_steps = rates.warmup_ratio
+        self._rates_of_step = _RatesOfStep()
+        self.add_callback(self._rates_of_step)  # type: ignore[attr-defined]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As `Trainer.create_optimizer`, on the groups of `parameter_groups`."""
         if self.optimizer is None:
             target = self.model if model is None else model
-            groups = parameter_groups(
-                target,
-                learning_rate=self.args.learning_rate,
-                weight_decay=self.args.weight_decay,
-                key_value_learning_rate=self.key_value_learning_rate,
-                value_learning_rate=self.value_learning_rate,
-                value_schedule=self.value_schedule,
-                value_transforms=self.value_transforms,
-            )
+            said = Rates(learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay)
+            groups = parameter_groups(target, self.rates or said)
             given = self.optimizer_cls_and_kwargs
             optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = optimizer_class(groups, **options)
@@ -76,27 +61,31 @@ class TrainsMemory:
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             assert optimizer is not None
-            self.lr_scheduler = group_schedules(
-                optimizer,
-                schedule=self.args.lr_scheduler_type,
-                warmup_steps=self.args.get_warmup_steps(num_training_steps),
-                total_steps=num_training_steps,
-            )
+            if self.rates is not None:
+                self.lr_scheduler = group_schedules(optimizer, self.rates, num_training_steps)
+            else:
+                factor = schedule_factor(
+                    self.args.lr_scheduler_type,
+                    self.args.get_warmup_steps(num_training_steps),
+                    num_training_steps,
+                    self.args.lr_scheduler_kwargs,
+                )
+                self.lr_scheduler = schedule_groups(optimizer, factor, num_training_steps)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`, with the rates of keys and values; `learning_rate` is that of everything else."""
+        """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group."""
         if "learning_rate" in logs:
-            logs |= {f"learning_rate_{name}": rate for name, rate in self._rates.of_keys_and_values.items()}
+            logs |= {f"learning_rate_{name}": rate for name, rate in self._rates_of_step.by_group.items()}
         super().log(logs, start_time)  # type: ignore[misc]
 
 
 class _RatesOfStep(TrainerCallback):
-    """The rates that keys and values had in the last step: when it is logged, the schedule has moved on."""
+    """The rates that groups of memories had in the last step: when it is logged, the schedule has moved on."""
 
     def __init__(self) -> None:
-        self.of_keys_and_values: dict[str, float] = {}
+        self.by_group: dict[str, float] = {}
 
     def on_pre_optimizer_step(
         self,
@@ -107,8 +96,8 @@ class _RatesOfStep(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         assert optimizer is not None
-        self.of_keys_and_values = {
+        self.by_group = {
             group["name"]: group["lr"]
             for group in optimizer.param_groups
-            if group.get("name") not in (None, "decay", "no_decay")
+            if not group.get("name", "decay").endswith("decay")
         }

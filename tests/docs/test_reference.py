@@ -22,7 +22,7 @@ def test_arguments_are_those_of_the_signature():
     kept = document("midus_hf.memory", "kept_values")
     assert kept.signature == "kept_values(model: nn.Module) -> Iterator[None]"
     assert kept.arguments == {"model": "A model, a part of one, or a wrapper of one."}
-    assert list(document("midus_hf.training", "set_trainable").arguments) == ["model", "trainable"]
+    assert list(document("midus_hf.training", "set_trainable").arguments) == ["model", "trainable", "frozen"]
     assert document("upscalers", "RequestError").signature == "class RequestError(ValueError)"
     assert [method.name for method in document("midus_hf.analysis.usage", "Usage").methods] == [
         "count",

@@ -8,7 +8,7 @@ from sites.cases import FEW, SOME, each
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training import lora_config, parameter_groups
+from midus_hf.training import Rates, lora_config, parameter_groups
 
 
 def logits(model, **inputs) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_the_memory_trains_whole_the_base_by_adapters_and_merging_keeps_what_the
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
     before = {name: parameter.clone() for name, parameter in parameters.items()}
-    train_steps(model, 3, parameter_groups(model, learning_rate=1e-2))
+    train_steps(model, 3, parameter_groups(model, Rates(learning_rate=1e-2)))
     assert {name for name, parameter in parameters.items() if not torch.equal(parameter, before[name])} == trains
     trained = logits(model)
     assert not torch.allclose(trained, untrained, atol=1e-3)

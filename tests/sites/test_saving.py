@@ -10,7 +10,7 @@ from sites.cases import CASES, MOST, SOME, each
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training import parameter_groups, set_trainable
+from midus_hf.training import Rates, parameter_groups, set_trainable
 from tests.upscalers.checkpoints import load, logits, read_tensors, tensor_files
 from upscalers.runs.inspection import inspect_checkpoint
 
@@ -21,7 +21,7 @@ def test_a_trained_model_is_after_saving_in_shards_what_it_was(case, family, toy
     with torch.no_grad():
         untrained = model(prompt()).logits
     set_trainable(model)
-    train_steps(model, 2, parameter_groups(model, learning_rate=1e-2))
+    train_steps(model, 2, parameter_groups(model, Rates(learning_rate=1e-2)))
     with torch.no_grad():
         trained = model(prompt()).logits
     assert not torch.equal(trained, untrained)

@@ -7,7 +7,7 @@ import torch
 from sites.cases import CASES, MOST, SOME, each
 from tiny import prompt
 
-from midus_hf.training import parameter_groups, set_trainable
+from midus_hf.training import Rates, parameter_groups, set_trainable
 
 SCALES = torch.tensor([0.5, -2.0])
 
@@ -38,7 +38,7 @@ def test_the_new_memory_alone_trains_and_its_values_move_at_once(case, family, t
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == {name for name, _ in model.named_parameters() if case.is_new(name)} != set()
     assert report.parameters == sum(model.get_parameter(name).numel() for name in trains)
-    groups = parameter_groups(model, learning_rate=1e-2, weight_decay=0.1)
+    groups = parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1))
     memory = {name for name in trains if "memor" in name}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     keys_and_values = next(group for group in groups if group["name"] == "keys_and_values")

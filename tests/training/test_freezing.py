@@ -148,3 +148,37 @@ def test_roles_that_the_new_memories_do_not_have_are_refused(upscaled):
         ValueError, match=r"trainable is \['router'\], but the new memories of this midus_llama model have no"
     ):
         set_trainable(model, ["router"])
+
+
+def test_roles_can_be_kept_from_training(model):
+    set_trainable(model, "all")
+    values = {name for name, _ in model.named_parameters() if name.endswith("value_bank")}
+    report = set_trainable(model, "all", frozen=["value"])
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == values != set()
+    assert report.parameters == report.total_parameters - sum(model.get_parameter(name).numel() for name in values)
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(report)
+    assert "Training everything, without the value tensors of memories: " in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("trainable", "frozen", "message"),
+    [
+        (
+            "new",
+            ["router"],
+            "frozen is ['router'], but of this midus_llama model no memory tensors of the role 'router' would",
+        ),
+        ([0], ["value"], "no memory tensors of the role 'value' would train; leave it out."),
+        (
+            ["value"],
+            ["value"],
+            "frozen is ['value'], which leaves nothing to train; freeze less, or set trainable: all.",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_from_training_is_refused(upscaled, trainable, frozen, message):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        set_trainable(model, trainable, frozen)

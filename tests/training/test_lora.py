@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.usage import record_usage
 from midus_hf.memory import MemoryModule
-from midus_hf.training import lora_config, parameter_groups, set_trainable
+from midus_hf.training import Rates, lora_config, parameter_groups, set_trainable
 
 NEW_LAYERS = [1, 4]
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -42,7 +42,7 @@ def logits(model) -> torch.Tensor:
 
 
 def train_four_steps(model, **rates) -> None:
-    train_steps(model, 4, parameter_groups(model, learning_rate=1e-2, weight_decay=0.1, **rates))
+    train_steps(model, 4, parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1, **rates)))
 
 
 @pytest.mark.parametrize("memory_type", SIZES)
@@ -87,7 +87,7 @@ def test_the_offered_config_adapts_the_base_and_trains_new_layers_whole(family, 
 def test_keys_and_values_have_their_group_beside_adapters(family):
     model = fresh_model(family)
     model = get_peft_model(model, lora_config(model, r=4))
-    groups = {group["name"]: group for group in parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)}
+    groups = {group["name"]: group for group in parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name in ("row_keys", "column_keys", "value_bank"):
         held = [names[id(p)] for p in groups["keys_and_values"]["params"] if names[id(p)].endswith(name)]

@@ -12,7 +12,7 @@ from training.tiny_run import NEW_LAYERS, document, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
-from midus_hf.training import TrainsMemory, lora_config, parameter_groups, set_trainable
+from midus_hf.training import Rates, TrainsMemory, lora_config, parameter_groups, set_trainable
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -203,7 +203,7 @@ def test_every_tensor_that_trains_is_in_a_group_made_for_an_adapted_model(upscal
     for family in FAMILIES:
         model = AutoModelForCausalLM.from_pretrained(upscaled(family))
         model = get_peft_model(model, lora_config(model))
-        grouped = {id(p) for group in parameter_groups(model, learning_rate=1e-3) for p in group["params"]}
+        grouped = {id(p) for group in parameter_groups(model, Rates(learning_rate=1e-3)) for p in group["params"]}
         assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
 
 

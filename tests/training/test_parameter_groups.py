@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from midus_hf.memory import MemoryModule
-from midus_hf.training import parameter_groups, set_trainable
+from midus_hf.training import Rates, parameter_groups, set_trainable
 from midus_hf.training.parameter_groups import group_schedules
 from tests.memory.building import build
 
@@ -30,7 +30,7 @@ def memory_parameters(model, wanted) -> set[str]:
 
 
 def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model):
-    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)
+    groups = parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))
     assert [group["name"] for group in groups] == ["decay", "no_decay", "keys_and_values"]
     decay, no_decay, keys_and_values = (names_in(model, group) for group in groups)
     assert keys_and_values == memory_parameters(model, (*KEYS, "value_bank"))
@@ -42,7 +42,7 @@ def test_each_parameter_that_trains_is_in_the_group_it_belongs_to(model):
 
 
 def test_the_groups_have_the_rates_and_the_decay_they_were_given(model):
-    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, key_value_learning_rate=2e-3)
+    groups = parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1, key_value_learning_rate=2e-3))
     assert [(group["lr"], group["weight_decay"], group["course"]) for group in groups] == [
         (1e-3, 0.1, "schedule"),
         (1e-3, 0.0, "schedule"),
@@ -51,11 +51,11 @@ def test_the_groups_have_the_rates_and_the_decay_they_were_given(model):
 
 
 def test_keys_and_values_take_the_maximum_rate_unless_told_otherwise(model):
-    assert parameter_groups(model, learning_rate=1e-3)[-1]["lr"] == 1e-3
+    assert parameter_groups(model, Rates(learning_rate=1e-3))[-1]["lr"] == 1e-3
 
 
 def test_values_can_have_a_rate_of_their_own(model):
-    groups = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, value_learning_rate=1e-2)
+    groups = parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1, value_learning_rate=1e-2))
     assert [group["name"] for group in groups] == ["decay", "no_decay", "keys", "values"]
     assert names_in(model, groups[2]) == memory_parameters(model, KEYS)
     assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank"])
@@ -75,13 +75,13 @@ def test_values_can_have_a_rate_of_their_own(model):
     ],
 )
 def test_values_can_have_a_course_of_their_own(model, value_schedule, value_rate, keys, values):
-    groups = parameter_groups(
-        model,
+    rates = Rates(
         learning_rate=1e-3,
         key_value_learning_rate=2e-3,
         value_learning_rate=value_rate,
         value_schedule=value_schedule,
     )
+    groups = parameter_groups(model, rates)
     assert [group["name"] for group in groups] == ["decay", "no_decay", "keys", "values"]
     assert names_in(model, groups[2]) == memory_parameters(model, KEYS)
     assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank"])
@@ -96,13 +96,13 @@ def test_values_can_have_a_course_of_their_own(model, value_schedule, value_rate
 
 def test_transforms_of_values_count_as_weights_or_as_values(model):
     transforms = memory_parameters(model, ["value_transform"])
-    as_weights = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, value_transforms="weights")
+    as_weights = parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1, value_transforms="weights"))
     assert [names_in(model, group) for group in as_weights] == [
-        names_in(model, group) for group in parameter_groups(model, learning_rate=1e-3, weight_decay=0.1)
+        names_in(model, group) for group in parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1))
     ]
     assert transforms <= names_in(model, as_weights[0])
 
-    as_values = parameter_groups(model, learning_rate=1e-3, weight_decay=0.1, value_transforms="values")
+    as_values = parameter_groups(model, Rates(learning_rate=1e-3, weight_decay=0.1, value_transforms="values"))
     assert [group["name"] for group in as_values] == ["decay", "no_decay", "keys_and_values"]
     assert names_in(model, as_values[0]) == names_in(model, as_weights[0]) - transforms
     assert names_in(model, as_values[2]) == memory_parameters(model, (*KEYS, "value_bank", "value_transform"))
@@ -110,9 +110,8 @@ def test_transforms_of_values_count_as_weights_or_as_values(model):
 
 
 def test_transforms_that_count_as_values_take_their_rate_and_course(model):
-    groups = parameter_groups(
-        model, learning_rate=1e-3, value_learning_rate=1e-2, value_schedule="4x-to-1x", value_transforms="values"
-    )
+    courses = {"value_schedule": "4x-to-1x", "value_transforms": "values"}
+    groups = parameter_groups(model, Rates(learning_rate=1e-3, value_learning_rate=1e-2, **courses))
     assert groups[3]["name"] == "values"
     assert names_in(model, groups[3]) == memory_parameters(model, ["value_bank", "value_transform"])
     assert (groups[3]["lr"], groups[3]["course"]) == (1e-2, "4x-to-1x")
@@ -121,38 +120,53 @@ def test_transforms_that_count_as_values_take_their_rate_and_course(model):
 @pytest.mark.parametrize("values", ["shared", "own"])
 def test_a_memory_without_transforms_has_the_same_groups_either_way(values):
     memory = build("headwise", hidden_size=8, num_heads=2, head_dim=4, n=4, k=2, values=values)
-    groups = parameter_groups(memory, learning_rate=1e-3, value_transforms="values")
+    groups = parameter_groups(memory, Rates(learning_rate=1e-3, value_transforms="values"))
     assert {group["name"]: names_in(memory, group) for group in groups} == {"keys_and_values": {*KEYS, "value_bank"}}
 
 
-def test_transforms_that_count_as_something_else_are_refused(model):
-    with pytest.raises(ValueError, match=r"value_transforms is 'keys'; expected one of 'weights', 'values'."):
-        parameter_groups(model, learning_rate=1e-3, value_transforms="keys")
+def test_what_memories_have_beside_keys_and_values_can_have_a_rate_of_its_own(model):
+    rates = {"learning_rate": 1e-3, "memory_learning_rate": 2e-3, "weight_decay": 0.1}
+    groups = parameter_groups(model, Rates(**rates))
+    assert [group["name"] for group in groups] == ["decay", "no_decay", "memory", "keys_and_values"]
+    assert names_in(model, groups[2]) == memory_parameters(model, ["value_transform"])
+    assert (groups[2]["lr"], groups[2]["weight_decay"], groups[2]["course"]) == (2e-3, 0.1, "schedule")
+    assert (groups[0]["lr"], groups[3]["lr"], groups[3]["course"]) == (1e-3, 1e-3, "constant")
+    groups = parameter_groups(model, Rates(**rates, value_transforms="values"))
+    assert [group["name"] for group in groups] == ["decay", "no_decay", "keys_and_values"]
 
 
-def test_a_course_that_does_not_exist_is_refused(model):
-    with pytest.raises(
-        ValueError, match=r"value_schedule is '2x-to-1x'; expected one of 'constant', 'fixed', '4x-to-1x'."
-    ):
-        parameter_groups(model, learning_rate=1e-3, value_schedule="2x-to-1x")
+def test_norms_and_biases_of_memories_with_a_rate_of_their_own_do_not_decay():
+    memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
+    groups = parameter_groups(memory, Rates(memory_learning_rate=2e-3, weight_decay=0.1))
+    assert {group["name"]: names_in(memory, group) for group in groups} == {
+        "memory": {"query_projection.weight", "gate_weight"},
+        "memory_no_decay": {"query_norm_weight", "query_norm_bias", "gate_bias"},
+        "keys_and_values": {*KEYS, "value_bank"},
+    }
+    assert [(group["lr"], group["weight_decay"]) for group in groups[:2]] == [(2e-3, 0.1), (2e-3, 0)]
+
+
+def test_values_decay_if_they_are_told_to_and_keys_do_not(model):
+    groups = parameter_groups(model, Rates(value_weight_decay=0.1))
+    assert [(group["name"], group["weight_decay"]) for group in groups[2:]] == [("keys", 0), ("values", 0.1)]
 
 
 def test_no_parameter_is_in_two_groups_or_in_none_when_everything_trains(model):
     set_trainable(model, "all")
-    grouped = [id(p) for group in parameter_groups(model, learning_rate=1e-3) for p in group["params"]]
+    grouped = [id(p) for group in parameter_groups(model, Rates(learning_rate=1e-3)) for p in group["params"]]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_a_wrapper_that_renames_parameters_changes_no_group(model):
-    inner = parameter_groups(model, learning_rate=1e-3)
-    outer = parameter_groups(torch.nn.ModuleDict({"wrapped": model}), learning_rate=1e-3)
+    inner = parameter_groups(model, Rates(learning_rate=1e-3))
+    outer = parameter_groups(torch.nn.ModuleDict({"wrapped": model}), Rates(learning_rate=1e-3))
     assert [[id(p) for p in group["params"]] for group in outer] == [[id(p) for p in g["params"]] for g in inner]
 
 
 def test_norms_within_memories_do_not_decay_though_they_have_a_row_a_head():
     memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
-    groups = parameter_groups(memory, learning_rate=1e-3, weight_decay=0.1)
+    groups = parameter_groups(memory, Rates(learning_rate=1e-3, weight_decay=0.1))
     assert {group["name"]: names_in(memory, group) for group in groups} == {
         "decay": {"query_projection.weight", "gate_weight"},
         "no_decay": {"query_norm_weight", "query_norm_bias", "gate_bias"},
@@ -161,13 +175,13 @@ def test_norms_within_memories_do_not_decay_though_they_have_a_row_a_head():
 
 
 def test_without_keys_and_values_there_is_no_group_for_them():
-    groups = parameter_groups(torch.nn.Linear(2, 2), learning_rate=1e-3)
+    groups = parameter_groups(torch.nn.Linear(2, 2), Rates(learning_rate=1e-3))
     assert [group["name"] for group in groups] == ["decay", "no_decay"]
 
 
 def test_a_frozen_model_is_refused():
     with pytest.raises(ValueError, match=r"no parameter requires a gradient; call set_trainable on the model first."):
-        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), learning_rate=1e-3)
+        parameter_groups(torch.nn.Linear(2, 2).requires_grad_(False), Rates(learning_rate=1e-3))
 
 
 def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_stay():
@@ -175,7 +189,7 @@ def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_sta
     groups = [{"params": weights[:1], "course": "schedule"}, {"params": weights[1:], "course": "constant"}]
     optimizer = torch.optim.AdamW(groups, lr=0.5)
     reference_optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
-    scheduler = group_schedules(optimizer, "cosine", warmup_steps=3, total_steps=20)
+    scheduler = group_schedules(optimizer, Rates(warmup_ratio=0.15), total_steps=20)
     reference = get_cosine_schedule_with_warmup(reference_optimizer, 3, 20)
     rates = []
     for _ in range(21):
@@ -195,7 +209,7 @@ def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
         {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
-    scheduler = group_schedules(optimizer, schedule, warmup_steps=4, total_steps=20)
+    scheduler = group_schedules(optimizer, Rates(schedule=schedule, warmup_ratio=0.2), total_steps=20)
     multipliers = []
     for _ in range(21):
         main, values = scheduler.get_last_lr()

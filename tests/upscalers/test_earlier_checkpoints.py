@@ -13,7 +13,7 @@ from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.memory import MemoryModule
-from midus_hf.training import parameter_groups, set_trainable
+from midus_hf.training import Rates, parameter_groups, set_trainable
 from tests.upscalers.checkpoints import SMALL_MEMORY, content_digest, load, read_tensors, same_bits, same_tensors
 from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
@@ -122,7 +122,7 @@ def test_it_trains_and_what_was_trained_is_saved_and_loaded(upscaled, tmp_path):
     model = load(upscaled)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     set_trainable(model)
-    train_steps(model, 1, parameter_groups(model, learning_rate=0.01))
+    train_steps(model, 1, parameter_groups(model, Rates(learning_rate=0.01)))
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     banks = {

@@ -1,0 +1,139 @@
+"""At which learning rates a model trains, what decays, and how rates change over a run."""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
+"""The course of the rate of memory values: see `Rates`."""
+
+ValueTransforms = Literal["weights", "values"]
+"""What the tensors count as that make values from others: see `Rates`."""
+
+Schedule = Literal["cosine", "linear", "constant_with_warmup", "warmup_stable_decay"]
+"""The course of every other rate: see `Rates`."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rates:
+    """The learning rate and the weight decay of each kind of tensor, and the course of rates over a run.
+
+    Args:
+        learning_rate: Maximum rate of everything that has no rate of its own. Default: 1e-4.
+        memory_learning_rate: Maximum rate of what memories have beside keys and values: projections, norms, routers,
+            gates, transforms. It follows the schedule. Default: `learning_rate`.
+        key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
+        value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
+        value_schedule: Course of the rate of memory values. `"constant"` is that of keys (MIDUS). `"fixed"` is
+            `value_learning_rate` times what warm-up and schedule make of every other rate (Memory Layers at Scale,
+            Mixture of Chapters). `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 over the run
+            (UltraMem). Default: `"constant"`.
+        value_transforms: What the tensors count as by which a memory makes values from others: the W_h of a head-wise
+            memory with one bank (HIVE), the second factor of a bank of chapters. `"weights"`: they follow the schedule
+            and decay, as all that is no key or value (MIDUS, appendix B.1). `"values"`: they have the values' rate,
+            course and decay (appendix F.3, which gives the fixed rate to the memory layer as a whole). Default:
+            `"weights"`.
+        weight_decay: Decay of matrices; norms, biases and keys have none. Default: 0.
+        value_weight_decay: Decay of memory values. Default: 0.
+        warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
+        schedule: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
+            `"warmup_stable_decay"`, constant and then down along a cosine. Default: `"cosine"`.
+        decay_ratio: Share of the steps, at the end, in which the rate of `"warmup_stable_decay"` falls.
+        min_learning_rate_ratio: What `"cosine"` or `"warmup_stable_decay"` ends at, as a share of the maximum rate. The
+            latter's warm-up begins there as well. Default: 0.
+
+    Raises:
+        ValueError: If a value lies outside its range, or the schedule does not take it.
+    """
+
+    learning_rate: float = 1e-4
+    memory_learning_rate: float | None = None
+    key_value_learning_rate: float | None = None
+    value_learning_rate: float | None = None
+    value_schedule: ValueSchedule = "constant"
+    value_transforms: ValueTransforms = "weights"
+    weight_decay: float = 0.0
+    value_weight_decay: float = 0.0
+    warmup_ratio: float = 0.1
+    schedule: Schedule = "cosine"
+    decay_ratio: float | None = None
+    min_learning_rate_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("value_schedule", ValueSchedule),
+            ("value_transforms", ValueTransforms),
+            ("schedule", Schedule),
+        ):
+            _check_one_of(name, getattr(self, name), choices)
+        for name in ("learning_rate", "memory_learning_rate", "key_value_learning_rate", "value_learning_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; expected a number above 0.")
+        for name in ("weight_decay", "value_weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ValueError(f"warmup_ratio is {self.warmup_ratio}; expected a share of the steps, 0 <= ratio < 1.")
+        self._check_end_of_schedule()
+
+    def _check_end_of_schedule(self) -> None:
+        if self.schedule == "warmup_stable_decay":
+            if self.decay_ratio is None:
+                raise ValueError(
+                    "schedule is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate "
+                    "falls; set it, such as decay_ratio: 0.15."
+                )
+            if not 0 < self.decay_ratio <= 1 - self.warmup_ratio:
+                raise ValueError(
+                    f"decay_ratio is {self.decay_ratio}; expected a share of the steps, 0 < ratio <= 1 - warmup_ratio = "
+                    f"{1 - self.warmup_ratio:g}."
+                )
+        elif self.decay_ratio is not None:
+            raise ValueError(
+                f"decay_ratio is {self.decay_ratio}, which schedule {self.schedule!r} does not take; leave it out, or set "
+                "schedule: warmup_stable_decay."
+            )
+        if not 0 <= self.min_learning_rate_ratio < 1:
+            raise ValueError(
+                f"min_learning_rate_ratio is {self.min_learning_rate_ratio}; expected a share of the maximum rate, "
+                "0 <= ratio < 1."
+            )
+        if self.min_learning_rate_ratio and self.schedule not in ("cosine", "warmup_stable_decay"):
+            raise ValueError(
+                f"min_learning_rate_ratio is {self.min_learning_rate_ratio}, which schedule {self.schedule!r} does not "
+                "take; leave it out, or set schedule: cosine or warmup_stable_decay."
+            )
+
+    @property
+    def scheduler_type(self) -> str:
+        """What transformers calls the schedule."""
+        return "cosine_with_min_lr" if self.schedule == "cosine" and self.min_learning_rate_ratio else self.schedule
+
+    def scheduler_options(self, total_steps: int) -> dict[str, Any]:
+        """What transformers' schedule takes beside the steps of warm-up and run.
+
+        Args:
+            total_steps: Steps of the run.
+        """
+        if self.schedule == "warmup_stable_decay":
+            assert self.decay_ratio is not None
+            # Warm-up steps are rounded up; the two together must not be more than there are.
+            most = total_steps - self.warmup_steps(total_steps)
+            decay_steps = min(round(self.decay_ratio * total_steps), most)
+            return {"num_decay_steps": decay_steps, "min_lr_ratio": self.min_learning_rate_ratio}
+        return {"min_lr_rate": self.min_learning_rate_ratio} if self.scheduler_type == "cosine_with_min_lr" else {}
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Steps in which the rate rises, rounded up as a Trainer rounds them.
+
+        Args:
+            total_steps: Steps of the run.
+        """
+        return math.ceil(self.warmup_ratio * total_steps)
+
+
+def _check_one_of(name: str, value: object, choices: Any) -> None:
+    if value not in get_args(choices):
+        expected = ", ".join(map(repr, get_args(choices)))
+        raise ValueError(f"{name} is {value!r}; expected one of {expected}.")

@@ -1,0 +1,138 @@
+"""What rates may be, and the course that they take over a run."""
+
+import math
+import re
+
+import pytest
+import torch
+from training.test_run import interrupted
+from training.tiny_run import tiny_config
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from midus_hf.training import MemoryTrainer, Rates, group_schedules, train
+from midus_hf.training.training_log import read_log
+
+
+def course(rates: Rates, steps: int) -> list[float]:
+    """What the maximum rate is multiplied by at each step, and after the last."""
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0, "course": "schedule"}])
+    scheduler, factors = group_schedules(optimizer, rates, steps), []
+    for _ in range(steps + 1):
+        factors.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rate": 0}, "learning_rate is 0; expected a number above 0."),
+        ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
+        ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
+        ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
+        ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
+        (
+            {"schedule": "polynomial"},
+            "schedule is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
+        ),
+        (
+            {"schedule": "warmup_stable_decay"},
+            "schedule is 'warmup_stable_decay', which needs decay_ratio, the share of the steps in which the rate falls; set it",
+        ),
+        (
+            {"schedule": "warmup_stable_decay", "decay_ratio": 0.95},
+            "decay_ratio is 0.95; expected a share of the steps, 0 < ratio <= 1 - warmup_ratio = 0.9.",
+        ),
+        (
+            {"decay_ratio": 0.1},
+            "decay_ratio is 0.1, which schedule 'cosine' does not take; leave it out, or set schedule: warmup_stable_decay.",
+        ),
+        (
+            {"min_learning_rate_ratio": 1},
+            "min_learning_rate_ratio is 1; expected a share of the maximum rate, 0 <= ratio < 1.",
+        ),
+        (
+            {"min_learning_rate_ratio": 0.1, "schedule": "linear"},
+            "min_learning_rate_ratio is 0.1, which schedule 'linear' does not take; leave it out, or set schedule: cosine or ",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Rates(**values)
+
+
+def test_the_schedule_of_mixture_of_chapters_warms_up_stays_and_falls_where_the_paper_has_it():
+    """Table 6: 9600 steps, warm-up over 250, decay from step 8160 on, to a tenth."""
+    rates = Rates(schedule="warmup_stable_decay", warmup_ratio=0.02604, decay_ratio=0.15, min_learning_rate_ratio=0.1)
+    factors = course(rates, 9600)
+    assert factors[0] == pytest.approx(0.1) and factors[249] < 1
+    assert factors[250] == factors[8159] == factors[8160] == 1 and factors[8161] < 1
+    assert factors[8880] == pytest.approx(0.55) and factors[9600] == pytest.approx(0.1)
+
+
+def test_a_cosine_can_end_above_zero():
+    factors = course(Rates(warmup_ratio=0.1, min_learning_rate_ratio=0.1), 20)
+    assert factors[:3] == [0, 0.5, 1] and factors[20] == pytest.approx(0.1)
+    assert factors[2:] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 18)) / 2 for i in range(19)])
+
+
+@pytest.mark.parametrize("steps", [3, 7, 10, 11])
+def test_warm_up_and_decay_fill_no_more_than_the_run(steps):
+    rates = Rates(schedule="warmup_stable_decay", warmup_ratio=0.5, decay_ratio=0.5)
+    factors = course(rates, steps)
+    assert factors[math.ceil(steps / 2)] == 1 and factors[steps] == 0
+
+
+def test_a_trainer_takes_rates_and_its_arguments_say_the_same(upscaled, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), learning_rate=1.0, use_cpu=True, report_to="none")
+    rates = Rates(
+        learning_rate=1e-3,
+        memory_learning_rate=2e-3,
+        weight_decay=0.1,
+        schedule="warmup_stable_decay",
+        decay_ratio=0.5,
+    )
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    trainer = MemoryTrainer(model, arguments, rates=rates)
+    trainer.create_optimizer_and_scheduler(num_training_steps=20)
+    found = {group["name"]: group["initial_lr"] for group in trainer.optimizer.param_groups}
+    assert found == {"decay": 1e-3, "no_decay": 1e-3, "memory": 2e-3, "keys_and_values": 1e-3}
+    assert trainer.args.learning_rate == 1e-3 and trainer.args.weight_decay == 0.1
+    assert trainer.args.lr_scheduler_type == "warmup_stable_decay" and trainer.args.get_warmup_steps(20) == 2
+    assert [factor(12) for factor in trainer.lr_scheduler.lr_lambdas] == pytest.approx(
+        [0.9045, 0.9045, 0.9045, 1], rel=1e-4
+    )
+
+
+def test_without_rates_a_trainer_takes_any_schedule_of_its_arguments(upscaled, tmp_path):
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}}
+    arguments = TrainingArguments(str(tmp_path), learning_rate=1e-2, use_cpu=True, report_to="none", **options)
+    trainer = MemoryTrainer(AutoModelForCausalLM.from_pretrained(upscaled("llama")), arguments)
+    trainer.create_optimizer_and_scheduler(num_training_steps=20)
+    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {1e-2}
+    assert [factor(20) for factor in trainer.lr_scheduler.lr_lambdas] == [0.5, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "warmup_stable_decay", "decay_ratio": 0.3, "min_learning_rate_ratio": 0.1},
+        {"memory_learning_rate": 2e-2, "value_weight_decay": 0.1, "min_learning_rate_ratio": 0.1},
+        {"frozen": ["value"], "adam_beta2": 0.95, "trainable": "all"},
+    ],
+    ids=["warmup-stable-decay", "memory", "frozen"],
+)
+def test_a_resumed_run_has_the_losses_and_rates_of_one_that_was_never_interrupted(upscaled, corpus, tmp_path, options):
+    def log(name: str) -> list[dict]:
+        told = ("loss", "learning_rate", "grad_norm", "step")
+        events = [event for event in read_log(tmp_path / name / "log.jsonl") if "loss" in event]
+        return [{key: value for key, value in event.items() if key.startswith(told)} for event in events]
+
+    options = {"save_every": 8, **options}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", **options), step=16)
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", resume=True, **options))
+    assert log("parts") == log("whole") and len(log("whole")) == 20
+    assert ("learning_rate_memory" in log("whole")[0]) == ("memory_learning_rate" in options)
