@@ -79,7 +79,7 @@ def pool_prompt(
                 "labels that begin with -100. Plain text has no prompts: choose routing = 'chunk' for it."
             )
     pooled = _pool_row(hidden_states, chosen, places.real)
-    return pooled._replace(kept={"pooled": pooled.states.squeeze(1).float()})
+    return pooled._replace(kept={"pooled": pooled.states.squeeze(1).to(_wide(hidden_states))})
 
 
 def pool_chunks(
