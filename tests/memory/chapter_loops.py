@@ -1,0 +1,118 @@
+"""Mixture of Chapters by loops over rows, tokens, heads and memory tokens, to judge the tensor code by.
+
+Written from equations 1 to 4 and algorithm 1 of the paper, and from what the options say of weights and of what is pooled.
+Vectors are float64 tensors, so that autograd gives gradients of the loops as well.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from midus_config.memories.chapters import ChaptersOptions
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the loops found for one token: its router logits, the routed chapters, best first, and what is added to it."""
+
+    logits: torch.Tensor
+    chosen: list[int]
+    added: torch.Tensor
+
+
+def read_by_loops(
+    options: ChaptersOptions,
+    num_heads: int,
+    tensors: Mapping[str, torch.Tensor],
+    hidden_states: torch.Tensor,
+    documents: Sequence[Sequence[Sequence[int]]],
+    prompts: Sequence[Sequence[int]] | None = None,
+) -> dict[tuple[int, int], Read]:
+    """What each token that is no padding gets, by row and index.
+
+    Args:
+        options: Of the memory.
+        num_heads: Query heads.
+        tensors: Of the layer and of the bank, by name, float64.
+        hidden_states: `[B, T, D]`, float64.
+        documents: For each row its documents, each the indices of its tokens; padding is in none.
+        prompts: For each row the indices of its prompt. Default: all tokens of the row.
+    """
+    reads = {}
+    for row, of_row in enumerate(documents):
+        states = hidden_states[row]
+        everything = [index for document in of_row for index in document]
+        prompt = everything if prompts is None else prompts[row]
+        for document in of_row:
+            for position, index in enumerate(document):
+                pooled_over = {
+                    "token": [index],
+                    "sequence": list(document),
+                    "prompt": list(prompt),
+                    "chunk": list(document[: position // options.chunk_size * options.chunk_size]),
+                }[options.routing]
+                pooled = torch.zeros_like(states[index])
+                for other in pooled_over:
+                    pooled = pooled + states[other] / len(pooled_over)
+                reads[row, index] = _read(options, num_heads, tensors, states[index], pooled)
+    return reads
+
+
+def _read(
+    options: ChaptersOptions,
+    num_heads: int,
+    tensors: Mapping[str, torch.Tensor],
+    state: torch.Tensor,
+    pooled: torch.Tensor,
+) -> Read:
+    logits = torch.stack(
+        [
+            torch.dot(weight, pooled) + bias
+            for weight, bias in zip(tensors["router_weight"], tensors["router_bias"], strict=True)
+        ]
+    )
+    routed = range(options.shared_chapters, options.chapters)
+    probabilities = logits.softmax(0)
+    chosen = sorted(routed, key=lambda chapter: -probabilities[chapter].item())[: options.k]
+    total = sum(probabilities[chapter] for chapter in chosen)
+    weights: list[tuple[int, torch.Tensor]] = [
+        (chapter, torch.ones((), dtype=torch.float64)) for chapter in range(options.shared_chapters)
+    ]
+    weights += [(chapter, options.routed_scale * probabilities[chapter] / total) for chapter in chosen]
+    all_weights = sum(weight for _, weight in weights)
+
+    keys, values, added_to_logits = [], [], []
+    for chapter, weight in weights:
+        share = weight / all_weights
+        for number in range(options.chapter_tokens):
+            token = tensors["bank"][chapter * options.chapter_tokens + number]
+            if options.bank_rank is not None:
+                token = tensors["bank_transform"] @ token
+            if options.normalise:
+                token = token / (token.square().mean() + EPS).sqrt()
+            if options.weighting == "released":
+                token = token * share
+            keys.append(tensors["key_projection.weight"] @ token)
+            values.append(tensors["value_projection.weight"] @ token)
+            added_to_logits.append(share.log() if options.weighting == "logit_bias" else torch.zeros_like(share))
+
+    normalised = state / (state.square().mean() + EPS).sqrt() * tensors["norm_weight"]
+    query = tensors["query_projection.weight"] @ normalised
+    width = len(query) // num_heads
+    group = num_heads // (len(keys[0]) // width)
+    heads = []
+    for head in range(num_heads):
+        shared_head = head // group
+        own = slice(head * width, (head + 1) * width)
+        read = slice(shared_head * width, (shared_head + 1) * width)
+        scores = [
+            torch.dot(query[own], key[read]) / math.sqrt(width) + bias
+            for key, bias in zip(keys, added_to_logits, strict=True)
+        ]
+        attention = torch.stack(scores).softmax(0)
+        heads.append(sum(share * value[read] for share, value in zip(attention, values, strict=True)))
+    return Read(logits, chosen, tensors["output_projection.weight"] @ torch.cat(heads))

@@ -1,0 +1,182 @@
+"""Chapters are chosen by the tokens of a document alone: not by padding, not by neighbours in a packed row."""
+
+import pytest
+import torch
+from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
+
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.token_places import TokenPlaces, token_places
+
+ROUTINGS = ("chunk", "prompt", "token", "sequence")
+
+RIGHT = [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
+LEFT = [[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]]
+BOTH = [[0, 1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0, 0]]
+NOTHING = [[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1]]
+CHUNK_OF_PADDING = [[1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+MASKS = {"right": RIGHT, "left": LEFT, "both": BOTH, "a row of nothing": NOTHING, "chunks": CHUNK_OF_PADDING}
+
+
+def with_noise(hidden_states: torch.Tensor, mask: list[list[int]]) -> torch.Tensor:
+    """The same with other padding."""
+    noise = 100 * torch.randn(hidden_states.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return torch.where(torch.tensor(mask, dtype=torch.bool).unsqueeze(-1), hidden_states, noise)
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["found", "unknown"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("name", MASKS)
+def test_padding_changes_nothing(name, routing, found):
+    mask = MASKS[name]
+    memory, hidden_states = layer(routing=routing), states(len(mask))
+    places = places_of(mask)
+    if not found:  # as compiled passes do, which cannot look
+        places = TokenPlaces(places.real, None, is_plain=False)
+    output = memory(hidden_states, tokens=places)
+    assert_reads(output, by_loops(memory, hidden_states, indices(mask)))
+    changed = memory(with_noise(hidden_states, mask), tokens=places)
+    for row, is_real in enumerate(places.real):
+        torch.testing.assert_close(changed[row, is_real], output[row, is_real])
+    output.sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in memory.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[[3, 5], [8]], [[1, 1, 6], [4, 4]], [[7, 1], [2, 6]], [[1] * 8, [3, 3, 2]]], ids=str
+)
+@pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])
+def test_documents_of_a_row_do_not_see_each_other(routing, lengths):
+    memory, hidden_states = layer(routing=routing), states()
+    documents = []
+    starts = torch.zeros(2, 8, dtype=torch.bool)
+    for row, of_row in enumerate(lengths):
+        ends = torch.tensor(of_row).cumsum(0).tolist()
+        documents.append([list(range(end - length, end)) for end, length in zip(ends, of_row, strict=True)])
+        starts[row, ends[:-1]] = True
+    output = memory(hidden_states, tokens=TokenPlaces(None, starts, is_plain=False))
+    reads = by_loops(memory, hidden_states, documents)
+    assert_reads(output, reads)
+    expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)
+    weights = torch.randn(2, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    for (found,), (wanted,) in [
+        (
+            torch.autograd.grad((given * weights).sum(), hidden_states, retain_graph=True)
+            for given in (output, expected)
+        )
+    ]:
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
+
+
+def test_a_row_of_several_documents_has_no_prompt():
+    starts = torch.tensor([[False, False, True, False]])
+    with pytest.raises(
+        ValueError, match="routing is 'prompt', and a row holds several documents; expected one prompt"
+    ):
+        layer(routing="prompt")(states(1, 4), tokens=TokenPlaces(None, starts, is_plain=False))
+
+
+@pytest.mark.parametrize("name", [None, "right", "left", "both"])
+def test_the_prompt_is_what_the_mask_of_prompts_says(name):
+    mask = MASKS[name] if name else [[1] * 8] * 2
+    memory, hidden_states = layer(routing="prompt"), states(len(mask))
+    prompt_mask = torch.zeros(len(mask), 8, dtype=torch.bool)
+    prompts = []
+    for row, of_row in enumerate(mask):
+        real = [index for index, is_real in enumerate(of_row) if is_real]
+        prompts.append(real[: max(1, len(real) // 2)])
+        prompt_mask[row, : prompts[-1][-1] + 1] = True  # padding in front included, as labels have it
+    output = memory(hidden_states, tokens=places_of(mask) if name else None, prompt_mask=prompt_mask)
+    assert_reads(output, by_loops(memory, hidden_states, indices(mask), prompts))
+    integers = memory(hidden_states, tokens=places_of(mask) if name else None, prompt_mask=prompt_mask.long())
+    assert torch.equal(integers, output)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt_mask"),
+    [(None, [[1, 1, 0, 0], [0, 0, 0, 0]]), ([[1, 1, 1, 1], [0, 0, 1, 1]], [[1, 0, 0, 0], [1, 1, 0, 0]])],
+    ids=["no prompt", "a prompt of padding"],
+)
+def test_a_row_without_a_prompt_is_refused(tokens, prompt_mask):
+    message = r"routing is 'prompt', and a row has no token of a prompt; expected prompt_mask to be true somewhere"
+    with pytest.raises(ValueError, match=message):
+        layer(routing="prompt")(
+            states(2, 4), tokens=tokens and places_of(tokens), prompt_mask=torch.tensor(prompt_mask)
+        )
+
+
+STEPS = [[8], [1] * 8, [3, 5], [2, 1, 4, 1], [4, 4], [1, 7], [6, 1, 1], [5, 0, 3]]
+
+
+@pytest.mark.parametrize("mask", [None, LEFT], ids=["whole", "left-padded"])
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 64])
+def test_chunks_in_steps_are_those_of_one_pass(chunk_size, steps, mask):
+    memory = layer(chunk_size=chunk_size)
+    hidden_states = states(3)
+    state, outputs, first = MemoryState("chapters", 0, can_forget=False), [], 0
+    for step in steps:
+        last = first + step
+        places = None if mask is None else places_of([row[first:last] for row in mask]) if step else TokenPlaces()
+        outputs.append(memory(hidden_states[:, first:last], tokens=places, state=state))
+        first = last
+    documents = None if mask is None else indices(mask)
+    assert_reads(torch.cat(outputs, dim=1), by_loops(memory, hidden_states, documents))
+
+
+def test_a_right_padded_prompt_is_continued_behind_its_tokens():
+    """As assistants that pad a batch on the right do: the next token of a row follows its last one."""
+    memory, hidden_states = layer(chunk_size=3), states(2)
+    further = states(2, 4, seed=9)
+    state = MemoryState("chapters", 0, can_forget=False)
+    outputs = [memory(hidden_states, tokens=places_of(RIGHT), state=state)]
+    outputs += [memory(further[:, index : index + 1], state=state) for index in range(4)]
+    documents = [[[*of_row[0], 8, 9, 10, 11]] for of_row in indices(RIGHT)]
+    reads = by_loops(memory, torch.cat([hidden_states, further], dim=1), documents)
+    assert_reads(torch.cat(outputs, dim=1), reads)
+
+
+@pytest.mark.parametrize("steps", STEPS[1:-1], ids=str)
+def test_the_first_pass_is_the_prompt_of_those_behind_it(steps):
+    memory, hidden_states = layer(routing="prompt"), states()
+    state, outputs, first = MemoryState("chapters", 0, can_forget=True), [], 0
+    for step in steps:
+        outputs.append(memory(hidden_states[:, first : first + step], state=state))
+        first += step
+    prompts = [list(range(steps[0]))] * 2
+    output = torch.cat(outputs, dim=1)
+    assert_reads(output, by_loops(memory, hidden_states, prompts=prompts))
+
+
+def test_sums_of_many_half_precision_tokens_stay_exact():
+    """Sums in bfloat16 would stop growing at 256 of these."""
+    memory = layer(chunk_size=1024)
+    hidden_states = 1 + 0.01 * states(1, 2048).detach()
+    logits = memory.route(hidden_states).logits[:, -1]
+    for places in (None, TokenPlaces(None, None, is_plain=False)):
+        half = memory.bfloat16().route(hidden_states.bfloat16(), places).logits[:, -1]
+        torch.testing.assert_close(half.double(), logits, rtol=3e-2, atol=3e-2)
+
+
+def test_the_mask_and_positions_of_a_pass_say_where_its_tokens_stand():
+    def found(mask, positions, tokens=4, may_hold_documents=True):
+        given = [None if rows is None else torch.tensor(rows) for rows in (mask, positions)]
+        return token_places(*given, tokens, may_hold_documents=may_hold_documents)
+
+    assert found(None, None) == found([[1] * 4], None) == TokenPlaces()
+    assert found(None, [[0, 1, 2, 3]]) == TokenPlaces()
+    assert found(None, [[7, 8, 9, 10]]) == TokenPlaces()
+    packed = found(None, [[0, 1, 0, 1], [0, 1, 2, 3]])
+    assert packed.starts.tolist() == [[False, False, True, False], [False] * 4] and not packed.is_plain
+    assert found(None, [[0, 1, 0, 1]], may_hold_documents=False) == TokenPlaces()
+    assert found([[1] * 4], [[0, 1, 0, 1]]).starts is None, "with a mask, rows are one document"
+    for mask, is_plain in (
+        ([[1, 1, 0, 0]], True),
+        ([[0, 1, 1, 1]], False),
+        ([[1, 0, 1, 1]], False),
+        ([[0] * 4], False),
+    ):
+        places = found(mask, None)
+        assert places.real.tolist() == [[bool(value) for value in mask[0]]] and places.is_plain == is_plain
+    assert found([[0, 0, 1, 1, 0, 1]], None, tokens=2).real.tolist() == [[False, True]], "the last of a longer mask"
+    assert found([[0, 0, 1, 1]], None, tokens=1).real.tolist() == [[True]]
+    assert token_places(torch.ones(1, 1, 4, 4), None, 4, may_hold_documents=True) == TokenPlaces()

@@ -1,0 +1,242 @@
+"""The layer of Mixture of Chapters is what loops over its equations give, forward and backward, for every option."""
+
+import pytest
+import torch
+from memory.chapter_layers import HEADS, WIDTH, assert_reads, by_loops, fill, layer, states
+
+from midus_config.memories.chapters import ChaptersOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory import build_memory
+from midus_hf.memory.kept_values import kept_values
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.ops import chapter_attention
+
+ROUTINGS = ("chunk", "prompt", "token", "sequence")
+WEIGHTINGS = ("released", "logit_bias", "paper")
+BODIES = ("reference", "segments", "gathered")
+
+
+@pytest.fixture(params=BODIES)
+def backend(request, monkeypatch) -> str:
+    """Each body of the op, in turn."""
+    if request.param == "reference":
+        return "reference"
+    # Stretches of any length are few, or many, enough to be gathered for.
+    monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", 1 if request.param == "gathered" else 1000)
+    return "auto"
+
+
+def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+    found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
+    return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, found, strict=True)]
+
+
+def check(memory, hidden_states, backend="auto"):
+    """A layer gives the output and the gradients of the loops."""
+    output = memory(hidden_states, backend=backend)
+    reads = by_loops(memory, hidden_states)
+    assert_reads(output, reads)
+    expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)
+    wanted = [hidden_states, *memory.parameters()]
+    names = ["hidden states", *(name for name, _ in memory.named_parameters())]
+    found = zip(names, gradients_of(output, wanted), gradients_of(expected, wanted), strict=True)
+    for name, gradient, by_loop in found:
+        torch.testing.assert_close(
+            gradient, by_loop, rtol=1e-8, atol=1e-9, msg=lambda text, at=name: f"gradient of {at}: {text}"
+        )
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_output_and_gradients_are_those_of_loops(routing, weighting, backend):
+    check(layer(routing=routing, weighting=weighting), states(), backend)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared_chapters": 0},
+        {"shared_chapters": 2},
+        {"shared_chapters": 6},
+        {"k": 7},
+        {"k": 1},
+        {"chunk_size": 1},
+        {"chunk_size": 8},
+        {"chunk_size": 64},
+        {"bank_rank": 3},
+        {"bank_width": 4},
+        {"bank_width": 12, "heads": 4, "kv_heads": 2},
+        {"kv_heads": 1},
+        {"heads": 1},
+        {"heads": 8, "kv_heads": 4},
+        {"normalise": False},
+        {"normalise": False, "bank_rank": 2},
+        {"routed_scale": 0.5},
+        {"chapters": 16},
+        {"chapters": 1, "shared_chapters": 0, "k": 1},
+    ],
+    ids=str,
+)
+def test_each_option_does_what_it_says(options):
+    check(layer(**options), states())
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_chapters_are_projected_alone_where_few_are_read(weighting):
+    """A single sequence reads three chapters of eight."""
+    memory, seen = layer(routing="sequence", weighting=weighting), []
+    memory.key_projection.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape[0]))
+    check(memory, states(batch=1))
+    check(memory, states(batch=3))
+    assert seen == [3, 8]
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_gradients_pass_a_numerical_check(routing, weighting):
+    memory = layer(routing=routing, weighting=weighting, memory_tokens=8, chapters=4, bank_rank=2, chunk_size=2)
+    names = [name for name, _ in memory.named_parameters()]
+
+    def run(hidden_states, *parameters):
+        return torch.func.functional_call(memory, dict(zip(names, parameters, strict=True)), (hidden_states,))
+
+    assert torch.autograd.gradcheck(run, (states(1, 3), *memory.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_without_weights_the_output_teaches_the_router_nothing(weighting):
+    memory = layer(weighting=weighting)
+    memory(states()).sum().backward()
+    gradient = memory.router_weight.grad
+    if weighting == "paper":
+        assert gradient is None
+    else:
+        assert gradient.any()
+        assert not gradient[: memory.options.shared_chapters].any(), "shared chapters are not weighed by the router"
+
+
+def test_chapters_that_nobody_reads_get_no_gradient():
+    memory = layer(routing="sequence")
+    hidden_states = states(batch=1)
+    memory(hidden_states).sum().backward()
+    (chosen,) = {tuple(read.chosen) for read in by_loops(memory, hidden_states).values()}
+    by_chapter = memory.bank.grad.unflatten(0, (8, 2)).flatten(1)
+    assert {chapter for chapter in range(8) if by_chapter[chapter].any()} == {0, *chosen}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_layer_that_is_new_adds_zero_and_learns_from_its_output_projection_on(routing):
+    sizes = ModelSizes(hidden_size=WIDTH, num_heads=HEADS, head_dim=WIDTH // HEADS)
+    memory = build_memory(ChaptersOptions(memory_tokens=16, chapters=8, share="none", routing=routing), sizes)
+    output = memory(states().float())
+    assert torch.equal(output, torch.zeros_like(output))
+    output.sum().backward()
+    assert memory.output_projection.weight.grad.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"bank_rank": 3}], ids=str)
+def test_a_bank_that_is_given_is_read_as_the_own_one(options):
+    own, shared = layer(**options), layer(share="all", **options)
+    assert not hasattr(shared, "bank") and not hasattr(shared, "bank_transform")
+    tensors = dict(own.named_parameters())
+    tables = {name: tensors[name] for name in ("bank", "bank_transform") if name in tensors}
+    shared.load_state_dict({name: tensor for name, tensor in own.state_dict().items() if name not in tables})
+    assert torch.equal(shared(states(), tables=tables), own(states()))
+
+
+@pytest.mark.parametrize("options", [{}, {"bank_rank": 3}, {"normalise": False}, {"kv_heads": 1}], ids=str)
+@pytest.mark.parametrize("routing", ["sequence", "token"])
+def test_kept_keys_and_values_are_those_that_are_computed(routing, options):
+    memory, hidden_states = layer(routing=routing, **options), states(1).detach()
+    with torch.no_grad():
+        expected = memory(hidden_states)
+        with kept_values(memory):
+            assert not memory.kept.is_empty
+            memory.key_projection.register_forward_pre_hook(lambda *_: pytest.fail("projected again"))
+            torch.testing.assert_close(memory(hidden_states), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_bank_too_large_keeps_nothing():
+    sizes = ModelSizes(hidden_size=768, num_heads=12, head_dim=64)
+    with torch.device("meta"):
+        assert build_memory(ChaptersOptions(), sizes).kept is not None
+        assert build_memory(ChaptersOptions(**ChaptersOptions.presets["paper"]), sizes).kept is None
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_nothing_gives_nothing(routing, shape):
+    memory = layer(routing=routing)
+    hidden_states = torch.zeros(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
+    output = memory(hidden_states)
+    assert output.shape == (*shape, WIDTH)
+    output.sum().backward()
+
+
+def test_half_precision_routes_in_float32():
+    memory = layer().bfloat16()
+    hidden_states = states().detach().bfloat16()
+    routing = memory.route(hidden_states)
+    assert routing.logits.dtype == routing.log_weights.dtype == torch.float32
+    wide = memory.double().route(hidden_states.double())
+    torch.testing.assert_close(routing.logits.double(), wide.logits, rtol=2e-2, atol=2e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = memory.float().route(hidden_states.float())
+    assert within.logits.dtype == torch.float32
+    torch.testing.assert_close(within.logits, memory.route(hidden_states.float()).logits)
+
+
+def test_a_state_that_has_seen_a_part_of_the_sequence_is_refused_where_all_of_it_is_looked_at():
+    memory, state = layer(routing="sequence"), MemoryState("chapters", 0, can_forget=False)
+    memory(states(), state=state)
+    with pytest.raises(
+        ValueError, match=r"routing is 'sequence', which looks at the whole sequence, and a cache holds a"
+    ):
+        memory(states(), state=state)
+    state.reset()
+    memory(states(), state=state)
+
+
+def test_the_layer_of_the_paper_has_its_size():
+    """22.04 million parameters in four layers beside 201.38 million of the bank (A.4.1)."""
+    sizes = ModelSizes(hidden_size=768, num_heads=12, head_dim=64)
+    options = ChaptersOptions(**ChaptersOptions.presets["paper"])
+    with torch.device("meta"):
+        memory = build_memory(options, sizes)
+    assert 4 * sum(parameter.numel() for parameter in memory.parameters()) == 22_042_628
+    (tables,) = options.tables(sizes, (2, 6, 10, 14))
+    assert tables.layers == (2, 6, 10, 14)
+    assert {name: tensor.shape for name, tensor in tables.tensors.items()} == {"bank": (262_208, 768)}
+    assert 262_208 * 768 == 201_375_744
+    assert options.chapter_tokens == 64 and options.num_kv_heads(sizes) == 12
+
+
+@pytest.mark.parametrize(
+    ("share", "groups"),
+    [
+        ("all", [(0, 2, 5, 6, 9)]),
+        ("every:2", [(0, 2), (5, 6), (9,)]),
+        ("every:1", [(0,), (2,), (5,), (6,), (9,)]),
+        ("every:7", [(0, 2, 5, 6, 9)]),
+        ("none", []),
+    ],
+)
+def test_neighbours_share_a_bank(share, groups):
+    sizes = ModelSizes(hidden_size=8, num_heads=2, head_dim=4)
+    options = ChaptersOptions(share=share)
+    assert [tables.layers for tables in options.tables(sizes, (0, 2, 5, 6, 9))] == groups
+    assert ("bank" in options.tensors(sizes)) == (share == "none")
+
+
+def test_every_tensor_acts():
+    """So that what the other tests compare depends on all of them."""
+    memory = layer(bank_rank=3)
+    before = memory(states())
+    for name, parameter in memory.named_parameters():
+        kept = parameter.detach().clone()
+        fill(torch.nn.ParameterList([parameter]), seed=17)
+        assert not torch.allclose(memory(states()), before), name
+        with torch.no_grad():
+            parameter.copy_(kept)
