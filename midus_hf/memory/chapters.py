@@ -51,7 +51,7 @@ class Chapters(MemoryModule):
         sizes: Of the model.
     """
 
-    inputs = ("prompt_mask",)
+    inputs: tuple[str, ...] = ("prompt_mask",)
     asks = ("tokens", "state", "report")
 
     options: ChaptersOptions
@@ -67,6 +67,8 @@ class Chapters(MemoryModule):
         super().__init__(options, sizes)
         self.num_heads, self.num_kv_heads = options.num_heads(sizes), options.num_kv_heads(sizes)
         self.head_dim = options.width(sizes) // self.num_heads
+        if options.routing != "prompt":
+            self.inputs = ()
         self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
         self.can_forget = options.routing == "prompt"
         self.reads_ahead = options.reads_ahead
