@@ -51,17 +51,37 @@ class MemoryForCausalLM(HostsMemory):
         super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in names})
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """As the family's, which makes a mask of another form for static caches: padding is told as well."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask, **kwargs)
+        """As the family's, which makes a mask of another form for static caches: padding is told as well.
+
+        transformers looks at the signature to see that embeddings may stand for the prompt.
+
+        Raises:
+            ValueError: If a pass begins that has a part of the prompt by which a memory chooses.
+        """
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 else None
         if inputs.get(_PROMPT_MASK) is not None:
-            missing = input_ids.shape[1] - inputs[_PROMPT_MASK].shape[1]
-            inputs[_PROMPT_MASK] = nn.functional.pad(inputs[_PROMPT_MASK], (0, missing))
-        if self.model.reads_places and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            inputs["token_mask"] = attention_mask[:, -tokens.shape[1] :].clone()
+            seen = max(input_ids.shape[1], tokens.shape[1]) if padding is None else padding.shape[1]
+            inputs[_PROMPT_MASK] = _prompt_mask_of_pass(inputs[_PROMPT_MASK], seen, inputs.get("past_key_values"))
+        if self.model.reads_places and padding is not None:
+            inputs["token_mask"] = padding[:, -tokens.shape[1] :].clone()
         return inputs
+
+    def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        """As the family's, for assisted decoding; the assistant is not told what memories of this model ask for."""
+        names: set[str] = self.model.memory_input_names
+        told = {key: value for key, value in model_kwargs.items() if key not in names}
+        return super()._get_candidate_generator(*args, model_kwargs=told, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the family's `generate`; what memories derive from weights alone is derived once for the call.
@@ -140,6 +160,26 @@ def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., A
     *parameters, last = signature.parameters.values()
     forward.__signature__ = signature.replace(parameters=[*parameters, option, last])  # type: ignore[attr-defined]
     return forward
+
+
+def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -> torch.Tensor:
+    """A mask of the prompt for as many tokens as there are by now: those behind the mask are no prompt.
+
+    Args:
+        prompt_mask: `[B, P]`.
+        num_seen: Tokens of the pass, and of those before it.
+        cache: Of the pass.
+
+    Raises:
+        ValueError: If the pass is the first, and has a part of the prompt.
+    """
+    missing = num_seen - prompt_mask.shape[1]
+    if missing < 0 and (cache is None or cache.get_seq_length() == 0):
+        raise ValueError(
+            f"the first pass has {num_seen} tokens of a prompt of {prompt_mask.shape[1]}, by all of which a memory of this model "
+            "chooses; expected the whole prompt. Leave prefill_chunk_size out, or upscale with routing = 'chunk'."
+        )
+    return nn.functional.pad(prompt_mask, (0, max(missing, 0)))
 
 
 def prompt_of(labels: torch.Tensor) -> torch.Tensor:
