@@ -1,0 +1,75 @@
+"""Models with Mixture of Chapters attached, built in memory from a tiny base: no checkpoint, no upscaler."""
+
+from typing import Any
+
+import torch
+from tiny import tiny_model
+from transformers import PreTrainedModel
+
+from midus_hf.memory.chapters import Chapters
+from midus_hf.memory.tables import MemoryTables
+from midus_hf.models import FAMILIES
+
+SMALL: dict[str, Any] = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
+LAYERS = (1, 3)
+
+_SPREAD = {"router_weight": 8.0, "router_bias": 0.5, "norm_weight": 1.0}
+"""How far tensors are spread where memories act: hidden states of a tiny model are small, and routers shall have clear opinions."""
+
+
+def entry(name: str = "chapters", layers: tuple[int, ...] = LAYERS, **options: Any) -> dict[str, Any]:
+    """An entry of `memory` in a config."""
+    site = options.pop("site", "behind-attention")
+    return {"type": "chapters", "name": name, "site": site, "layers": list(layers), **SMALL, **options}
+
+
+def chapter_pair(
+    family: str = "llama",
+    *,
+    acting: bool = True,
+    dtype: torch.dtype = torch.float64,
+    memory: list[dict[str, Any]] | None = None,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A tiny base and the same model with chapters, both in eval mode.
+
+    Args:
+        family: A key of `tiny.NATIVE_FAMILIES`.
+        acting: Whether every tensor of the memories is filled, so that they change what the model computes.
+        dtype: Of every parameter. Default: float64, in which passes that compute in another order still choose the same chapters.
+        memory: The entries. Default: one, with `options`.
+        config: Fields of the base config that differ from the table's.
+        options: What the entry says besides its small sizes.
+    """
+    base = tiny_model(family, dtype, **(config or {}))
+    fields = {key: value for key, value in base.config.to_dict().items() if key not in ("model_type", "architectures")}
+    torch.manual_seed(7)
+    made = FAMILIES[base.config.model_type].config_class(**fields, memory=memory or [entry(**options)])
+    model = FAMILIES[base.config.model_type](made).to(dtype).eval()
+    missing = model.load_state_dict(base.state_dict(), strict=False)
+    assert not missing.unexpected_keys and all(".memor" in name for name in missing.missing_keys)
+    if acting:
+        act(model)
+    return base, model
+
+
+def chapter_model(family: str = "llama", **kwargs: Any) -> PreTrainedModel:
+    """The second of `chapter_pair`."""
+    return chapter_pair(family, **kwargs)[1]
+
+
+def act(model: torch.nn.Module, seed: int = 3) -> None:
+    """Fill every tensor of the memories."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, Chapters | MemoryTables):
+            for name, parameter in module.named_parameters():
+                spread = _SPREAD.get(name, 0.3)
+                with torch.no_grad():
+                    parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+
+
+def memories_of(model: torch.nn.Module) -> list[Chapters]:
+    """The layers of Mixture of Chapters of a model."""
+    return [module for module in model.modules() if isinstance(module, Chapters)]

@@ -1,0 +1,164 @@
+"""What a token gets depends on no later token, except where chapters are chosen by the whole sequence.
+
+Models are float64: a change elsewhere may make sums run in another order, which moves a logit by rounding alone, where another
+chapter moves it by 0.1. Gemma 2 takes its softmax in float32, hence the tolerance.
+"""
+
+import pytest
+import torch
+from models.chapter_models import chapter_model, chapter_pair
+from tiny import prompt
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+CAUSAL = ("chunk", "prompt", "token")
+TOKENS, PROMPT = 14, 5
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def prompt_mask(batch: int = 2, tokens: int = TOKENS) -> torch.Tensor:
+    return (torch.arange(tokens) < PROMPT).expand(batch, tokens)
+
+
+def logits(model: PreTrainedModel, tokens: torch.Tensor, **inputs) -> torch.Tensor:
+    if "prompt_mask" in model.model.memory_input_names:
+        inputs = {"prompt_mask": prompt_mask(*tokens.shape), **inputs}
+    with torch.no_grad():
+        return model(tokens, use_cache=False, **inputs).logits
+
+
+def changed_from(tokens: torch.Tensor, position: int) -> torch.Tensor:
+    return torch.cat([tokens[:, :position], (tokens[:, position:] + 17) % 100 + 3], dim=1)
+
+
+@pytest.mark.parametrize("site", ["behind-attention", "behind-layer"])
+def test_these_memories_change_what_the_model_computes(native_family, site):
+    base, model = chapter_pair(native_family, site=site)
+    with torch.no_grad():
+        expected = base(prompt(TOKENS)).logits
+    assert (logits(model, prompt(TOKENS)) - expected).abs().max() > 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("weighting", ["released", "logit_bias", "paper"])
+@pytest.mark.parametrize("routing", CAUSAL)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_later_token_changes_no_earlier_logit(family, routing, weighting):
+    model, tokens = chapter_model(family, routing=routing, weighting=weighting), prompt(TOKENS)
+    before = logits(model, tokens)
+    for position in range(PROMPT if routing == "prompt" else 1, TOKENS):
+        after = logits(model, changed_from(tokens, position))
+        torch.testing.assert_close(after[:, :position], before[:, :position], **CLOSE)
+        assert (after[:, position:] - before[:, position:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_a_later_token_changes_no_earlier_logit_in_any_family(native_family, routing):
+    model, tokens = chapter_model(native_family, routing=routing, chunk_size=4), prompt(TOKENS)
+    after = logits(model, changed_from(tokens, 7))
+    torch.testing.assert_close(after[:, :7], logits(model, tokens)[:, :7], **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_whole_sequence_looks_ahead(family):
+    model, tokens = chapter_model(family, routing="sequence"), prompt(TOKENS)
+    changed = logits(model, changed_from(tokens, 9))
+    assert (changed - logits(model, tokens))[:, :9].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_token_of_the_prompt_sees_all_of_the_prompt(family):
+    """What is conditioned on is known before anything is predicted; without a mask, all tokens are the prompt."""
+    model, tokens = chapter_model(family, routing="prompt"), prompt(TOKENS)
+    before = logits(model, tokens)
+    assert (logits(model, changed_from(tokens, 2)) - before)[:, :2].abs().max() > 1e-3
+    with torch.no_grad():
+        unsaid = model(tokens, use_cache=False).logits
+    torch.testing.assert_close(unsaid, logits(model, tokens, prompt_mask=torch.ones_like(tokens)), **CLOSE)
+    assert (unsaid - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_earlier_tokens_get_no_gradient_from_later_ones(routing):
+    model = chapter_model(routing=routing)
+    embedded = model.get_input_embeddings()(prompt(TOKENS)).detach().requires_grad_()
+    given = {"prompt_mask": prompt_mask()} if routing == "prompt" else {}
+    output = model(inputs_embeds=embedded, use_cache=False, **given).logits
+    (gradient,) = torch.autograd.grad(output[:, 8].sum(), embedded)
+    assert gradient[:, :9].abs().amax(-1).all() and not gradient[:, 9:].any()
+
+
+def in_steps(model: PreTrainedModel, tokens: torch.Tensor, steps: list[int], cache, **inputs) -> torch.Tensor:
+    first, outputs = 0, []
+    with torch.no_grad():
+        for step in steps:
+            part = tokens[:, first : first + step]
+            outputs.append(model(part, past_key_values=cache, use_cache=True, **inputs).logits)
+            first += step
+    return torch.cat(outputs, dim=1)
+
+
+STEPS = [[PROMPT, 9], [PROMPT, *[1] * 9], [PROMPT, 1, 4, 1, 3]]
+
+
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("routing", CAUSAL)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_sequence_in_steps_is_that_of_one_pass(family, routing, steps, cache_class):
+    """The first pass is the prompt."""
+    model, tokens = chapter_model(family, routing=routing), prompt(TOKENS)
+    static = cache_class is StaticCache
+    cache = StaticCache(model.config, max_cache_len=TOKENS) if static else DynamicCache(config=model.config)
+    torch.testing.assert_close(in_steps(model, tokens, steps, cache), logits(model, tokens), **CLOSE)
+
+
+@pytest.mark.parametrize("steps", [[1] * TOKENS, [2, 3, 1, 8]], ids=str)
+@pytest.mark.parametrize("routing", ["chunk", "token"])
+def test_any_steps_will_do_without_a_prompt(native_family, routing, steps):
+    model, tokens = chapter_model(native_family, routing=routing), prompt(TOKENS)
+    cache = DynamicCache(config=model.config)
+    torch.testing.assert_close(in_steps(model, tokens, steps, cache), logits(model, tokens), **CLOSE)
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_a_cache_that_was_reset_begins_another_sequence(routing):
+    model, tokens = chapter_model(routing=routing), prompt(TOKENS)
+    cache = StaticCache(model.config, max_cache_len=TOKENS)
+    in_steps(model, prompt(TOKENS, seed=8), [PROMPT, 9], cache)
+    cache.reset()
+    torch.testing.assert_close(in_steps(model, tokens, [PROMPT, 9], cache), logits(model, tokens), **CLOSE)
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_documents_packed_in_a_row_are_as_if_alone(family, routing):
+    """Positions that begin again, without a mask, as collators for packed rows give them."""
+    model, tokens = chapter_model(family, routing=routing), prompt(TOKENS, batch=1)
+    positions = torch.tensor([[*range(4), *range(9), *range(1)]])
+    packed = logits(model, tokens, position_ids=positions)
+    for first, last in ((0, 4), (4, 13), (13, 14)):
+        torch.testing.assert_close(packed[:, first:last], logits(model, tokens[:, first:last]), **CLOSE)
+
+
+def test_documents_packed_in_a_row_have_no_prompt_of_their_own():
+    model = chapter_model(routing="prompt")
+    with pytest.raises(ValueError, match="a row holds several documents; expected one prompt per row"):
+        logits(model, prompt(6, batch=1), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("routing", [*CAUSAL, "sequence"])
+def test_a_padded_row_is_as_if_alone(native_family, routing, side):
+    model = chapter_model(native_family, routing=routing)
+    rows = [prompt(length, batch=1, seed=length) for length in (TOKENS, 9, 7)]
+    mask = torch.zeros(3, TOKENS, dtype=torch.long)
+    padded = torch.zeros(3, TOKENS, dtype=torch.long)
+    for number, row in enumerate(rows):
+        length = row.shape[1]
+        place = slice(TOKENS - length, TOKENS) if side == "left" else slice(0, length)
+        padded[number, place], mask[number, place] = row[0], 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"prompt_mask": mask} if routing == "prompt" else {}
+    together = logits(model, padded, attention_mask=mask, position_ids=positions, **given)
+    for number, row in enumerate(rows):
+        alone = logits(model, row, **({"prompt_mask": torch.ones_like(row)} if routing == "prompt" else {}))
+        torch.testing.assert_close(together[number][mask[number] == 1], alone[0], **CLOSE)

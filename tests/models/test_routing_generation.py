@@ -1,0 +1,268 @@
+"""Generation is what full passes give, token by token, for every routing and every cache.
+
+Models are float64, so that passes that compute in another order still choose the same chapters and tokens.
+"""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from models.chapter_models import chapter_model, chapter_pair
+from tiny import prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from midus_hf.memory.memory_state import MemoryState
+
+CAUSAL = ("chunk", "prompt", "token")
+ROUTINGS = (*CAUSAL, "sequence")
+PROMPT, NEW = 7, 9
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def full_pass(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Logits of the last token, of one pass over all tokens."""
+    given = {}
+    if "prompt_mask" in model.model.memory_input_names:
+        given["prompt_mask"] = (torch.arange(tokens.shape[1]) < prompt_length).expand(tokens.shape)
+    with torch.no_grad():
+        return model(tokens, use_cache=False, **given).logits[:, -1]
+
+
+def by_full_passes(model: PreTrainedModel, tokens: torch.Tensor, prompt_length: int | None = None) -> torch.Tensor:
+    """Greedy tokens, each by a pass over all tokens before it."""
+    prompt_length = tokens.shape[1] if prompt_length is None else prompt_length
+    for _ in range(NEW):
+        best = full_pass(model, tokens, prompt_length).argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, best], dim=1)
+    return tokens
+
+
+def looking_ahead(routing: str):
+    """The warning that generation with a memory that looks ahead gives."""
+    if routing == "sequence":
+        return pytest.warns(
+            UserWarning, match="a memory of this model chooses by the whole sequence, later tokens included"
+        )
+    return contextlib.nullcontext()
+
+
+CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_greedy_tokens_are_those_of_full_passes(family, routing, cache):
+    model = chapter_model(family, routing=routing)
+    with looking_ahead(routing):
+        tokens = model.generate(prompt(PROMPT), **GREEDY, **CACHES[cache])
+    assert torch.equal(tokens, by_full_passes(model, prompt(PROMPT)))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_no_family_depends_on_its_cache(native_family, routing, cache):
+    model = chapter_model(native_family, routing=routing, site="behind-layer")
+    tokens = model.generate(prompt(PROMPT), **GREEDY, **CACHES[cache])
+    assert torch.equal(tokens, by_full_passes(model, prompt(PROMPT)))
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_only_looking_ahead_is_warned_of(routing):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chapter_model(routing=routing).generate(prompt(PROMPT), max_new_tokens=1, do_sample=False)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_left_padded_batch_gives_the_tokens_of_its_rows_alone(routing, cache):
+    model = chapter_model(routing=routing)
+    rows = [prompt(length, batch=1, seed=length) for length in (PROMPT, 4, 1)]
+    pads = [PROMPT - row.shape[1] for row in rows]
+    padded = torch.cat([torch.nn.functional.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
+    mask = torch.stack([(torch.arange(PROMPT) >= pad).long() for pad in pads])
+    with looking_ahead(routing):
+        together = model.generate(padded, attention_mask=mask, **GREEDY, **CACHES[cache])
+    for row, tokens in zip(rows, together, strict=True):
+        assert torch.equal(tokens[PROMPT - row.shape[1] :], by_full_passes(model, row)[0])
+
+
+BEAMS = {"num_beams": 4, "num_return_sequences": 3, "output_scores": True, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("routing", CAUSAL)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_beams_do_not_depend_on_the_cache(family, routing, cache):
+    model = chapter_model(family, routing=routing)
+    cached = model.generate(prompt(PROMPT), **GREEDY, **BEAMS, **CACHES[cache])
+    plain = model.generate(prompt(PROMPT), **GREEDY, **BEAMS, use_cache=False)
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(cached.sequences_scores, plain.sequences_scores, **CLOSE)
+
+
+def test_beams_that_forgot_to_carry_what_is_kept_would_be_seen(monkeypatch):
+    """So that the test above can fail: chunks are short, and beams change places."""
+    model = chapter_model(routing="chunk")
+    expected = model.generate(prompt(PROMPT), **GREEDY, **BEAMS)
+    moved = []
+    monkeypatch.setattr(MemoryState, "reorder_cache", lambda self, rows: moved.append(rows.tolist()))
+    forgetful = model.generate(prompt(PROMPT), **GREEDY, **BEAMS)
+    assert any(rows != sorted(rows) for rows in moved)
+    assert not torch.allclose(forgetful.sequences_scores, expected.sequences_scores, **CLOSE)
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_several_samples_of_a_prompt_do_not_depend_on_the_cache(routing):
+    model = chapter_model(routing=routing)
+    settings = {"max_new_tokens": NEW, "do_sample": True, "num_return_sequences": 3, "temperature": 0.5}
+    generated = []
+    for cache in CACHES.values():
+        torch.manual_seed(4)
+        generated.append(model.generate(prompt(PROMPT), **settings, **cache))
+    assert generated[0].shape == (6, PROMPT + NEW) and not torch.equal(generated[0][0], generated[0][1])
+    assert torch.equal(generated[0], generated[1]) and torch.equal(generated[0], generated[2])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_embeddings_may_stand_for_the_prompt(routing, cache):
+    model = chapter_model(routing=routing)
+    embedded = model.get_input_embeddings()(prompt(PROMPT))
+    expected = by_full_passes(model, prompt(PROMPT))[:, PROMPT:]
+    assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **CACHES[cache]), expected)
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_conversation_goes_on_from_its_cache(family, routing):
+    """The prompt stays the first one, where chapters are chosen by the prompt."""
+    model = chapter_model(family, routing=routing)
+    first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
+    further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
+    second = model.generate(further, **GREEDY, past_key_values=first.past_key_values)
+    assert torch.equal(second, by_full_passes(model, further, PROMPT))
+
+
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_a_prompt_in_parts_gives_the_tokens_of_a_whole_one_or_is_refused(routing):
+    model = chapter_model(routing=routing)
+    expected = model.generate(prompt(PROMPT), **GREEDY)
+    assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=PROMPT), expected)
+    if routing == "prompt":
+        with pytest.raises(
+            ValueError, match="the first pass has 3 tokens of a prompt of 7, by all of which a memory of"
+        ):
+            model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=3)
+    else:
+        assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, prefill_chunk_size=3), expected)
+
+
+def test_parts_of_what_follows_a_prompt_are_none_of_its_own():
+    model = chapter_model(routing="prompt")
+    first = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
+    further = torch.cat([first.sequences, prompt(4, seed=6)], dim=1)
+    second = model.generate(further, **GREEDY, past_key_values=first.past_key_values, prefill_chunk_size=2)
+    assert torch.equal(second, by_full_passes(model, further, PROMPT))
+
+
+def test_a_mask_of_the_prompt_may_be_given():
+    model = chapter_model(routing="prompt")
+    mask = (torch.arange(PROMPT) < 3).expand(2, PROMPT)
+    expected = by_full_passes(model, prompt(PROMPT), prompt_length=3)
+    for cache in CACHES.values():
+        assert torch.equal(model.generate(prompt(PROMPT), **GREEDY, **cache, prompt_mask=mask), expected)
+    assert not torch.equal(model.generate(prompt(PROMPT), **GREEDY), expected)
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt"])
+def test_a_cache_that_another_model_filled_is_refused(routing):
+    base, model = chapter_pair(routing=routing)
+    cache = base(prompt(PROMPT), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match="past_key_values holds tokens, but not what the memories of this model keep of them"
+    ):
+        model(prompt(1), past_key_values=cache)
+    model(prompt(1), past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt"])
+def test_a_cache_without_layers_is_refused(routing):
+    with pytest.raises(ValueError, match="past_key_values is a tuple, which has no place for what memories keep"):
+        chapter_model(routing=routing)(prompt(1), past_key_values=((),))
+
+
+def test_no_state_is_kept_where_tokens_choose_for_themselves():
+    base, model = chapter_pair(routing="token")
+    cache = base(prompt(PROMPT), use_cache=True).past_key_values
+    assert model(prompt(1), past_key_values=cache).past_key_values.get_seq_length() == PROMPT + 1
+    assert not any(isinstance(layer, MemoryState) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("help_", ["assistant", "lookup"])
+@pytest.mark.parametrize("routing", CAUSAL)
+def test_assisted_decoding_gives_the_same_tokens_or_is_refused(routing, help_):
+    model = chapter_model(routing=routing)
+    row = prompt(4, batch=1).repeat(1, 2)
+    given = {"prompt_lookup_num_tokens": 3} if help_ == "lookup" else {}
+    if help_ == "assistant":
+        given["assistant_model"] = tiny_model("llama", torch.float64)
+    if routing == "chunk":
+        with pytest.raises(ValueError, match="'chapters' routes by all tokens before, and cannot take tokens back"):
+            model.generate(row, **GREEDY, **given)
+    else:
+        assert torch.equal(model.generate(row, **GREEDY, **given), by_full_passes(model, row))
+
+
+def test_looking_ahead_keeps_no_cache_and_takes_none():
+    model = chapter_model(routing="sequence")
+    with looking_ahead("sequence"):
+        generated = model.generate(prompt(PROMPT), **GREEDY, return_dict_in_generate=True)
+    assert generated.past_key_values is None
+    with pytest.raises(
+        ValueError, match="past_key_values is given, but a memory of this model looks at the whole sequence"
+    ):
+        model.generate(prompt(PROMPT), past_key_values=DynamicCache(config=model.config))
+
+
+def test_looking_ahead_cannot_continue_from_a_cache():
+    model = chapter_model(routing="sequence")
+    cache = model(prompt(PROMPT), use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match="routing is 'sequence', which looks at the whole sequence, and a cache holds a part"
+    ):
+        model(prompt(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt"])
+def test_what_is_kept_is_as_large_as_a_token(routing):
+    model = chapter_model(routing=routing)
+    cache = model(prompt(PROMPT), use_cache=True).past_key_values
+    states = [layer for layer in cache.layers if isinstance(layer, MemoryState)]
+    assert [(state.name, state.layer) for state in states] == [("chapters", 1), ("chapters", 3)]
+    assert all(tensor.shape in ((2,), (2, 32)) for state in states for tensor in state.kept.values())
+    assert cache.get_seq_length() == PROMPT
+
+
+def test_a_pass_that_trains_keeps_nothing():
+    model = chapter_model(routing="chunk").train()
+    assert not any(
+        isinstance(layer, MemoryState) for layer in getattr(model(prompt(PROMPT)).past_key_values, "layers", [])
+    )
+
+
+def test_a_static_cache_is_one_for_every_length():
+    """Compiled steps read it where it lies: another sequence writes over what is kept."""
+    model = chapter_model(routing="chunk")
+    cache = StaticCache(model.config, max_cache_len=20)
+    first = model(prompt(PROMPT), past_key_values=cache).past_key_values
+    (state, _) = [layer for layer in first.layers if isinstance(layer, MemoryState)]
+    pointers = {name: tensor.data_ptr() for name, tensor in state.kept.items()}
+    model(prompt(3), past_key_values=cache)
+    cache.reset()
+    assert not state.kept
+    model(prompt(5), past_key_values=cache)
+    assert {name: tensor.data_ptr() for name, tensor in state.kept.items()} == pointers
