@@ -1,0 +1,263 @@
+"""Losses of routers in the loss of a model: when they are added, of what tokens, and the same however a step is cut."""
+
+import math
+
+import pytest
+import torch
+from models.chapter_models import chapter_model, entry, memories_of
+from models.test_activation_checkpointing import enable_checkpointing
+from models.upscaled import upscaled_model
+from tiny import prompt
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+ROUTINGS = ("chunk", "prompt", "token", "sequence")
+COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
+TOKENS, CHUNK = 8, 3
+
+
+def labels_of(tokens: torch.Tensor, prompt_length: int = 2) -> torch.Tensor:
+    labels = tokens.clone()
+    labels[:, :prompt_length] = -100
+    return labels
+
+
+def model_with(routing: str = "chunk", **options) -> PreTrainedModel:
+    return chapter_model(routing=routing, **{**COEFFICIENTS, **options})
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how) -> float:
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), **how
+    ).item()
+
+
+def router_loss(router_logits: torch.Tensor, stretches: list[int], shared: int = 1, k: int = 2) -> float:
+    """The loss of one router, of the tokens of its stretches, by loops."""
+    chapters, tokens = router_logits.shape[-1], sum(stretches)
+    frequency, probability, squares = [0.0] * chapters, [0.0] * chapters, 0.0
+    for logits, size in zip(router_logits.tolist(), stretches, strict=True):
+        total = sum(map(math.exp, logits))
+        squares += size / tokens * math.log(total) ** 2
+        for chapter in sorted(range(shared, chapters), key=lambda chapter, logits=logits: -logits[chapter])[:k]:
+            frequency[chapter] += size / tokens
+        for chapter in range(chapters):
+            probability[chapter] += size / tokens * math.exp(logits[chapter]) / total
+    balance = chapters * sum(f * p for f, p in zip(frequency, probability, strict=True))
+    return COEFFICIENTS["router_aux_loss_coef"] * balance + COEFFICIENTS["router_z_loss_coef"] * squares
+
+
+def stretches_of(routing: str, batch: int = 2) -> list[int]:
+    of_row = {"chunk": [CHUNK, CHUNK, TOKENS - 2 * CHUNK], "token": [1] * TOKENS}.get(routing, [TOKENS])
+    return of_row * batch
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_loss_is_cross_entropy_and_the_mean_of_the_routers(native_family, routing):
+    model = chapter_model(native_family, routing=routing, **COEFFICIENTS).train()
+    labels = labels_of(prompt(TOKENS))
+    output = model(prompt(TOKENS), labels=labels, output_router_logits=True)
+    assert len(output.router_logits) == 2
+    added = sum(router_loss(logits, stretches_of(routing)) for logits in output.router_logits) / 2
+    assert added > 0.1
+    assert output.aux_loss.item() == pytest.approx(added, rel=1e-6)
+    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("training", "said", "in_config", "adds", "gives"),
+    [
+        (True, None, None, True, False),
+        (True, True, None, True, True),
+        (True, False, None, False, False),
+        (True, None, True, True, True),
+        (True, None, False, False, False),
+        (True, True, False, True, True),
+        (True, False, True, False, False),
+        (False, None, None, False, False),
+        (False, True, None, True, True),
+        (False, None, True, True, True),
+        (False, False, True, False, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_when_they_are_added_and_given(training, said, in_config, adds, gives, grad):
+    model, labels = model_with().train(training), labels_of(prompt(TOKENS))
+    if in_config is not None:
+        model.config.output_router_logits = in_config
+    with torch.set_grad_enabled(grad):
+        output = model(prompt(TOKENS), labels=labels, output_router_logits=said)
+    adds = adds and (grad or gives)  # a pass without gradients trains nothing
+    plain = cross_entropy(output.logits, labels)
+    assert (output.loss.item() > plain + 0.1) == adds
+    if not adds:
+        assert output.loss.item() == pytest.approx(plain, rel=1e-6)
+    assert (getattr(output, "router_logits", None) is not None) == gives
+    assert (getattr(output, "aux_loss", None) is not None) == adds
+
+
+def test_without_labels_there_are_logits_and_no_loss():
+    output = model_with()(prompt(TOKENS), output_router_logits=True)
+    assert output.loss is None and output.aux_loss is not None and len(output.router_logits) == 2
+    plain = model_with().train()(prompt(TOKENS))
+    assert plain.loss is None and "router_logits" not in plain
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_tuple_begins_as_the_family_s(training):
+    model, labels = model_with().train(training), labels_of(prompt(TOKENS))
+    named = model(prompt(TOKENS), labels=labels, use_cache=False)
+    in_order = model(prompt(TOKENS), labels=labels, use_cache=False, return_dict=False)
+    assert isinstance(in_order, tuple)
+    assert torch.equal(in_order[0], named.loss)
+    assert any(torch.equal(value, named.logits) for value in in_order[1:] if isinstance(value, torch.Tensor))
+
+
+def test_logits_come_at_the_place_that_they_have_without_routers():
+    """Whoever reads a tuple finds the loss first, and logits behind it, in training as elsewhere."""
+    model, labels = model_with(), labels_of(prompt(TOKENS))
+    apart = model(prompt(TOKENS), labels=labels, use_cache=False, return_dict=False)
+    trained = model.train()(prompt(TOKENS), labels=labels, use_cache=False, return_dict=False)
+    place = [value is not None and value.shape == apart[1].shape for value in trained].index(True)
+    assert torch.equal(trained[place], apart[1])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_activation_checkpointing_changes_no_loss_and_no_gradient(routing):
+    found = []
+    for checkpointed in (False, True):
+        model = model_with(routing).train()
+        if checkpointed:
+            enable_checkpointing(model, use_reentrant=False)
+        loss = model(prompt(TOKENS), labels=labels_of(prompt(TOKENS)), use_cache=False).loss
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (loss, gradients), (other_loss, others) = found
+    assert torch.equal(loss, other_loss) and gradients.keys() == others.keys()
+    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
+    assert sum(name.endswith("router_weight") and gradient.any().item() for name, gradient in gradients.items()) == 2
+
+
+def test_reentrant_activation_checkpointing_is_refused():
+    model = model_with().train()
+    enable_checkpointing(model, use_reentrant=True)
+    with pytest.raises(ValueError, match=r"expected gradient_checkpointing_kwargs=\{'use_reentrant': False\}\."):
+        model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False)
+    model(prompt(TOKENS), labels=prompt(TOKENS), use_cache=False, output_router_logits=False).loss.backward()
+
+
+def test_two_passes_before_their_backward_passes_keep_apart():
+    model = model_with().train()
+    losses = [
+        model(prompt(TOKENS, seed=seed), labels=prompt(TOKENS, seed=seed), use_cache=False).loss for seed in (1, 2)
+    ]
+    sum(losses).backward()
+    together = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for seed in (2, 1):
+        model(prompt(TOKENS, seed=seed), labels=prompt(TOKENS, seed=seed), use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(together[name], parameter.grad)
+
+
+def test_passes_of_one_step_share_the_losses_of_routers_by_their_tokens():
+    """With `num_items_in_batch`, cross entropy is divided by the tokens of the step; a router's loss is its mean over tokens."""
+    model = model_with().train()
+    rows, labels = prompt(TOKENS), labels_of(prompt(TOKENS))
+    labels[1, :6] = -100
+    num_items = (labels[:, 1:] != -100).sum()
+    assert num_items == 6 + 2
+    total = 0.0
+    for row, share in ((slice(0, 1), 6 / 8), (slice(1, 2), 2 / 8)):
+        output = model(rows[row], labels=labels[row], num_items_in_batch=num_items, output_router_logits=True)
+        added = sum(router_loss(logits, stretches_of("chunk", 1)) for logits in output.router_logits) / 2
+        expected = cross_entropy(output.logits, labels[row], reduction="sum") / 8 + share * added
+        assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+        assert output.aux_loss.item() == pytest.approx(added, rel=1e-6)
+        total += output.loss.item()
+    # The squared log-sum-exp is a mean over tokens, and so are both passes together; balance is not, but near.
+    whole = model(rows, labels=labels, num_items_in_batch=num_items).loss.item()
+    assert total == pytest.approx(whole, rel=0.2)
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token"])
+def test_trainer_gives_the_same_loss_for_a_step_in_two_passes(routing, tmp_path):
+    """Of the loss that is a mean over tokens, whatever the rows; of balance, where both passes hold the same row."""
+    for options, seeds in (({"router_aux_loss_coef": 0.0, "router_z_loss_coef": 1.0}, (1, 2)), ({}, (1, 1))):
+        rows = [prompt(TOKENS, batch=1, seed=seed)[0] for seed in seeds]
+        data = [{"input_ids": row, "labels": labels_of(row[None])[0]} for row in rows]
+        logged, moved = [], []
+        for size, passes in ((2, 1), (1, 2)):
+            model = model_with(routing, **options)
+            arguments = TrainingArguments(
+                output_dir=str(tmp_path / f"{size}"),
+                per_device_train_batch_size=size,
+                gradient_accumulation_steps=passes,
+                max_steps=1,
+                learning_rate=1e-4,
+                max_grad_norm=0.0,
+                optim="sgd",
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+            )
+            trainer = Trainer(model=model, args=arguments, train_dataset=data)
+            trainer.train()
+            logged.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+            moved.append(memories_of(model)[0].router_weight.detach().clone())
+        assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+        start = memories_of(model_with(routing, **options))[0].router_weight
+        assert (moved[0] - start).abs().max() > 1e-6
+        torch.testing.assert_close(moved[0] - start, moved[1] - start, rtol=1e-5, atol=1e-11)
+
+
+def test_two_memories_add_the_loss_of_each():
+    memory = [
+        entry(**COEFFICIENTS),
+        entry("chapters-2", (0, 1, 2), routing="token", site="behind-layer", **COEFFICIENTS),
+    ]
+    model = chapter_model(memory=memory).train()
+    labels = labels_of(prompt(TOKENS))
+    output = model(prompt(TOKENS), labels=labels, output_router_logits=True)
+    assert [len(logits) for logits in output.router_logits] == [16, 6, 16, 16, 6], "by layer, and then by name"
+    by_memory = {"chunk": (1, 4), "token": (0, 2, 3)}
+    added = sum(
+        sum(router_loss(output.router_logits[place], stretches_of(routing)) for place in places) / len(places)
+        for routing, places in by_memory.items()
+    )
+    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, labels) + added, rel=1e-6)
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_labels_say_what_the_prompt_is(left):
+    model, tokens = model_with("prompt").train(), prompt(TOKENS)
+    labels = labels_of(tokens, 5)
+    labels[:, 6] = -100  # a gap behind the first token that is predicted is no prompt
+    mask = (torch.arange(TOKENS) >= left).long().expand(2, TOKENS)
+    by_labels = model(tokens, labels=labels, attention_mask=mask)
+    said = model(tokens, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 5).expand(2, TOKENS))
+    torch.testing.assert_close(by_labels.logits, said.logits)
+    other = model(tokens, labels=labels, attention_mask=mask, prompt_mask=(torch.arange(TOKENS) < 4).expand(2, TOKENS))
+    assert not torch.allclose(other.logits, said.logits, atol=1e-4), "a mask that is given goes before labels"
+
+
+def test_labels_without_a_prompt_are_refused():
+    model = model_with("prompt").train()
+    with pytest.raises(ValueError, match=r"a row has no token of a prompt; expected prompt_mask to be true somewhere"):
+        model(prompt(TOKENS), labels=prompt(TOKENS))
+
+
+@pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])
+def test_labels_say_nothing_to_other_routers(routing):
+    model = model_with(routing)
+    with torch.no_grad():
+        expected = model(prompt(TOKENS), use_cache=False).logits
+        assert torch.equal(model(prompt(TOKENS), labels=labels_of(prompt(TOKENS)), use_cache=False).logits, expected)
+
+
+def test_a_model_without_routers_takes_no_such_option_further():
+    model = upscaled_model("llama")
+    output = model(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
+    assert output.loss.item() == pytest.approx(cross_entropy(output.logits, prompt(TOKENS)), rel=1e-5)
+    assert "router_logits" not in output
