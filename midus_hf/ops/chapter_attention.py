@@ -51,7 +51,7 @@ def chapter_attention(
         ValueError: If shapes disagree.
     """
     body = resolve(backend, "auto", "auto", query).backend
-    _check_shapes(query, keys, values, chapters)
+    _check_shapes(query, keys, values, chapters, scales, biases)
     batch, tokens, heads, width = query.shape
     stretches, chosen = chapters.shape[1:]
     if query.numel() == 0:
@@ -163,7 +163,14 @@ def _rows(table: torch.Tensor, chapters: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.embedding(chapters, table.flatten(1))
 
 
-def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chapters: torch.Tensor) -> None:
+def _check_shapes(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+) -> None:
     if keys.shape != values.shape or keys.dim() != 4:
         raise ValueError(
             f"keys is {tuple(keys.shape)} and values is {tuple(values.shape)}; expected [C, M, heads, width] twice."
@@ -173,7 +180,23 @@ def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
             f"query ends in {tuple(query.shape[-2:])}; expected a multiple of the keys' {keys.shape[-2]} heads, and their "
             f"width {keys.shape[-1]}."
         )
-    if chapters.dim() != 3 or chapters.shape[0] != query.shape[0] or query.shape[1] % max(chapters.shape[1], 1):
+    batch, tokens = query.shape[:2]
+    if (
+        chapters.dim() != 3
+        or chapters.shape[0] != batch
+        or not _cuts(tokens, chapters.shape[1])
+        or not chapters.shape[2]
+    ):
         raise ValueError(
-            f"chapters is {tuple(chapters.shape)}; expected [{query.shape[0]}, a divisor of {query.shape[1]} tokens, chapters each]."
+            f"chapters is {tuple(chapters.shape)}; expected [{batch}, a divisor of {tokens} tokens, 1 or more chapters each]."
         )
+    for name, of_chapters in (("scales", scales), ("biases", biases)):
+        if of_chapters is not None and of_chapters.shape != chapters.shape:
+            raise ValueError(
+                f"{name} is {tuple(of_chapters.shape)}; expected the shape of chapters, {tuple(chapters.shape)}."
+            )
+
+
+def _cuts(tokens: int, stretches: int) -> bool:
+    """Whether tokens can be cut into so many stretches of equal length."""
+    return tokens % stretches == 0 if stretches else tokens == 0
