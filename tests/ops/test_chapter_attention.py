@@ -1,0 +1,237 @@
+"""Cross-attention to chapters: every body is what loops over tokens, heads and memory tokens give, forward and backward."""
+
+import math
+
+import pytest
+import torch
+from ops.chapter_loops import CHAPTERS, MEMORY_TOKENS, WIDTH, by_loops, made
+
+from midus_hf.ops import chapter_attention as op
+from midus_hf.ops.chapter_attention import chapter_attention
+
+BODIES = ("reference", "gathered", "segments")
+WANTED = ("query", "keys", "values", "scales", "biases")
+
+
+@pytest.fixture(params=BODIES)
+def body(request, monkeypatch) -> str:
+    """Each body in turn, whatever the length of stretches."""
+    if request.param != "reference":
+        monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1 if request.param == "gathered" else 1 << 30)
+    return request.param
+
+
+def backend_of(body: str) -> str:
+    return "reference" if body == "reference" else "torch"
+
+
+def gradients(output: torch.Tensor, arguments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    wanted = {name: arguments[name] for name in WANTED if name in arguments}
+    return dict(
+        zip(wanted, torch.autograd.grad((output.double() * weights).sum(), list(wanted.values())), strict=True)
+    )
+
+
+def check(arguments: dict[str, torch.Tensor], body: str) -> None:
+    """Output and gradients of a body are those of the loops."""
+    output, expected = chapter_attention(**arguments, backend=backend_of(body)), by_loops(**arguments)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-11)
+    expected_gradients = gradients(expected, arguments)
+    for name, gradient in gradients(output, arguments).items():
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"stretches": 1},
+        {"stretches": 6},
+        {"chosen": 1},
+        {"chosen": CHAPTERS},
+        {"heads": 2, "kv_heads": 2},
+        {"heads": 3, "kv_heads": 1},
+        {"heads": 1, "kv_heads": 1, "tokens": 1, "stretches": 1, "batch": 1},
+        {"batch": 1, "tokens": 37, "stretches": 37, "heads": 1, "kv_heads": 1},
+        {"batch": 1, "tokens": 34, "stretches": 2, "heads": 1, "kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_output_and_gradients_are_those_of_loops(shape, body):
+    check(made(**shape), body)
+
+
+@pytest.mark.parametrize("weighed", [(), ("scales",), ("biases",)], ids=str)
+@pytest.mark.parametrize("stretches", [1, 3, 6])
+def test_scales_and_biases_may_be_left_out(weighed, stretches, body):
+    check(made(stretches=stretches, weighed=weighed), body)
+
+
+@pytest.mark.parametrize("tokens", [5, 31, 32, 33, 65])
+def test_all_tokens_may_choose_one_chapter(tokens, body):
+    arguments = made(batch=1, tokens=tokens, stretches=tokens, chosen=1, heads=1, kv_heads=1)
+    arguments["chapters"] = torch.full_like(arguments["chapters"], 3)
+    check(arguments, body)
+    found = gradients(chapter_attention(**arguments, backend=backend_of(body)), arguments)
+    for name in ("keys", "values"):
+        assert [bool(chapter.any()) for chapter in found[name]] == [chapter == 3 for chapter in range(CHAPTERS)]
+
+
+def test_a_chapter_that_nobody_chose_gets_no_gradient(body):
+    arguments = made(chosen=2)
+    arguments["chapters"] = torch.tensor([0, 4]).expand(2, 3, 2)
+    found = gradients(chapter_attention(**arguments, backend=backend_of(body)), arguments)
+    assert not found["keys"][1:4].any() and not found["values"][1:4].any()
+    assert found["keys"][0].any() and found["keys"][4].any()
+
+
+def test_a_chapter_that_is_named_twice_is_read_twice(body):
+    arguments = made(chosen=3)
+    arguments["chapters"] = torch.tensor([2, 1, 2]).expand(2, 3, 3)
+    check(arguments, body)
+
+
+def test_scales_of_zero_and_biases_of_minus_infinity_do_no_harm(body):
+    """A weight that vanishes leaves scores of zero; a bias of minus infinity leaves a chapter out."""
+    arguments = made()
+    with torch.no_grad():
+        arguments["scales"][..., 0] = 0
+    check(arguments, body)
+    with torch.no_grad():
+        arguments["biases"][..., 0] = -math.inf
+    rest = {
+        name: tensor[..., 1:] if name in ("chapters", "scales", "biases") else tensor
+        for name, tensor in arguments.items()
+    }
+    output = chapter_attention(**arguments, backend=backend_of(body))
+    torch.testing.assert_close(output, by_loops(**rest))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients(output, arguments).values())
+
+
+def test_large_scores_do_not_overflow(body):
+    arguments = made()
+    with torch.no_grad():
+        arguments["query"].mul_(1e3)
+    check(arguments, body)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4], ids=lambda limit: f"{limit}-stretches")
+@pytest.mark.parametrize("weighed", [(), ("scales", "biases")], ids=str)
+def test_stretches_over_the_limit_are_gathered_in_parts_and_again_in_the_backward_pass(limit, weighed, monkeypatch):
+    monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1)
+    arguments = made(batch=2, tokens=6, stretches=3, weighed=weighed)
+    monkeypatch.setattr(op, "_MOST_GATHERED", limit * 2 * MEMORY_TOKENS * 2 * WIDTH)
+    sizes = []
+    attend = op._attend_at_once
+    monkeypatch.setattr(op, "_attend_at_once", lambda query, *rest: sizes.append(len(query)) or attend(query, *rest))
+    parts = {1: [1] * 6, 2: [2] * 3, 4: [4, 2]}[limit]
+    output = chapter_attention(**arguments, backend="torch")
+    assert sizes == parts
+    gradients(output, arguments)
+    assert sorted(sizes) == sorted(parts * 2)
+    check(arguments, "torch")
+    sizes.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(chapter_attention(**arguments, backend="torch"), by_loops(**arguments))
+    assert sizes == parts
+
+
+def test_a_stretch_larger_than_the_limit_is_gathered_by_itself(monkeypatch):
+    monkeypatch.setattr(op, "_FEWEST_TOGETHER", 1)
+    monkeypatch.setattr(op, "_MOST_GATHERED", 1)
+    check(made(), "torch")
+
+
+def test_long_stretches_are_gathered_and_short_ones_sorted(monkeypatch):
+    called = []
+    for name in ("_gathered", "segment_attention"):
+        whole = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *args, name=name, whole=whole: called.append(name) or whole(*args))
+    for shape in (
+        {"tokens": 32, "stretches": 2},
+        {"tokens": 30, "stretches": 2},
+        {"batch": 1, "tokens": 1, "stretches": 1},
+    ):
+        chapter_attention(**made(**shape), backend="torch")
+    assert called == ["_gathered", "segment_attention", "_gathered"]
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 3), (2, 0, 0), (2, 0, 1), (0, 0, 0)], ids=str)
+def test_nothing_gives_nothing(shape, body):
+    batch, tokens, stretches = shape
+    arguments = made(batch=batch, tokens=tokens, stretches=stretches)
+    output = chapter_attention(**arguments, backend=backend_of(body))
+    assert output.shape == (batch, tokens, 4, WIDTH)
+    output.sum().backward()
+    assert arguments["query"].grad.shape == output.shape
+
+
+@pytest.mark.parametrize("stretches", [1, 6])
+def test_layout_in_memory_does_not_matter(stretches, body):
+    arguments = made(stretches=stretches)
+    expected = chapter_attention(**arguments, backend=backend_of(body))
+    strided = {
+        **arguments,
+        "query": arguments["query"].transpose(1, 2).contiguous().transpose(1, 2),
+        "keys": arguments["keys"].transpose(0, 2).contiguous().transpose(0, 2),
+        "values": torch.stack([arguments["values"]] * 2, dim=-1)[..., 0],
+        "chapters": torch.stack([arguments["chapters"]] * 2, dim=-1)[..., 0],
+    }
+    assert not strided["query"].is_contiguous() and not strided["values"].is_contiguous()
+    torch.testing.assert_close(chapter_attention(**strided, backend=backend_of(body)), expected)
+
+
+def root_mean_square(tensor: torch.Tensor) -> float:
+    return tensor.double().square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-6)], ids=str
+)
+def test_rounding_is_that_of_the_dtype(dtype, most, body):
+    arguments = made(dtype=dtype, tokens=32, stretches=32)
+    for name in ("keys", "values"):
+        arguments[name] = arguments[name].detach().double().requires_grad_()  # cast within
+    output = chapter_attention(**arguments, backend=backend_of(body))
+    assert output.dtype == dtype
+    cast = {**arguments, **{name: arguments[name].to(dtype) for name in ("keys", "values")}}
+    expected = by_loops(**cast)
+    assert root_mean_square(output - expected) < most * root_mean_square(expected)
+    expected_gradients = gradients(expected, arguments)
+    for name, gradient in gradients(output, arguments).items():
+        error = root_mean_square(gradient - expected_gradients[name])
+        assert error < 2 * most * root_mean_square(expected_gradients[name]), name
+
+
+def test_autocast_does_not_lower_what_is_given(body):
+    arguments = made(dtype=torch.float32)
+    expected = chapter_attention(**arguments, backend=backend_of(body))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(chapter_attention(**arguments, backend=backend_of(body)), expected)
+
+
+@pytest.mark.parametrize("stretches", [1, 6])
+def test_gradients_pass_a_numerical_check(stretches, body):
+    arguments = made(batch=1, stretches=stretches, heads=2, kv_heads=1)
+    names = [name for name in WANTED if name in arguments]
+
+    def run(*tensors):
+        return chapter_attention(**{**arguments, **dict(zip(names, tensors, strict=True))}, backend=backend_of(body))
+
+    assert torch.autograd.gradcheck(run, [arguments[name] for name in names], fast_mode=True)
+
+
+def test_it_compiles_to_one_graph(body):
+    torch._dynamo.reset()
+    arguments = made()
+    compiled = torch.compile(chapter_attention, backend="aot_eager", fullgraph=True)
+    output = compiled(**arguments, backend=backend_of(body))
+    expected = chapter_attention(**arguments, backend=backend_of(body))
+    torch.testing.assert_close(output, expected)
+    expected_gradients = gradients(expected, arguments)
+    for name, gradient in gradients(output, arguments).items():
+        torch.testing.assert_close(gradient, expected_gradients[name])
+    torch._dynamo.reset()

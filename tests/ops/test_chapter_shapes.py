@@ -1,0 +1,53 @@
+"""What the op on chapters refuses, and how it sorts tokens by chapter."""
+
+import re
+
+import pytest
+import torch
+from ops.chapter_loops import made
+
+from midus_hf.ops import chapter_segments
+from midus_hf.ops.chapter_attention import chapter_attention
+
+
+def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
+    for pairs in (1, 31, 32, 33, 200):
+        chapters = torch.randint(0, 7, (pairs, 3), generator=torch.Generator().manual_seed(pairs))
+        segments = chapter_segments.sort_by_chapter(chapters, 7)
+        rows = segments.row_of_pair
+        assert len(set(rows.tolist())) == len(rows) == 3 * pairs
+        assert len(segments.token_of_row) == 32 * len(segments.chapter_of_block)
+        assert torch.equal(segments.token_of_row[rows], torch.arange(pairs).repeat_interleave(3))
+        assert torch.equal(segments.chapter_of_block[rows // 32], chapters.flatten())
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": (5, 3, 2, 3)}, r"keys is (5, 3, 2, 4) and values is (5, 3, 2, 3); expected [C, M, heads, width] twice."),
+        ({"keys": (5, 6, 4), "values": (5, 6, 4)}, r"keys is (5, 6, 4) and values is (5, 6, 4); expected [C, M, heads, width]"),
+        ({"query": (2, 6, 4, 3)}, "query ends in (4, 3); expected a multiple of the keys' 2 heads, and their width 4."),
+        ({"query": (2, 6, 3, 4)}, "query ends in (3, 4); expected a multiple of the keys' 2 heads, and their width 4."),
+        ({"chapters": (2, 4, 2)}, "chapters is (2, 4, 2); expected [2, a divisor of 6 tokens, 1 or more chapters each]."),
+        ({"chapters": (1, 3, 2)}, "chapters is (1, 3, 2); expected [2, a divisor of 6 tokens, 1 or more chapters each]."),
+        ({"chapters": (2, 3)}, "chapters is (2, 3); expected [2, a divisor of 6 tokens, 1 or more chapters each]."),
+        ({"chapters": (2, 0, 2)}, "chapters is (2, 0, 2); expected [2, a divisor of 6 tokens, 1 or more chapters each]."),
+        ({"chapters": (2, 3, 0), "scales": (2, 3, 0), "biases": (2, 3, 0)}, "chapters is (2, 3, 0); expected"),
+        ({"scales": (2, 3, 1)}, "scales is (2, 3, 1); expected the shape of chapters, (2, 3, 2)."),
+        ({"scales": (2, 2, 3)}, "scales is (2, 2, 3); expected the shape of chapters, (2, 3, 2)."),
+        ({"biases": (2, 1, 2)}, "biases is (2, 1, 2); expected the shape of chapters, (2, 3, 2)."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shapes_that_disagree_are_refused(changes, message, backend):
+    arguments = made()
+    for name, shape in changes.items():
+        arguments[name] = torch.zeros(shape, dtype=arguments[name].dtype)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chapter_attention(**arguments, backend=backend)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="backend is 'cuda'; expected"):
+        chapter_attention(**made(), backend="cuda")
