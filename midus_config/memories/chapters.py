@@ -58,7 +58,9 @@ class ChaptersOptions(MemoryOptions):
             "k": 2,
             "routing": "sequence",
             "routed_scale": 1.0,
+            "normalise": False,  # the release does only where there are shared chapters
             "bank_rank": 256,
+            "router_z_loss_coef": 0.0,
         },
     }
 

@@ -202,3 +202,40 @@ def test_the_python_call_refuses_what_the_command_line_would(tmp_path, changes, 
 def test_indices_may_be_a_list(tmp_path):
     plan = upscale(base=save_base(tmp_path / "base"), method="midus-hml", placement=[0, 3], dry_run=True)
     assert plan.new_layer_indices == [0, 3]
+
+
+TABLE_5 = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+"""The model that Mixture of Chapters was trained with."""
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "new", "total"),
+    [
+        (LLAMA_3_2_1B, {}, 76_030_208, 1_311_844_608),
+        (LLAMA_3_1_8B, {}, 555_778_560, 8_586_039_808),
+        (TABLE_5, {"preset": "paper"}, 223_418_372, 371_292_932),
+    ],
+)
+def test_chapters_have_the_sizes_that_the_documentation_gives(config, options, new, total, tmp_path):
+    base = write_config(tmp_path / "base", config)
+    counts = upscale(base=base, method="moc", options=options, dry_run=True).parameters
+    assert (counts.new, counts.total, counts.trainable) == (new, total, new)
+
+
+def test_the_papers_mixture_of_chapters_has_its_published_parts(tmp_path):
+    """Appendix A.4.1: 147.87 M of backbone, 201.38 M of bank and 22.04 M of memory layers, 371.29 M in all."""
+    base = write_config(tmp_path / "base", TABLE_5)
+    counts = upscale(base=base, method="moc", options={"preset": "paper"}, dry_run=True).parameters
+    bank = 262_208 * 768
+    parts = [round(number / 1e6, 2) for number in (counts.base, bank, counts.new - bank, counts.total)]
+    assert parts == [147.87, 201.38, 22.04, 371.29]
