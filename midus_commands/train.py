@@ -115,7 +115,9 @@ def _keys() -> str:
     package = importlib.util.find_spec("midus_hf")
     assert package is not None and package.submodule_search_locations
     folder = Path(package.submodule_search_locations[0], "training")
-    trees = [ast.parse((folder / name).read_text(encoding="utf-8")) for name in ("options.py", "rates.py")]
+    trees = [
+        ast.parse((folder / name).read_text(encoding="utf-8")) for name in ("options.py", "run_options.py", "rates.py")
+    ]
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 
     def keys_of(name: str) -> str:
@@ -123,7 +125,7 @@ def _keys() -> str:
         return documentation.partition("Args:\n")[2].partition("\n\nRaises:")[0]
 
     sections = (
-        f"keys of CONFIG:\n{keys_of('TrainConfig')}",
+        f"keys of CONFIG:\n{keys_of('RunOptions')}\n{keys_of('TrainConfig')}",
         f"rates, which are keys of CONFIG too:\n{keys_of('Rates')}",
         f"keys of corpus:\n{keys_of('CorpusOptions')}",
         f"and, where corpus is a list, of each of its corpora:\n{keys_of('WeightedCorpus')}",

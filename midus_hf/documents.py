@@ -66,7 +66,7 @@ def find_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DocumentError(f"text is {str(path)!r}, which does not exist; expected a file or a folder.")
-    files = [file for file in _walk(path) if _is_read(file)]
+    files = [file for file in walk_files(path) if _is_read(file)]
     if not files:
         raise DocumentError(
             f"text is {str(path)!r}, a folder without text; expected files ending in {', '.join(FOLDER_SUFFIXES)}."
@@ -83,7 +83,7 @@ def describe_files(path: str | Path) -> str | None:
     path = Path(path).expanduser()
     if not path.is_dir():
         return None
-    files = _walk(path)
+    files = walk_files(path)
     others = collections.Counter(_ending(file) for file in files if not _is_read(file))
     line = f"read {len(files) - others.total():,} of {len(files):,} files of {path}"
     if not others:
@@ -201,8 +201,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _walk(folder: Path) -> list[Path]:
-    """All files below a folder, without what is hidden, and the linked folders, which are not entered."""
+def walk_files(folder: Path) -> list[Path]:
+    """All files below a folder, without what is hidden, and the linked folders, which are not entered.
+
+    Args:
+        folder: An existing one.
+    """
     found: list[Path] = []
     for place, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -224,10 +228,10 @@ def _ending(path: Path) -> str:
 def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
     suffix, compression = endings(path)
     if suffix == ".parquet" and not compression:
-        return _read_parquet(path, column)
+        return (text_of_row(row, column, place) for place, row in parquet_rows(path))
     if suffix == ".jsonl" or (suffix == ".json" and compression):
-        return _read_json_lines(path, column, encoding)
-    return _read_text(path, encoding)
+        return (text_of_row(row, column, place) for place, row in json_line_rows(path, encoding))
+    return iter([read_text(path, encoding)])
 
 
 @contextlib.contextmanager
@@ -255,27 +259,44 @@ def _open_compressed(path: Path, compression: str) -> Any:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[compression]))
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet file, each with where it is, for messages.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DocumentError: If it cannot be read, or `datasets` is not installed.
+    """
     place = f"file {str(path)!r}"
     datasets = import_datasets(place)
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for row in rows:
-            yield text_of_row(row, column, place)
+            yield place, row
     except DocumentError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise DocumentError(f"{place} is no readable Parquet: {first_line(error)}. Write it again.") from error
 
 
-def _read_json_lines(path: Path, column: str, encoding: str) -> Iterator[str]:
+def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a file of JSON lines, each with where it is, for messages.
+
+    Args:
+        path: The file.
+        encoding: Of its text.
+
+    Raises:
+        DocumentError: If it cannot be read, or a line is not JSON.
+    """
     number = 0
     try:
         with _open(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     place = f"line {number} of {str(path)!r}"
-                    yield text_of_row(_parse(line, place), column, place)
+                    yield place, _parse(line, place)
     except UnicodeDecodeError as error:
         raise _not_text(path, encoding, f"{error.reason} after line {number}") from error
 
@@ -287,7 +308,16 @@ def _parse(line: str, place: str) -> Any:
         raise DocumentError(f"{place} is not JSON: {error}. Expected one object per line.") from error
 
 
-def _read_text(path: Path, encoding: str) -> Iterator[str]:
+def read_text(path: Path, encoding: str) -> str:
+    """The text of a file, decompressed if its name says so.
+
+    Args:
+        path: The file.
+        encoding: Of its text.
+
+    Raises:
+        DocumentError: If it cannot be read, or is not text in this encoding.
+    """
     try:
         with _open(path) as stream:
             text = stream.read().decode(codec_of(encoding))
@@ -295,7 +325,7 @@ def _read_text(path: Path, encoding: str) -> Iterator[str]:
         raise _not_text(path, encoding, f"{error.reason} at byte {error.start}") from error
     if "\0" in text:  # which passes for UTF-8
         raise _not_text(path, encoding, "it has zero bytes")
-    yield text
+    return text
 
 
 def _not_text(path: Path, encoding: str, reason: str) -> DocumentError:

@@ -11,16 +11,18 @@ from midus_hf.training.freezing import TrainableReport, set_trainable
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
 from midus_hf.training.parameter_groups import group_schedules, parameter_groups
 from midus_hf.training.rates import Rates
+from midus_hf.training.run_options import RunOptions
 
 if TYPE_CHECKING:
     from midus_hf.training.lora import lora_config
-    from midus_hf.training.run import TrainResult, train
+    from midus_hf.training.run import train
     from midus_hf.training.trainer import MemoryTrainer
+    from midus_hf.training.training_run import TrainResult
     from midus_hf.training.trains_memory import TrainsMemory
 
 _MODULE_OF = {
     "MemoryTrainer": "trainer",
-    "TrainResult": "run",
+    "TrainResult": "training_run",
     "TrainsMemory": "trains_memory",
     "lora_config": "lora",
     "train": "run",
@@ -30,6 +32,7 @@ __all__ = [
     "CorpusOptions",
     "MemoryTrainer",
     "Rates",
+    "RunOptions",
     "TrainConfig",
     "TrainResult",
     "TrainableReport",

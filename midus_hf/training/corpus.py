@@ -128,11 +128,12 @@ def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
                 f"corpus is {options.path!r}, which is local; config and shuffle_buffer are for datasets of the Hub."
             )
         return LocalText(options, find_files(path))
-    if not _DATASET_ID.fullmatch(options.path) or is_text_name(path):
-        raise DocumentError(
-            f"corpus is {options.path!r}, which does not exist; expected a file, a folder or a dataset id."
-        )
-    return HubRows(options, _load_dataset(options, seed))
+    if is_text_name(path):
+        raise _absent("corpus", options.path)
+    rows = load_hub_dataset("corpus", options.path, options.config, options.split, options.streaming)
+    if options.shuffle_buffer:
+        rows = rows.shuffle(seed=seed, buffer_size=options.shuffle_buffer)
+    return HubRows(options, rows)
 
 
 def open_corpus(options: CorpusOptions, seed: int = 0) -> Callable[[], Iterator[str]]:
@@ -171,12 +172,29 @@ def _rows(options: CorpusOptions, files: tuple[Path, ...]) -> Iterator[dict[str,
         yield {options.column: document}
 
 
-def _load_dataset(options: CorpusOptions, seed: int) -> Any:
-    datasets = import_datasets(f"corpus {options.path!r}")
+def load_hub_dataset(name: str, path: str, config: str | None, split: str, streaming: bool = False) -> Any:
+    """A dataset of the Hub.
+
+    Args:
+        name: The option that names it, for messages.
+        path: Its id.
+        config: Its configuration; None for its own.
+        split: Its split.
+        streaming: Whether to read it while it is gone through. Default: false.
+
+    Raises:
+        DocumentError: If there is no such dataset, or `datasets` is not installed.
+    """
+    if not _DATASET_ID.fullmatch(path):
+        raise _absent(name, path)
+    datasets = import_datasets(f"{name} {path!r}")
     try:
-        dataset = datasets.load_dataset(options.path, options.config, split=options.split, streaming=options.streaming)
+        return datasets.load_dataset(path, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         raise DocumentError(
-            f"corpus is {options.path!r}, no file or folder here, and not to be had as a dataset: {first_line(error)}"
+            f"{name} is {path!r}, no file or folder here, and not to be had as a dataset: {first_line(error)}"
         ) from error
-    return dataset.shuffle(seed=seed, buffer_size=options.shuffle_buffer) if options.shuffle_buffer else dataset
+
+
+def _absent(name: str, path: str) -> DocumentError:
+    return DocumentError(f"{name} is {path!r}, which does not exist; expected a file, a folder or a dataset id.")

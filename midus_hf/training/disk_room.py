@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
-from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import checkpoints
+from midus_hf.training.run_options import RunOptions
 from midus_hf.training.written_files import STATE_NAME
 
 _MARGIN = 1.02
@@ -47,7 +47,7 @@ class RoomNeeded:
 
 
 def check_room_of_run(
-    config: TrainConfig,
+    config: RunOptions,
     model: PreTrainedModel,
     dtypes: dict[str, torch.dtype],
     arguments: TrainingArguments,
@@ -61,7 +61,7 @@ def check_room_of_run(
         model: As in `room_needed`.
         dtypes: As in `room_needed`.
         arguments: Of the run's Trainer.
-        dataset: The packed corpus.
+        dataset: What the run draws sequences from.
         checkpoint: The one that is resumed, if any.
 
     Raises:
@@ -81,7 +81,7 @@ def check_room_of_run(
 
 
 def room_needed(
-    model: PreTrainedModel, dtypes: dict[str, torch.dtype], config: TrainConfig, saves: int, existing: int = 0
+    model: PreTrainedModel, dtypes: dict[str, torch.dtype], config: RunOptions, saves: int, existing: int = 0
 ) -> RoomNeeded:
     """Count the bytes that a run will write.
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from midus_config.declared_tensors import Role
 from midus_config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.training.options import Trainable
+from midus_hf.training.run_options import Trainable
 
 _ROLES = tuple(role for role in get_args(Role) if role != "buffer")
 _SUMMARIES = {"new": "the new layers alone", "all": "everything"}

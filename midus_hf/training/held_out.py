@@ -14,7 +14,7 @@ from transformers import (
 
 from midus_hf.documents import read_documents
 from midus_hf.evaluation.perplexity import PreparedText, prepare_text
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.run_options import RunOptions
 
 LOSS_NAME = "eval_loss"
 
@@ -46,7 +46,11 @@ class HeldOutEvents(TrainerCallback):
 
 
 def prepare_held_out(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
+    config: RunOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    column: str = "text",
+    encoding: str = "utf-8",
 ) -> PreparedText | None:
     """Read and tokenize the held-out text of a run; None if it has none.
 
@@ -54,13 +58,15 @@ def prepare_held_out(
         config: The options of the run.
         tokenizer: Of the model.
         model_config: Of the model.
+        column: The column, or JSON key, that holds the text. Default: `"text"`.
+        encoding: Of plain text and JSON lines. Default: `"utf-8"`.
 
     Raises:
         ValueError: If the text cannot be read, or there is too little of it.
     """
     if config.eval_text is None:
         return None
-    documents = read_documents(config.eval_text, config.corpora[0].column, config.corpora[0].encoding)
+    documents = read_documents(config.eval_text, column, encoding)
     try:
         return prepare_text(tokenizer, documents, model_config, max_tokens=config.eval_max_tokens)
     except ValueError as error:
@@ -90,7 +96,7 @@ def is_stopped_early(losses: Mapping[int, float], early_stop: int | None) -> boo
 
     Args:
         losses: From `held_out_losses`.
-        early_stop: As in `TrainConfig`.
+        early_stop: As in `RunOptions`.
     """
     best = best_step(losses)
     return early_stop is not None and best is not None and sum(step > best for step in losses) >= early_stop

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from midus_hf import saved_models
 from midus_hf.saved_models import refusing
 from midus_hf.training.freezing import resolve_trainable
-from midus_hf.training.options import Trainable
+from midus_hf.training.run_options import Trainable
 from midus_hf.training.written_files import ACCOMPANYING
 
 
@@ -19,7 +19,7 @@ def load_config(model: str, trainable: Trainable) -> PreTrainedConfig:
 
     Args:
         model: Folder or Hub id.
-        trainable: As in `TrainConfig`.
+        trainable: As in `RunOptions`.
 
     Raises:
         ValueError: If there is no such model, or it does not say what trains, or has no such layers.

@@ -1,17 +1,15 @@
 """What the card of a trained model says about its training."""
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from midus_hf.training.options import TrainConfig
 from midus_hf.training.output_folder import as_yaml
+from midus_hf.training.run_options import RunOptions
 
 
 def add_training(
-    card: bytes, config: TrainConfig, steps: int, tokens: int, loss: float | None, best_step: int | None = None
+    card: bytes, config: RunOptions, steps: int, tokens: int, loss: float | None, best_step: int | None = None
 ) -> bytes:
     """Append the section "Trained with" to a model card.
 
@@ -38,12 +36,12 @@ def add_training(
 | {steps:,} | {tokens:,} | {final_loss} |
 {chosen}
 ```yaml
-{as_yaml(_without_local_paths(config))}```
+{as_yaml(config.to_share(_label))}```
 """
     return card.rstrip() + section.encode()
 
 
-def new_card(config: TrainConfig) -> bytes:
+def new_card(config: RunOptions) -> bytes:
     """The card of a model that is made from a config, before the section on its training; it names no base, as there is none.
 
     Args:
@@ -62,26 +60,6 @@ Trained from the beginning: the weights were made at random by seed {config.seed
 model is based on no other.
 """
     return text.encode()
-
-
-def _without_local_paths(config: TrainConfig) -> TrainConfig:
-    def label_if_any(name: str | None) -> str | None:
-        return None if name is None else _label(name)
-
-    corpora = [dataclasses.replace(corpus, path=_label(corpus.path), cache_dir=None) for corpus in config.corpora]
-    corpus: Any = corpora if isinstance(config.corpus, list) else corpora[0]
-    return dataclasses.replace(
-        config,
-        model=label_if_any(config.model),
-        model_config=label_if_any(config.model_config),
-        tokenizer=label_if_any(config.tokenizer),
-        output=_label(config.output),
-        # Where the model would have gone is of no interest to whom it is shared with.
-        output_on_failure=None,
-        eval_text=label_if_any(config.eval_text),
-        corpus=corpus,
-        resume=bool(config.resume),
-    )
 
 
 def _label(name: str) -> str:

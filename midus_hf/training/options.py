@@ -1,14 +1,11 @@
-"""What a training run may be told."""
+"""What a run of continual pretraining may be told."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
-from midus_config.declared_tensors import Role
 from midus_hf.training.rates import Rates
-
-Trainable = Literal["auto", "new", "all"] | list[int | Role]
-"""What trains: see `TrainConfig`."""
+from midus_hf.training.run_options import RunOptions
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,165 +77,43 @@ class WeightedCorpus(CorpusOptions):
 
 
 @dataclasses.dataclass(kw_only=True)
-class TrainConfig(Rates):
-    """One run of pretraining, continued from a model or begun from a config, with the keys of `Rates`.
+class TrainConfig(Rates, RunOptions):
+    """One run of continual pretraining, with the keys of `RunOptions` and of `Rates`.
 
     Args:
-        model: Folder or Hub id of the model to train. Give this or `model_config`.
-        model_config: File, folder or Hub id of a config, to train a model of this shape from the beginning, with weights
-            made at random by `seed`; of a folder or id nothing else is read.
-        tokenizer: Folder or Hub id of the tokenizer of a model that is made from `model_config`; given with it, and with it
-            alone. A saved model has its own.
-        output: Folder for checkpoints, logs and the trained model; it must not exist, unless `resume` or `overwrite`.
-        output_on_failure: Folder, best on another disk, for what was trained should writing to `output` fail; it must
-            not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
         corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
             corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
         sequence_length: T, tokens per sequence. Default: 2048.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
-        trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
-            as `[3, 7]` these layers of any model, a list of roles such as `[value]` the tensors of these roles in the
-            memories that were added (`midus_config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
-            what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
-            `model_config`. Default: `"auto"`.
-        frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.
-        balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
-            `memory.balance.balance_loss`. Default: 0, none.
-        adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
-        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
-        max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
-        epochs: Passes over the corpus; of several, as many sequences as all of them have together count as one.
-        batch_size: Sequences per device and forward pass. Default: 8.
-        gradient_accumulation: Forward passes per step. Default: 1.
-        precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
-            float32. Default: `"bf16"`.
-        attn_implementation: As in `from_pretrained`. Default: transformers' choice.
-        activation_checkpointing: Recompute activations in the backward pass to save memory. Default: false.
-        save_every: Steps between checkpoints. Default: none, only the trained model is saved.
-        keep_checkpoints: Latest checkpoints to keep. Default: 2; null keeps all.
-        log_every: Steps between log events. Default: 10.
-        usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
-            evenly. Default: none.
-        eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus-eval --text` does: before
-            the first step, every `eval_every` steps and after the last one. Column and encoding are those of the
-            corpus. Default: none.
-        eval_every: Steps between these evaluations. Default: none, only at the start and at the end.
-        eval_max_tokens: Tokens of the held-out text to predict, spread evenly over it. Default: all.
-        keep_best: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best
-            beside `keep_checkpoints` latest ones, and save its model in the end. Default: false, the last model.
-        early_stop: Evaluations without a lower held-out loss after which to stop. Default: none.
-        report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
-            `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
-        seed: Seed of the order of sequences and of anything random, such as weights made from `model_config`. Default: 0.
-        resume: True for the latest checkpoint in `output`, or the path of one. Default: false.
-        overwrite: Whether to replace an earlier run in `output`. Default: false.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
     """
 
-    model: str | None = None
-    model_config: str | None = None
-    tokenizer: str | None = None
-    output: str
     corpus: CorpusOptions | list[WeightedCorpus]
-    output_on_failure: str | None = None
     sequence_length: int = 2048
     document_mask: bool = False
-    trainable: Trainable = "auto"
-    frozen: list[Role] = dataclasses.field(default_factory=list)
-    balance_loss: float = 0.0
-    adam_beta2: float = 0.999
-    max_grad_norm: float = 1.0
-    max_steps: int | None = None
-    epochs: float | None = None
-    batch_size: int = 8
-    gradient_accumulation: int = 1
-    precision: Literal["bf16", "fp32"] = "bf16"
-    attn_implementation: str | None = None
-    activation_checkpointing: bool = False
-    save_every: int | None = None
-    keep_checkpoints: int | None = 2
-    log_every: int = 10
-    usage_every: int | None = None
-    eval_text: str | None = None
-    eval_every: int | None = None
-    eval_max_tokens: int | None = None
-    keep_best: bool = False
-    early_stop: int | None = None
-    report_to: str | list[str] = "none"
-    seed: int = 0
-    resume: bool | str = False
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_origin()
+        Rates.__post_init__(self)
+        RunOptions.__post_init__(self)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
-        for name in (
-            "batch_size",
-            "gradient_accumulation",
-            "max_steps",
-            "save_every",
-            "keep_checkpoints",
-            "log_every",
-            "usage_every",
-            "eval_every",
-            "eval_max_tokens",
-            "early_stop",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected at least 1.")
-        if self.epochs is not None and self.epochs <= 0:
-            raise ValueError(f"epochs is {self.epochs}; expected a number above 0.")
-        if not 0 <= self.adam_beta2 < 1:
-            raise ValueError(f"adam_beta2 is {self.adam_beta2}; expected 0 <= beta < 1.")
-        for name in ("max_grad_norm", "seed", "balance_loss"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"{name} is {value}; expected 0 or more.")
-        if self.max_steps is not None and self.epochs is not None:
-            raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
         if not self.corpora:
             raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
         if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
-        for name, needed in (
-            ("eval_every", "eval_text"),
-            ("eval_max_tokens", "eval_text"),
-            ("keep_best", "eval_every"),
-            ("early_stop", "eval_every"),
-        ):
-            if getattr(self, name) and getattr(self, needed) is None:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needed}; set both or neither.")
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite are both set; resume keeps the output, overwrite removes it.")
-
-    def _check_origin(self) -> None:
-        """Refuse two origins of the model, or none; a model that is made from a config trains whole."""
-        if self.model is None and self.model_config is None:
-            raise ValueError(
-                "config has no 'model'; set it in the file, or as model=... after it. To train one from the beginning, set "
-                "model_config and tokenizer."
-            )
-        if self.model is not None and self.model_config is not None:
-            raise ValueError(
-                f"model is {self.model!r} and model_config is {self.model_config!r}; expected one of them: model to train a saved "
-                "model, model_config to train one from the beginning."
-            )
-        if (self.tokenizer is None) != (self.model_config is None):
-            raise ValueError(
-                "config has 'model_config' and no 'tokenizer'; set it to the folder or Hub id of one."
-                if self.tokenizer is None
-                else f"tokenizer is {self.tokenizer!r}, but a saved model has its own; leave it out, or set model_config."
-            )
-        if self.model_config is not None and self.trainable == "auto":
-            self.trainable = "all"
 
     @property
     def corpora(self) -> Sequence[CorpusOptions]:
         """All corpora of the run."""
         return self.corpus if isinstance(self.corpus, list) else [self.corpus]
+
+    def sources(self) -> list[tuple[str, str]]:
+        return [*(("corpus", corpus.path) for corpus in self.corpora), *super().sources()]
+
+    def to_share(self, label: Callable[[str], str]) -> Self:
+        corpora = [dataclasses.replace(corpus, path=label(corpus.path), cache_dir=None) for corpus in self.corpora]
+        corpus: Any = corpora if isinstance(self.corpus, list) else corpora[0]
+        return dataclasses.replace(super().to_share(label), corpus=corpus)

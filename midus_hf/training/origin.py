@@ -9,20 +9,21 @@ from midus_hf.saved_models import refusing
 from midus_hf.training.freezing import resolve_trainable
 from midus_hf.training.loading import load_accompanying_files, load_config, load_model, load_tokenizer
 from midus_hf.training.model_card import new_card
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.run_options import RunOptions, Trainable
 
 
-def config_of_run(config: TrainConfig) -> PreTrainedConfig:
+def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
     """The config of the model, which must have the layers that are to train.
 
     Args:
         config: The options of the run.
+        trainable: What trains, as in `RunOptions`.
 
     Raises:
         ValueError: If it cannot be read, does not say what trains, or has no such layers.
     """
     if config.model is not None:
-        return load_config(config.model, config.trainable)
+        return load_config(config.model, trainable)
     assert config.model_config is not None
     path = Path(config.model_config).expanduser()
     if path.suffix == ".json" and not path.exists():
@@ -32,11 +33,11 @@ def config_of_run(config: TrainConfig) -> PreTrainedConfig:
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if hasattr(model_config, "upscale"):
         del model_config.upscale  # it tells of a base, whose weights this model does not have
-    resolve_trainable(model_config, config.trainable)
+    resolve_trainable(model_config, trainable)
     return model_config
 
 
-def tokenizer_of_run(config: TrainConfig) -> PreTrainedTokenizerBase:
+def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
     """The tokenizer that is saved with the model, or named beside a config.
 
     Args:
@@ -52,7 +53,7 @@ def tokenizer_of_run(config: TrainConfig) -> PreTrainedTokenizerBase:
         return saved_models.load_tokenizer(config.tokenizer)
 
 
-def model_of_run(config: TrainConfig, model_config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
     """The model before its first step, and the contents, by name, of the files that go with it.
 
     A model that is made has weights that follow from the state of torch's generator, and a card that says so.
@@ -73,5 +74,5 @@ def model_of_run(config: TrainConfig, model_config: PreTrainedConfig) -> tuple[P
     return model, {"README.md": new_card(config)}
 
 
-def _not_a_config(config: TrainConfig) -> str:
+def _not_a_config(config: RunOptions) -> str:
     return f"model_config is {config.model_config!r}; expected the file, folder or Hub id of a language model's config"

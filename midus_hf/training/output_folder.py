@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.run_options import RunOptions
 from midus_hf.training.written_files import (
     CHECKPOINT_NAME,
     CONFIG_NAME,
@@ -41,7 +41,7 @@ _FREE_ON_RESUME = (
 """Options that may change between a run and its resumption: they do not touch what is computed."""
 
 
-def check_output(config: TrainConfig) -> Path | None:
+def check_output(config: RunOptions) -> Path | None:
     """See that the run may write its output; nothing is written yet.
 
     Returns:
@@ -52,9 +52,7 @@ def check_output(config: TrainConfig) -> Path | None:
             if there is no checkpoint to resume from, or one of a different run.
     """
     output = Path(config.output)
-    named = [(name, getattr(config, name)) for name in ("model", "model_config", "tokenizer", "eval_text")]
-    inputs = [(name, value) for name, value in named if value is not None]
-    inputs += [("corpus", corpus.path) for corpus in config.corpora]
+    inputs = config.sources()
     _check_place("output", config.output, inputs)
     if config.output_on_failure is not None:
         _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output", config.output)])
@@ -86,7 +84,7 @@ def check_output(config: TrainConfig) -> Path | None:
     return None
 
 
-def start_output(config: TrainConfig) -> None:
+def start_output(config: RunOptions) -> None:
     """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
 
     Args:
@@ -100,7 +98,7 @@ def start_output(config: TrainConfig) -> None:
     (output / CONFIG_NAME).write_text(as_yaml(config), encoding="utf-8")
 
 
-def as_yaml(config: TrainConfig) -> str:
+def as_yaml(config: RunOptions) -> str:
     """The options of a run as a config file.
 
     Args:
@@ -185,7 +183,7 @@ def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> No
                 )
 
 
-def _find_checkpoint(config: TrainConfig) -> Path:
+def _find_checkpoint(config: RunOptions) -> Path:
     if isinstance(config.resume, str):
         checkpoint = Path(config.resume)
         if not is_complete(checkpoint):
@@ -215,7 +213,7 @@ def is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def _check_same_run(config: TrainConfig, checkpoint: Path) -> None:
+def _check_same_run(config: RunOptions, checkpoint: Path) -> None:
     """Refuse options that differ from the checkpoint's run: its schedule and its data are those it began with."""
     record = checkpoint.parent / CONFIG_NAME
     if not record.exists():

@@ -10,7 +10,7 @@ def check_reporting(report_to: str | list[str]) -> None:
     """See that every tracker is known and installed.
 
     Args:
-        report_to: As in `TrainConfig`.
+        report_to: As in `RunOptions`.
 
     Raises:
         ValueError: If one is not.

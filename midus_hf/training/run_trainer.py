@@ -6,22 +6,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from midus_hf.evaluation.perplexity import PreparedText, measure
 from midus_hf.training.held_out import LOSS_NAME, HeldOutEvents, best_step, held_out_losses, is_stopped_early
 from midus_hf.training.interruption import Interruption
+from midus_hf.training.memory_aids import AidsMemory
 from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.saving import say, write_failure
-from midus_hf.training.trainer import MemoryTrainer
 from midus_hf.training.written_files import STATE_NAME, remove_written
 
 
-class RunTrainer(MemoryTrainer):
-    """A `MemoryTrainer` that prints a table, measures held-out text, and goes on if a checkpoint cannot be written.
+class InRun(AidsMemory):
+    """Mixin for a Trainer that prints a table, measures held-out text, and goes on if a checkpoint cannot be written.
 
     Held-out text is measured whole by every process; where it is best, a checkpoint can be kept. The tokenizer is saved
     here, since a Trainer that is given it also rewrites the special tokens in the model's config.
@@ -30,10 +30,10 @@ class RunTrainer(MemoryTrainer):
         tokenizer: Saved beside every checkpoint.
         keep_checkpoints: Latest checkpoints to keep; None keeps all. Default: all.
         held_out: Text to measure. Default: none.
-        eval_every: As in `TrainConfig`. Default: none.
-        keep_best: As in `TrainConfig`. Default: false.
-        early_stop: As in `TrainConfig`. Default: none.
-        kwargs: What a `MemoryTrainer` takes. `save_total_limit` is not for this class.
+        eval_every: As in `RunOptions`. Default: none.
+        keep_best: As in `RunOptions`. Default: false.
+        early_stop: As in `RunOptions`. Default: none.
+        kwargs: What the Trainer takes. `save_total_limit` is not for this class.
     """
 
     def __init__(
@@ -167,3 +167,7 @@ class RunTrainer(MemoryTrainer):
             return int(number)
         numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
         return int(numbers.max())
+
+
+class RunTrainer(InRun, Trainer):
+    """The Trainer of a run of continual pretraining."""

@@ -1,28 +1,24 @@
 """Transformers' Trainer with the parameter groups and rates, the loss and the log of a memory model."""
 
-import math
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import Trainer
 
-from midus_hf.analysis.usage import record_usage
-from midus_hf.training.balance import record_readings
-from midus_hf.training.trains_memory import TrainsMemory
-from midus_hf.training.usage_events import UsageEvents
+from midus_hf.training.memory_aids import AidsMemory
+from midus_hf.training.rates import Rates
 
 
-class MemoryTrainer(TrainsMemory, Trainer):
+class MemoryTrainer(AidsMemory, Trainer):
     """A `Trainer` whose memory keys keep a constant rate, and its values that or a course of their own.
 
     All else is the Trainer's own.
 
     Args:
+        rates: As in `TrainsMemory`. Default: none, and the `TrainingArguments` say them.
         balance_loss: Coefficient of the balance loss of the memories, which is added to the loss in training alone.
             Default: 0.
         usage_every: Steps between log events that tell how memory slots are used. Default: none.
-        kwargs: What `TrainsMemory` and a `Trainer` take.
+        kwargs: What a `Trainer` takes.
 
     Raises:
         ValueError: If `balance_loss` is set where parameters are sharded: the loss reads keys outside the forward
@@ -32,76 +28,9 @@ class MemoryTrainer(TrainsMemory, Trainer):
     def __init__(
         self,
         *args: Any,
+        rates: Rates | None = None,
         balance_loss: float = 0.0,
         usage_every: int | None = None,
         **kwargs: Any,
     ):
-        self.balance_loss = balance_loss
-        super().__init__(*args, **kwargs)
-        if balance_loss and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError(
-                f"balance_loss is {balance_loss}, which needs whole parameters; set it to 0, or train without sharding."
-            )
-        if usage_every is not None and self.args.torch_compile:
-            raise ValueError(
-                f"usage_every is {usage_every}, for which a model has to run uncompiled; leave it out, or torch_compile."
-            )
-        self._balance_losses: list[torch.Tensor] = []
-        self._usage_events = None if usage_every is None else UsageEvents(usage_every)
-        if self._usage_events is not None:
-            self.add_callback(self._usage_events)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; the usage of memory slots is counted if it is to be logged."""
-        self._balance_losses.clear()
-        if self._usage_events is None:
-            return super().train(*args, **kwargs)
-        model: Any = self.model
-        with record_usage(model, training_only=True) as usage:
-            self._usage_events.usage = usage
-            try:
-                return super().train(*args, **kwargs)
-            finally:
-                self._usage_events.usage = None
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor | Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """As `Trainer.compute_loss`, and in training the balance loss times its coefficient."""
-        if not self.balance_loss or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with record_readings(model) as readings:
-            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        balance = readings.balance_loss()
-        self._balance_losses.append(balance.detach())
-        # Where the loss is divided by the tokens of all passes of a step, what is a mean per pass has to be divided too.
-        by_tokens = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        passes = self.current_gradient_accumulation_steps if by_tokens or self.compute_loss_func is not None else 1
-        added = self.balance_loss / passes * balance
-        return (result[0] + added, *result[1:]) if return_outputs else result + added
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group.
-
-        With them stand, if asked for, `balance_loss`, the mean since the last event and without its coefficient, and
-        how memory slots were used.
-
-        Raises:
-            FloatingPointError: If the loss is not finite: what follows could only waste time and spoil checkpoints.
-        """
-        if not math.isfinite(logs.get("loss", 0.0)):
-            raise FloatingPointError(
-                f"loss is {logs['loss']} at step {self.state.global_step}; expected a finite number. Lower the learning "
-                "rates, and resume from a checkpoint before that step."
-            )
-        if "loss" in logs and self._balance_losses:
-            balance = torch.stack(self._balance_losses).mean()
-            logs["balance_loss"] = self.accelerator.reduce(balance, reduction="mean").item()
-            self._balance_losses.clear()
-        if "loss" in logs and self._usage_events is not None:
-            logs |= self._usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
-        super().log(logs, start_time)
+        super().__init__(*args, rates=rates, balance_loss=balance_loss, usage_every=usage_every, **kwargs)

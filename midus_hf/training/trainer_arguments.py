@@ -6,39 +6,43 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from midus_hf.training.options import TrainConfig
+from midus_hf.training.run_options import RunOptions
 
 
-def training_arguments(config: TrainConfig) -> TrainingArguments:
+def training_arguments(
+    config: RunOptions, arguments_class: type[TrainingArguments] = TrainingArguments, **changes: Any
+) -> TrainingArguments:
     """The Trainer's own arguments for a run; a `MemoryTrainer` adds rates and schedule.
 
     Args:
         config: The options of the run.
+        arguments_class: Of which they are. Default: `TrainingArguments`.
+        changes: More arguments, or others.
     """
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    known = {field.name for field in dataclasses.fields(arguments_class)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    optional: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        "output_dir": config.output,
+        "max_steps": -1 if config.max_steps is None else config.max_steps,
+        "num_train_epochs": 1.0 if config.epochs is None else config.epochs,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation,
+        "adam_beta2": config.adam_beta2,
+        "max_grad_norm": config.max_grad_norm,
+        "bf16": config.precision == "bf16",
+        "use_cpu": not torch.accelerator.is_available(),
+        "save_strategy": "no" if config.save_every is None else "steps",
+        "logging_steps": config.log_every,
+        "logging_nan_inf_filter": False,
+        "include_num_input_tokens_seen": "all",
+        "report_to": config.report_to,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+        "seed": config.seed,
+        checkpointing: config.activation_checkpointing,
+    }
     if config.activation_checkpointing:
-        optional |= {checkpointing: True, f"{checkpointing}_kwargs": {"use_reentrant": False}}
+        options[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
     if config.save_every is not None:
-        optional["save_steps"] = config.save_every
-    return TrainingArguments(
-        output_dir=config.output,
-        max_steps=-1 if config.max_steps is None else config.max_steps,
-        num_train_epochs=1.0 if config.epochs is None else config.epochs,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation,
-        adam_beta2=config.adam_beta2,
-        max_grad_norm=config.max_grad_norm,
-        bf16=config.precision == "bf16",
-        use_cpu=not torch.accelerator.is_available(),
-        save_strategy="no" if config.save_every is None else "steps",
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,
-        include_num_input_tokens_seen="all",
-        report_to=config.report_to,
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.accelerator.is_available(),
-        seed=config.seed,
-        **optional,
-    )
+        options["save_steps"] = config.save_every
+    return arguments_class(**options | changes)

@@ -1,6 +1,6 @@
 """What any Trainer needs to train memories as MIDUS does: parameter groups, and a course of the rate for each."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,8 +9,14 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 from midus_hf.training.parameter_groups import group_schedules, parameter_groups, schedule_factor, schedule_groups
 from midus_hf.training.rates import Rates
 
+if TYPE_CHECKING:
+    # What the mixin stands before, for all that it asks of itself.
+    from transformers import Trainer as AnyTrainer
+else:
+    AnyTrainer = object
 
-class TrainsMemory:
+
+class TrainsMemory(AnyTrainer):
     """Mixin for a `Trainer` of any kind: keys and values keep a constant rate, or values a course of their own.
 
     It stands before the class that it is mixed into, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The
@@ -24,14 +30,6 @@ class TrainsMemory:
         kwargs: What the Trainer takes.
     """
 
-    # What the Trainer that this is mixed into provides.
-    args: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    optimizer_cls_and_kwargs: Any
-    get_optimizer_cls_and_kwargs: Any
-
     def __init__(self, *args: Any, rates: Rates | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rates = rates
@@ -41,18 +39,18 @@ class TrainsMemory:
             self.args.lr_scheduler_type = SchedulerType(rates.scheduler_type)
             self.args.warmup_steps = rates.warmup_ratio
         self._rates_of_step = _RatesOfStep()
-        self.add_callback(self._rates_of_step)  # type: ignore[attr-defined]
+        self.add_callback(self._rates_of_step)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As `Trainer.create_optimizer`, on the groups of `parameter_groups`."""
         if self.optimizer is None:
-            target = self.model if model is None else model
-            said = Rates(learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay)
-            groups = parameter_groups(target, self.rates or said)
+            target: Any = self.model if model is None else model
+            rates = self.rates or Rates(learning_rate=self.args.learning_rate, weight_decay=self.args.weight_decay)
+            groups = parameter_groups(target, rates)
             given = self.optimizer_cls_and_kwargs
             optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = optimizer_class(groups, **options)
-        return super().create_optimizer(model)  # type: ignore[misc]
+        return super().create_optimizer(model)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -64,11 +62,12 @@ class TrainsMemory:
             if self.rates is not None:
                 self.lr_scheduler = group_schedules(optimizer, self.rates, num_training_steps)
             else:
+                options: Any = self.args.lr_scheduler_kwargs
                 factor = schedule_factor(
                     self.args.lr_scheduler_type,
                     self.args.get_warmup_steps(num_training_steps),
                     num_training_steps,
-                    self.args.lr_scheduler_kwargs,
+                    options,
                 )
                 self.lr_scheduler = schedule_groups(optimizer, factor, num_training_steps)
             self._created_lr_scheduler = True
@@ -78,7 +77,7 @@ class TrainsMemory:
         """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group."""
         if "learning_rate" in logs:
             logs |= {f"learning_rate_{name}": rate for name, rate in self._rates_of_step.by_group.items()}
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)
 
 
 class _RatesOfStep(TrainerCallback):

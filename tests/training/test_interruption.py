@@ -93,7 +93,7 @@ def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(upscaled, 
         raise SaveError("everything is full")
 
     fail_in(tmp_path / "out" / "checkpoint-4", monkeypatch)
-    monkeypatch.setattr("midus_hf.training.run.save_where_possible", nowhere)
+    monkeypatch.setattr("midus_hf.training.training_run.save_where_possible", nowhere)
     stopped = interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=3), 4)
     assert str(stopped) == (
         "interrupted after step 4, without a checkpoint (everything is full); resume=true goes on from checkpoint-3"
@@ -179,7 +179,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("midus_hf.training.run.load_model", interrupt)
+    monkeypatch.setattr("midus_hf.training.run_setup.load_model", interrupt)
     assert main(words) == 130
     assert capsys.readouterr().err == "interrupted\n" and not (tmp_path / "out").exists()
 

@@ -139,7 +139,7 @@ def test_a_failure_of_the_work_raises(words, monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("broken inside")
 
-    monkeypatch.setattr("midus_hf.training.trainer.MemoryTrainer.training_step", fail)
+    monkeypatch.setattr("midus_hf.training.run_trainer.RunTrainer.training_step", fail)
     with pytest.raises(ValueError, match=r"broken inside"):
         main(words)
 

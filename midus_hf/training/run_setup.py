@@ -1,0 +1,137 @@
+"""Check what is asked of a run, cheapest checks first, and make it ready to start."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from torch.utils.data import Dataset
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+from midus_hf.evaluation.perplexity import PreparedText
+from midus_hf.training.disk_room import check_room_of_run
+from midus_hf.training.freezing import TrainableReport
+from midus_hf.training.loading import check_sequence_length
+from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
+from midus_hf.training.output_folder import check_output, start_output
+from midus_hf.training.precision import hold_for_training
+from midus_hf.training.rates import Rates
+from midus_hf.training.reporting import check_reporting
+from midus_hf.training.run_options import RunOptions, Trainable
+from midus_hf.training.run_trainer import InRun
+from midus_hf.training.start_summary import print_start
+from midus_hf.training.training_log import TrainingLog
+from midus_hf.training.training_run import TrainingRun
+from midus_hf.training.written_files import LOG_NAME
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRequest:
+    """What a request names, as far as it is loaded before any data is read.
+
+    Args:
+        checkpoint: To resume from; None for a new run.
+        model_config: Of the model.
+        tokenizer: Of the model.
+    """
+
+    checkpoint: Path | None
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def check_request(config: RunOptions, sequence_length: int, trainable: Trainable) -> CheckedRequest:
+    """Check what can be checked before data and weights are read.
+
+    Args:
+        config: The options of the run.
+        sequence_length: Tokens that the model must have positions for.
+        trainable: What trains, as in `RunOptions`.
+
+    Raises:
+        ValueError: If the request is wrong.
+    """
+    checkpoint = check_output(config)
+    check_reporting(config.report_to)
+    model_config = config_of_run(config, trainable)
+    check_sequence_length(sequence_length, model_config)
+    _check_has_memory(config, model_config)
+    return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config))
+
+
+def make_run(
+    config: RunOptions,
+    rates: Rates,
+    request: CheckedRequest,
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    *,
+    data_lines: Sequence[str],
+    held_out: PreparedText | None,
+    choose: Callable[[PreTrainedModel], TrainableReport],
+    trainer_class: Callable[..., InRun],
+    **trainer_options: Any,
+) -> TrainingRun:
+    """Load the model, say what trains, open the output, and make the Trainer.
+
+    Args:
+        config: The options of the run.
+        rates: Of the run.
+        request: From `check_request`.
+        arguments: The Trainer's own.
+        dataset: What the run draws sequences from.
+        data_lines: What a person is told of it, a sentence each.
+        held_out: From `prepare_held_out`.
+        choose: Sets what trains in the model, which it may put adapters into.
+        trainer_class: Makes the Trainer.
+        trainer_options: What this takes beside the options of a run.
+
+    Raises:
+        ValueError: If the request is wrong; nothing but cached tokens has been written then.
+    """
+    set_seed(config.seed)
+    model, accompanying_files = model_of_run(config, request.model_config)
+    use_cache = model.config.use_cache
+    report = choose(model)
+    dtypes = hold_for_training(model, config.precision)
+    room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
+    PartialState().wait_for_everyone()
+    if PartialState().is_main_process:
+        start_output(config)
+        print_start(rates, report, model, data_lines)
+    PartialState().wait_for_everyone()
+    trainer = trainer_class(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        callbacks=[TrainingLog(Path(config.output, LOG_NAME))],
+        tokenizer=request.tokenizer,
+        keep_checkpoints=config.keep_checkpoints,
+        held_out=held_out,
+        eval_every=config.eval_every,
+        keep_best=config.keep_best,
+        early_stop=config.early_stop,
+        rates=rates,
+        balance_loss=config.balance_loss,
+        usage_every=config.usage_every,
+        **trainer_options,
+    )
+    return TrainingRun(
+        config, request.checkpoint, model, request.tokenizer, trainer, dtypes, use_cache, accompanying_files, room
+    )
+
+
+def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> None:
+    for name, is_set in (("balance_loss", config.balance_loss), ("usage_every", config.usage_every)):
+        if is_set and not getattr(model_config, "memory", None):
+            raise ValueError(
+                f"{name} is {is_set}, but this {model_config.model_type} model has no memory layers; train one that has, "
+                f"or leave {name} out."
+            )

@@ -1,0 +1,176 @@
+"""A run that is ready to start, and its way to the trained model."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+from midus_hf.training.disk_room import RoomNeeded
+from midus_hf.training.held_out import held_out_losses, is_stopped_early
+from midus_hf.training.interruption import RunInterrupted
+from midus_hf.training.loading import load_model
+from midus_hf.training.model_card import add_training
+from midus_hf.training.output_folder import as_yaml, last_checkpoint, publish
+from midus_hf.training.precision import restore_dtypes
+from midus_hf.training.progress import without_library_bars
+from midus_hf.training.run_options import RunOptions
+from midus_hf.training.run_trainer import InRun
+from midus_hf.training.saving import SaveError, save_where_possible, say
+from midus_hf.training.written_files import CONFIG_NAME, PARTIAL_NAME, STATE_NAME, remove_written
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run did.
+
+    Args:
+        output: Folder of the trained model: that of the run, unless it could not be saved there.
+        steps: Optimizer steps, those before a resumption included.
+        tokens: Tokens that all processes trained on, likewise.
+        loss: Mean loss of the last log event; None if there was none.
+        seconds: Wall time of the training loop, without what came before a resumption.
+        tokens_per_second: Tokens of all processes per second of these; None if the loop took no step.
+        best_step: The step whose model was saved, chosen by held-out text; None if that is simply the last one.
+    """
+
+    output: str
+    steps: int
+    tokens: int
+    loss: float | None
+    seconds: float
+    tokens_per_second: float | None
+    best_step: int | None = None
+
+
+@dataclasses.dataclass
+class TrainingRun:
+    """A run that is ready to start: everything a request can get wrong has been checked."""
+
+    config: RunOptions
+    checkpoint: Path | None
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    trainer: InRun
+    dtypes: dict[str, torch.dtype]
+    use_cache: bool
+    accompanying_files: dict[str, bytes]
+    room: RoomNeeded
+
+    def execute(self) -> TrainResult:
+        """Train, save the model, and say what was done.
+
+        Raises:
+            RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
+            SaveError: If the trained model could not be saved anywhere.
+        """
+        with self.trainer.interruption as interruption, without_library_bars():
+            try:
+                result = self._train()
+            finally:
+                self.trainer.progress.close()
+            if interruption.signal_number:
+                self._stop(interruption.signal_number)
+            if self.config.keep_best:
+                result = dataclasses.replace(result, best_step=self.trainer.load_best())
+            place = self._save(result)
+            return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
+
+    def _train(self) -> TrainResult:
+        trainer, before = self.trainer, TrainerState()
+        if self.checkpoint is not None:
+            before = TrainerState.load_from_json(str(self.checkpoint / STATE_NAME))
+        ended = is_stopped_early(held_out_losses(before.log_history), self.config.early_stop)
+        if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
+            # A Trainer that resumes at the last step takes another one.
+            self.model.load_state_dict(load_model(str(self.checkpoint)).state_dict())
+            trainer.state, seconds = before, 0.0
+        else:
+            output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+            seconds = output.metrics["train_runtime"]
+        tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
+        losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
+        return TrainResult(
+            output=self.config.output,
+            steps=trainer.state.global_step,
+            tokens=tokens,
+            loss=losses[-1] if losses else None,
+            seconds=seconds,
+            tokens_per_second=(tokens - tokens_before) / seconds if tokens > tokens_before else None,
+        )
+
+    def _stop(self, signal_number: int) -> NoReturn:
+        """End an interrupted run, whose checkpoint is in the output unless that failed."""
+        step, output = self.trainer.state.global_step, Path(self.config.output)
+        place = output
+        if self.trainer.save_failure is not None:
+            try:
+                place = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
+            except SaveError as error:
+                latest = last_checkpoint(output)
+                raise RunInterrupted(
+                    f"interrupted after step {step:,}, without a checkpoint ({error}); "
+                    f"{f'resume=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
+                    signal_number,
+                ) from error
+        saved = place / f"checkpoint-{step}"
+        hint = "resume=true" if place == output else f"resume={saved}"
+        raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
+
+    def _save_interrupted(self, folder: Path) -> None:
+        self.trainer.save_checkpoint_in(folder)
+        if self.trainer.is_world_process_zero():
+            (folder / CONFIG_NAME).write_text(as_yaml(self.config), encoding="utf-8")
+
+    def _save(self, result: TrainResult) -> Path:
+        """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
+        output = Path(self.config.output)
+        restore_dtypes(self.model, self.dtypes)
+        self.model.config.use_cache = self.use_cache
+        try:
+            place = self._save_where_possible(partial(self._save_in, result), self.room.model)
+        except SaveError as error:
+            latest = last_checkpoint(output)
+            rest = f"resume=true goes on from {latest.name}" if latest else "no checkpoint was saved"
+            raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
+        if place != output:
+            say(
+                f"The trained model is in {place}, not in {output}. Move it there once there is room: "
+                f"cp -a {place}/. {output}/ && rm -r {place}"
+            )
+        return place
+
+    def _save_in(self, result: TrainResult, folder: Path) -> None:
+        partial_model = folder / PARTIAL_NAME
+        try:
+            self.trainer.save_model(str(partial_model))
+            if self.trainer.is_world_process_zero():
+                (partial_model / "training_args.bin").unlink(missing_ok=True)
+                self.tokenizer.save_pretrained(partial_model)
+                files = dict(self.accompanying_files)
+                if "README.md" in files:
+                    files["README.md"] = add_training(
+                        files["README.md"],
+                        self.config,
+                        result.steps,
+                        result.tokens,
+                        result.loss,
+                        result.best_step,
+                    )
+                publish(partial_model, folder, files)
+        finally:
+            if self.trainer.is_world_process_zero():
+                remove_written(folder, partial_model)
+
+    def _save_where_possible(self, write: Callable[[Path], None], num_bytes: int) -> Path:
+        on_failure = self.config.output_on_failure
+        return save_where_possible(
+            write,
+            Path(self.config.output),
+            None if on_failure is None else Path(on_failure),
+            num_bytes,
+            self.trainer.interruption.lifted,
+        )
