@@ -22,6 +22,7 @@ MODULES = {
     "upscalers.chapters.exporting": ["export"],
     "upscalers.chapters.listing": ["list_chapters"],
     "midus_hf.training": [],
+    "midus_hf.sft": [],
     "midus_hf.memory": [],
     "midus_hf.analysis.usage": ["record_usage", "summarise", "Usage", "LayerUsage"],
     "midus_hf.analysis.chapter_edits": ["zero_chapters", "swap_chapters"],

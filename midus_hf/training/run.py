@@ -2,11 +2,11 @@
 
 from transformers import PreTrainedModel, default_data_collator
 
-from midus_hf.training.freezing import TrainableReport, set_trainable
+from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import prepare_held_out
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
-from midus_hf.training.run_setup import check_request, make_run
+from midus_hf.training.run_setup import Chosen, check_request, make_run
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.trainer_arguments import training_arguments
 from midus_hf.training.training_data import build_dataset, describe_corpus, open_corpora
@@ -47,8 +47,8 @@ def prepare(config: TrainConfig) -> TrainingRun:
     corpus = config.corpora[0]
     held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus.column, corpus.encoding)
 
-    def choose(model: PreTrainedModel) -> TrainableReport:
-        return set_trainable(model, config.trainable, config.frozen)
+    def choose(model: PreTrainedModel) -> Chosen:
+        return model, set_trainable(model, config.trainable, config.frozen)
 
     return make_run(
         config,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from rich.console import RenderableType
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedConfig,
@@ -17,7 +18,6 @@ from transformers import (
 
 from midus_hf.evaluation.perplexity import PreparedText
 from midus_hf.training.disk_room import check_room_of_run
-from midus_hf.training.freezing import TrainableReport
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.output_folder import check_output, start_output
@@ -30,6 +30,9 @@ from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
 from midus_hf.training.written_files import LOG_NAME
+
+Chosen = tuple[Any, RenderableType]
+"""A model that knows what trains, wrapped by PEFT if it has adapters, and what a person is told of that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,7 @@ def make_run(
     *,
     data_lines: Sequence[str],
     held_out: PreparedText | None,
-    choose: Callable[[PreTrainedModel], TrainableReport],
+    choose: Callable[[PreTrainedModel], Chosen],
     trainer_class: Callable[..., InRun],
     **trainer_options: Any,
 ) -> TrainingRun:
@@ -99,7 +102,7 @@ def make_run(
     set_seed(config.seed)
     model, accompanying_files = model_of_run(config, request.model_config)
     use_cache = model.config.use_cache
-    report = choose(model)
+    model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
     PartialState().wait_for_everyone()

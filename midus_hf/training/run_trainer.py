@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
@@ -74,8 +74,8 @@ class InRun(AidsMemory):
         """
         if eval_dataset is not None or self.held_out is None:
             return super().evaluate(eval_dataset, *args, **kwargs)
-        assert isinstance(self.model, PreTrainedModel)
-        result = measure(self.model, self.held_out)
+        model: Any = self.model
+        result = measure(model.get_base_model() if _has_adapters(model) else model, self.held_out)
         loss = torch.tensor(math.log(result.perplexity), dtype=torch.float64)
         if self.args.world_size > 1:
             # They measure the same, but must not disagree by a rounding on which step was best.
@@ -104,7 +104,7 @@ class InRun(AidsMemory):
         step = best_step({step: loss for step, loss in losses.items() if step == last or step in kept})
         assert step is not None, "the last step is always measured"
         if step != last:
-            self._load_from_checkpoint(str(kept[step]))
+            self.load_checkpoint(kept[step])
         overall = best_step(losses)
         assert overall is not None
         if overall != step:
@@ -115,6 +115,20 @@ class InRun(AidsMemory):
         else:
             say(f"Saved is the model after step {step:,}, the best: {score}, at the end {math.exp(losses[last]):.4f}.")
         return step
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """Give the model the weights of a checkpoint.
+
+        Args:
+            checkpoint: Its folder.
+        """
+        self._load_from_checkpoint(str(checkpoint))
+
+    def merge_adapters(self) -> None:
+        """Let the model be one without adapters, if it has any, that computes the same."""
+        model: Any = self.model
+        if _has_adapters(model):
+            self.model = model.merge_and_unload()
 
     def save_checkpoint_in(self, folder: Path) -> None:
         """Save a checkpoint of the current step as `checkpoint-N` in a folder, which need not be that of the run.
@@ -167,6 +181,11 @@ class InRun(AidsMemory):
             return int(number)
         numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
         return int(numbers.max())
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether PEFT has wrapped it; PEFT itself need not be there."""
+    return hasattr(model, "peft_config")
 
 
 class RunTrainer(InRun, Trainer):

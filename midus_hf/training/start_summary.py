@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from midus_hf.training.freezing import TrainableReport
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.rates import Rates
 
 
-def print_start(rates: Rates, report: TrainableReport | str, model: PreTrainedModel, data: Sequence[str]) -> None:
+def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, data: Sequence[str]) -> None:
     """Print it.
 
     Args:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from midus_hf.training.disk_room import RoomNeeded
 from midus_hf.training.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.interruption import RunInterrupted
-from midus_hf.training.loading import load_model
 from midus_hf.training.model_card import add_training
 from midus_hf.training.output_folder import as_yaml, last_checkpoint, publish
 from midus_hf.training.precision import restore_dtypes
@@ -86,7 +85,7 @@ class TrainingRun:
         ended = is_stopped_early(held_out_losses(before.log_history), self.config.early_stop)
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
-            self.model.load_state_dict(load_model(str(self.checkpoint)).state_dict())
+            trainer.load_checkpoint(self.checkpoint)
             trainer.state, seconds = before, 0.0
         else:
             output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
@@ -129,6 +128,7 @@ class TrainingRun:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
         output = Path(self.config.output)
         restore_dtypes(self.model, self.dtypes)
+        self.trainer.merge_adapters()
         self.model.config.use_cache = self.use_cache
         try:
             place = self._save_where_possible(partial(self._save_in, result), self.room.model)

@@ -17,6 +17,7 @@ ACCOMPANYING = ("upscale.json", "README.md", "LICENSE*", "NOTICE*")
 """What a trained model carries on from the one it came from: its record, its card, its terms."""
 
 _MODEL = (
+    *("adapter_model.safetensors", "adapter_config.json"),  # of a checkpoint with adapters
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("modeling_midus.py", "midus_*.py"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),

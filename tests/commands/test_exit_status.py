@@ -9,6 +9,7 @@ from commands.command_lines import COMMANDS, REPOSITORY, run_alone, run_in_proce
 MISSING_FILE = {
     "upscale": ["--config", "absent"],
     "midus-train": ["absent"],
+    "midus-sft": ["absent"],
     "midus-eval": ["model", "--config", "absent"],
     "midus-usage": ["model", "--text", "absent"],
     "midus-chapters": ["import", "model", "absent", "--output", "out"],
@@ -17,6 +18,7 @@ MISSING_FILE = {
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
     "midus-train": ("midus_hf.training.run.prepare", ["run.yaml"]),
+    "midus-sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
     "midus-eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
     "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
@@ -24,8 +26,8 @@ WORK = {
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
-WITH_TRACEBACK = ("midus-train", "midus-usage")
-SCRIPTS = ("train_cpt.py", "memory_usage.py")
+WITH_TRACEBACK = ("midus-train", "midus-sft", "midus-usage")
+SCRIPTS = ("train_cpt.py", "train_sft.py", "memory_usage.py")
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,7 @@ def room(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text.")
     (tmp_path / "run.yaml").write_text("model: model\ncorpus: text.txt\noutput: out\n")
+    (tmp_path / "sft.yaml").write_text("model: model\ndata: chats.jsonl\noutput: out\n")
 
 
 def test_the_tables_have_every_command():

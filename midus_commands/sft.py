@@ -1,0 +1,71 @@
+"""The `midus-sft` command."""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from midus_commands.exit_status import WRONG_REQUEST, Ending, run_command
+from midus_commands.training_command import documented_keys, help_sections, is_main_process, train_in_group
+
+_NEEDED = ("datasets", "peft", "trl")
+
+
+def main(arguments: Sequence[str] | None = None, name: str = "midus-sft") -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+        name: The program's name, as help has it. Default: `midus-sft`.
+
+    Returns:
+        Exit status, as of `midus-train`.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(epilog=_keys(), context_settings={"help_option_names": ["-h", "--help"]})(midus_sft)
+    return run_command(
+        app,
+        arguments,
+        name,
+        named_lines=False,
+        refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
+        hint=f" See '{name} --help'.",
+        failure=None,
+        silent=not is_main_process(),
+    )
+
+
+def midus_sft(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file of options; the recipes are in configs/sft.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
+    ] = None,
+) -> None:
+    """Fine-tune a model on chats, with the loss of answers alone."""
+    absent = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+    if absent:
+        raise Ending(
+            WRONG_REQUEST,
+            f"midus-sft needs {', '.join(absent)}, not installed here; pip install 'midus-hf[sft]'.",
+        )
+    from midus_hf.sft.options import SftConfig
+    from midus_hf.sft.run import prepare
+
+    train_in_group(SftConfig, prepare, config, overrides or [])
+
+
+def _keys() -> str:
+    """What the docstrings of the options say of their keys."""
+    keys = documented_keys("sft/options.py", "training/run_options.py", "training/rates.py")
+    return help_sections(
+        {
+            "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
+            "rates, which are keys of CONFIG too": keys["Rates"],
+            "keys of data": keys["DataOptions"],
+            "keys of lora": keys["LoraOptions"],
+        }
+    )

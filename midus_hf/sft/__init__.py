@@ -1,0 +1,22 @@
+"""Supervised fine-tuning: chats of several formats, labels of answers, and the run on TRL's trainer.
+
+What brings TRL along is imported only when it is asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from midus_hf.sft.options import DataOptions, LoraOptions, SftConfig
+
+if TYPE_CHECKING:
+    from midus_hf.sft.run import finetune
+
+_MODULE_OF = {"finetune": "run"}
+
+__all__ = ["DataOptions", "LoraOptions", "SftConfig", "finetune"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,147 @@
+"""The sequences of a run: chats as tokens, with labels where there is a loss, cut to a length and packed if asked."""
+
+import dataclasses
+from array import array
+
+import numpy as np
+import pyarrow
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl import pack_dataset
+
+from midus_hf.documents import DocumentError
+from midus_hf.sft.formats import Chat, detect_format, format_named, read_example
+from midus_hf.sft.labels import Tokens, encode
+from midus_hf.sft.options import SftConfig
+from midus_hf.sft.rows import iterate_rows
+from midus_hf.sft.templates import set_template
+
+NO_LABEL = -100
+
+
+@dataclasses.dataclass
+class ChatDataset:
+    """What became of the data.
+
+    Args:
+        dataset: Rows with `input_ids` and `labels`, and `seq_lengths` if packed.
+        rows: That were read.
+        examples: That the run trains on.
+        tokens: Of these.
+        labels: Tokens of these that have a loss.
+        cut: Examples of these that were longer than a sequence.
+        without_answer: Rows that have no answer, or none within a sequence.
+        last_token: The one that ends the first whole chat; None if the data is plain text, or no chat is whole.
+        ends: Whether that is a special token, by which generation can stop; true where there is none.
+    """
+
+    dataset: Dataset
+    rows: int
+    examples: int
+    tokens: int
+    labels: int
+    cut: int
+    without_answer: int
+    last_token: int | None
+    ends: bool
+
+    def describe(self, config: SftConfig) -> list[str]:
+        """What was read, left out and made: a sentence each.
+
+        Args:
+            config: The options of the run.
+        """
+        lines = [
+            f"{self.examples:,} examples, {self.tokens:,} tokens, {self.labels:,} of them with a loss "
+            f"({self.labels / self.tokens:.1%})"
+        ]
+        if self.cut:
+            lines.append(f"{self.cut:,} were longer than {config.sequence_length:,} tokens and were cut there")
+        if self.without_answer:
+            lines.append(f"{self.without_answer:,} of {self.rows:,} rows were left out: no answer within a sequence")
+        if not self.ends:
+            lines.append("the chat template ends answers with no special token, so the model will not learn to stop")
+        if config.packing:
+            filled = self.tokens / (len(self.dataset) * config.sequence_length)
+            lines.append(f"packed into {len(self.dataset):,} sequences, {filled:.1%} full")
+        return lines
+
+
+def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> ChatDataset:
+    """Read the data of a run and turn it into sequences.
+
+    Args:
+        config: The options of the run.
+        tokenizer: Of the model; it is given the template that is asked for.
+        vocab_size: Number of ids the model embeds.
+
+    Raises:
+        DocumentError: If the data cannot be read, or holds no answer.
+        ValueError: If there is no chat template, the tokenizer does not tell where tokens come from, or makes ids that
+            the model has none for.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer is a {type(tokenizer).__name__}, which does not tell where in a text its tokens come from; expected "
+            "one with a tokenizer.json."
+        )
+    ids, labels, lengths = array("i"), array("i"), array("q", [0])
+    rows = cut = without_answer = 0
+    last_token: int | None = None
+    known = None if config.data.format is None else format_named(config.data.format)
+    has_template = False
+    for place, row in iterate_rows(config.data):
+        rows += 1
+        known = known or detect_format(row, place)
+        example = read_example(known, row, place)
+        if isinstance(example, Chat) and not has_template:
+            set_template(tokenizer, config.chat_template)
+            has_template = True
+        tokens = encode(tokenizer, example, place)
+        if tokens.ids and max(tokens.ids) >= vocab_size:
+            raise ValueError(
+                f"the tokenizer makes id {max(tokens.ids)}, but the model embeds {vocab_size}; expected the model's own."
+            )
+        kept = Tokens(tokens.ids[: config.sequence_length], tokens.in_answer[: config.sequence_length])
+        # The first token of a sequence is predicted from nothing, so a loss is only of those behind it.
+        if not any(kept.in_answer[1:]):
+            without_answer += 1
+            continue
+        if last_token is None and isinstance(example, Chat) and tokens == kept:
+            last_token = [token for token, inside in zip(kept.ids, kept.in_answer, strict=True) if inside][-1]
+        cut += len(kept.ids) < len(tokens.ids)
+        ids.extend(kept.ids)
+        labels.extend(
+            token if inside or not config.assistant_only else NO_LABEL
+            for token, inside in zip(kept.ids, kept.in_answer, strict=True)
+        )
+        lengths.append(len(ids))
+    if len(lengths) == 1:
+        raise DocumentError(
+            f"data is {config.data.path!r}, which has {rows:,} rows and no answer to learn from within {config.sequence_length:,} "
+            "tokens. Add data, or raise sequence_length."
+        )
+    with_loss = sum(label != NO_LABEL for label in labels)
+    dataset = _as_dataset(ids, labels, lengths)
+    if config.packing:
+        dataset = pack_dataset(dataset, config.sequence_length)
+    ends = last_token is None or is_special(tokenizer, last_token)
+    return ChatDataset(dataset, rows, len(lengths) - 1, len(ids), with_loss, cut, without_answer, last_token, ends)
+
+
+def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token is no text but a mark.
+
+    Args:
+        tokenizer: Whose token it is.
+        token: Its id.
+    """
+    known = tokenizer.added_tokens_decoder
+    return token in tokenizer.all_special_ids or (token in known and known[token].special)
+
+
+def _as_dataset(ids: array, labels: array, ends: array) -> Dataset:
+    def column(values: array) -> pyarrow.Array:
+        return pyarrow.LargeListArray.from_arrays(np.asarray(ends), np.asarray(values))
+
+    return Dataset(pyarrow.table({"input_ids": column(ids), "labels": column(labels)}))

@@ -1,0 +1,70 @@
+"""Rows of chats: from JSON, JSON lines or Parquet, a folder of such files, or a dataset of the Hub."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
+from midus_hf.sft.options import DataOptions
+from midus_hf.training.corpus import load_hub_dataset
+
+ENDINGS = (".jsonl", ".json", ".parquet")
+"""Endings of the files that hold rows; all but the last also with one that says how they are compressed."""
+
+
+def iterate_rows(options: DataOptions) -> Iterator[tuple[str, Any]]:
+    """The rows of the data, each with where it is, for messages.
+
+    Args:
+        options: Where the chats come from.
+
+    Raises:
+        DocumentError: If there is nothing of that name, a folder has no such files, or one cannot be read.
+    """
+    path = Path(options.path).expanduser()
+    if not path.exists() and not _holds_rows(path):
+        rows = load_hub_dataset("data", options.path, options.config, options.split)
+        return ((f"row {number} of {options.path!r}", row) for number, row in enumerate(rows, start=1))
+    if options.config is not None:
+        raise DocumentError(f"data is {options.path!r}, which is local; config is for datasets of the Hub.")
+    return (row for file in _find_files(path) for row in _read_file(file, options.encoding))
+
+
+def _find_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DocumentError(f"data is {str(path)!r}, which does not exist; expected a file, a folder or a dataset id.")
+    if path.is_file():
+        if not _holds_rows(path):
+            raise DocumentError(f"data is {str(path)!r}; expected a file ending in {', '.join(ENDINGS)}.")
+        return [path]
+    files = [file for file in walk_files(path) if _holds_rows(file) and not file.is_dir()]
+    if not files:
+        raise DocumentError(
+            f"data is {str(path)!r}, a folder without rows; expected files ending in {', '.join(ENDINGS)}."
+        )
+    return files
+
+
+def _holds_rows(path: Path) -> bool:
+    suffix, compression = endings(path)
+    return suffix in ENDINGS and not (compression and suffix == ".parquet")
+
+
+def _read_file(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+    suffix, compression = endings(path)
+    if suffix == ".parquet":
+        return parquet_rows(path)
+    # Published corpora call JSON lines .json.gz; a plain .json is one list, if it begins like one.
+    if suffix == ".jsonl" or compression:
+        return json_line_rows(path, encoding)
+    text = read_text(path, encoding)
+    return _rows_of_list(path, text) if text.lstrip().startswith("[") else json_line_rows(path, encoding)
+
+
+def _rows_of_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DocumentError(f"file {str(path)!r} is not JSON: {error}. Expected a list of objects.") from error
+    return ((f"row {number} of {str(path)!r}", row) for number, row in enumerate(rows, start=1))

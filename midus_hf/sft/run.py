@@ -1,0 +1,84 @@
+"""One run of supervised fine-tuning, from its options to the trained model."""
+
+from transformers import PreTrainedModel
+from trl import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from midus_hf.sft.adapters import add_adapters, describe_adapters
+from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
+from midus_hf.sft.options import SftConfig
+from midus_hf.sft.trainer import SftTrainer
+from midus_hf.training.freezing import set_trainable
+from midus_hf.training.held_out import prepare_held_out
+from midus_hf.training.run_setup import Chosen, check_request, make_run
+from midus_hf.training.trainer_arguments import training_arguments
+from midus_hf.training.training_run import TrainingRun, TrainResult
+
+
+def finetune(config: SftConfig) -> TrainResult:
+    """Fine-tune a model on chats, or on prompts and their completions.
+
+    Prints what trains, and writes to `config.output` what `train` does; `log.jsonl` has the same events.
+
+    Args:
+        config: The options of the run.
+
+    Raises:
+        ValueError: If the request is wrong; nothing has been written then.
+        FloatingPointError: If the loss stops being finite.
+    """
+    return prepare(config).execute()
+
+
+def prepare(config: SftConfig) -> TrainingRun:
+    """Check a request, cheapest checks first, load what it names, and open its output.
+
+    Args:
+        config: The options of the run.
+
+    Raises:
+        ValueError: If the request is wrong; nothing has been written then.
+    """
+    request = check_request(config, config.sequence_length, "all" if config.lora else config.trainable)
+    tokenizer = request.tokenizer
+    data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
+    arguments = training_arguments(
+        config,
+        SFTConfig,
+        # A packed sequence has no padding, and no attention mask by which tokens could be told from it.
+        include_num_input_tokens_seen="all" if config.packing else "non_padding",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+    )
+    held_out = prepare_held_out(config, tokenizer, request.model_config)
+
+    def choose(model: PreTrainedModel) -> Chosen:
+        if data.last_token is not None and is_special(tokenizer, data.last_token):
+            _stop_at(model, data.last_token)
+        if config.lora is None:
+            return model, set_trainable(model, config.trainable, config.frozen)
+        adapted = add_adapters(model, config.lora)
+        return adapted, describe_adapters(adapted, config.lora)
+
+    padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    return make_run(
+        config,
+        config,
+        request,
+        arguments,
+        data.dataset,
+        data_lines=data.describe(config),
+        held_out=held_out,
+        choose=choose,
+        trainer_class=SftTrainer,
+        data_collator=DataCollatorForLanguageModeling(padding, padding_free=config.packing),
+    )
+
+
+def _stop_at(model: PreTrainedModel, token: int) -> None:
+    """Let generation stop at the token that ends answers."""
+    settings = model.generation_config
+    stops = settings.eos_token_id
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if token not in stops:
+        settings.eos_token_id = [*stops, token] if stops else token

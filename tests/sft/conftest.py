@@ -1,0 +1,27 @@
+"""Bases and chats that the tests of fine-tuning share."""
+
+from pathlib import Path
+
+import pytest
+from sft.tiny_chats import chat, save_base, write_rows
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """Gives the checkpoint of a family, with a memory or without, made once."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def checkpoint(family: str = "llama", memory: bool = False) -> Path:
+        key = (family, memory)
+        if key not in made:
+            made[key] = save_base(family, tmp_path_factory.mktemp("sft"), memory)
+        return made[key]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory) -> Path:
+    """Sixteen chats as JSON lines."""
+    rows = [{"messages": chat(number)} for number in range(16)]
+    return write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)

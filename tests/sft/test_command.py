@@ -1,0 +1,96 @@
+"""`midus-sft` and `scripts/train_sft.py` from the outside: what it prints, what it writes, how it exits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sft.tiny_chats import write_rows
+from training.tiny_run import save_native
+from transformers import AutoModelForCausalLM
+
+from midus_commands import sft as command
+from midus_commands.sft import main
+from midus_hf.sft.options import DataOptions, SftConfig
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train_sft.py"
+
+
+@pytest.fixture
+def words(base, chats, tmp_path) -> list[str]:
+    """A recipe and what it needs."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 3\nlearning_rate: 1e-2\nchat_template: chatml\nprecision: fp32\nlog_every: 1\n")
+    given = [f"model={base('llama', True)}", f"data={chats}", f"output={tmp_path / 'out'}"]
+    return [str(recipe), *given, "sequence_length=96", "batch_size=2"]
+
+
+def test_it_trains_and_leaves_a_model(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Training the new layers alone: " in done.stdout
+    assert "16 examples, 947 tokens, 173 of them with a loss (18.3%)" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 3 steps, ")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("learning_rte=1", "error: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        ("data=/absent", "error: data is '/absent', which does not exist; expected a file, a folder or a dataset id."),
+        ("data.format=chat", "error: data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
+        (
+            "chat_template=null",
+            "error: the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
+        ),
+        ("sequence_length=5000", "error: sequence_length is 5000, but the model has positions for 128 tokens."),
+        ("lora={trainable: all}", "error: config has no option 'lora.trainable'."),
+        ("model=absent/model", "error: model is 'absent/model'; expected the folder or Hub id of a language model: "),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, capsys, word, message):
+    assert main([*words, word]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(message) and err.count("\n") == 1, err
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_of_no_format_or_of_no_rows_and_what_contradicts_itself_are_wrong_requests(words, tmp_path, capsys):
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "no chat"}])
+    nothing = write_rows(tmp_path / "nothing.jsonl", [])
+    for more, message in (
+        ([f"data={texts}"], "error: line 1 of "),
+        ([f"data={nothing}"], "error: data is "),
+        (["lora={r: 4}", "trainable=all"], "error: lora is set and trainable is 'all'; "),
+    ):
+        assert main([*words, *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(message) and err.count("\n") == 1, err
+
+
+def test_a_model_that_records_nothing_new_has_to_be_told_what_trains(words, tmp_path, capsys):
+    save_native("llama", tmp_path / "native", trainable=None)
+    assert main([*words, f"model={tmp_path / 'native'}"]) == 2
+    assert "trainable is 'auto', but upscale.trainable" in capsys.readouterr().err
+
+
+def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_NEEDED", ("datasets", "no_such_package"))
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "error: midus-sft needs no_such_package, not installed here; pip install 'midus-hf[sft]'.\n"
+    )
+
+
+def test_help_describes_every_key(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    config = SftConfig(model="m", output="o", data=DataOptions(path="d"))
+    assert all(f"{key}: " in text for key in (*vars(config), *vars(config.data), "alpha", "dropout"))

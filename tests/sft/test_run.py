@@ -1,0 +1,163 @@
+"""Fine-tuning runs: what trains, what has a loss, what comes out, and that they resume exactly."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
+from training.test_run import exact_log
+from training.test_run import interrupted as interrupted_training
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from midus_hf.documents import DocumentError
+from midus_hf.sft import run as sft_run
+from midus_hf.sft.chat_dataset import NO_LABEL, build_chat_dataset
+from midus_hf.sft.options import LoraOptions
+from midus_hf.sft.run import finetune, prepare
+from midus_hf.training.training_log import read_log
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def moved(before, after) -> set[str]:
+    assert before.keys() == after.keys()
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
+def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(family, memory, base, chats, tmp_path):
+    model = base(family, memory)
+    result = finetune(sft_config(model, chats, tmp_path / "out"))
+    assert result.steps == 3 and len(read_log(tmp_path / "out" / "log.jsonl")) >= 3
+    changed = moved(weights(model), weights(tmp_path / "out"))
+    assert changed == set(weights(model))
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert trained.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.apply_chat_template(chat(1)[:1], tokenize=False) == "<|im_start|>user\nsay 1<|im_end|>\n"
+    assert trained.config.eos_token_id == AutoModelForCausalLM.from_pretrained(model).config.eos_token_id
+
+
+def test_new_layers_alone_train_where_the_config_says_so(base, chats, tmp_path):
+    model = base("llama", True)
+    finetune(sft_config(model, chats, tmp_path / "out", trainable="auto"))
+    changed = moved(weights(model), weights(tmp_path / "out"))
+    assert {name.split(".")[2] for name in changed} == {"1", "4"}
+    assert "## Trained with" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_first_loss_is_the_mean_over_labelled_tokens(base, chats, tmp_path):
+    run = prepare(sft_config(base("llama", True), chats, tmp_path / "out", max_steps=1))
+    batch = next(iter(run.trainer.get_train_dataloader()))
+    model = AutoModelForCausalLM.from_pretrained(base("llama", True))
+    with torch.no_grad():
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"][:, 1:]
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
+    assert (labels == NO_LABEL).any() and (labels != NO_LABEL).any()
+    run.execute()
+    (loss,) = [event["loss"] for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event]
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_packed_chats_do_not_see_one_another(family, base, chats, tmp_path):
+    """So one step over all of them has the loss that it has when each stands alone."""
+    losses = []
+    for packing, length in ((False, 96), (True, 126)):
+        options = {"packing": packing, "sequence_length": length, "max_steps": 1, "batch_size": 16}
+        config = sft_config(base(family, True), chats, tmp_path / str(packing), **options)
+        result = finetune(config)
+        losses.append(result.loss)
+        assert result.tokens == build_chat_dataset(config, character_tokenizer(), 128).tokens
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_packing_fills_sequences_and_says_how_full(base, chats, tmp_path):
+    config = sft_config(base(), chats, tmp_path / "out", packing=True, sequence_length=125)
+    data = build_chat_dataset(config, character_tokenizer(), 128)
+    assert data.examples == 16 and len(data.dataset) == 8
+    assert data.describe(config)[-1] == f"packed into 8 sequences, {data.tokens / 1000:.1%} full"
+
+
+def test_what_is_too_long_is_cut_or_left_out_and_counted(base, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 50}]},
+        {"messages": [{"role": "user", "content": "q" * 90}, {"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "q"}]},
+        {"messages": chat(1)[:2]},
+    ]
+    config = sft_config(base(), write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out", sequence_length=40)
+    data = build_chat_dataset(config, character_tokenizer(), 128)
+    assert (data.rows, data.examples, data.cut, data.without_answer) == (4, 2, 1, 2)
+    assert [len(row["input_ids"]) for row in data.dataset] == [40, 33]
+    said = "\n".join(data.describe(config))
+    assert "1 were longer than 40 tokens and were cut there" in said
+    assert "2 of 4 rows were left out: no answer within a sequence" in said
+
+
+def test_all_tokens_have_a_loss_if_asked_for(base, chats, tmp_path):
+    config = sft_config(base(), chats, tmp_path / "out", assistant_only=False)
+    data = build_chat_dataset(config, character_tokenizer(), 128)
+    assert all(row["labels"] == row["input_ids"] for row in data.dataset) and data.labels == data.tokens
+
+
+def test_a_template_that_ends_answers_with_no_mark_is_told_of(base, chats, tmp_path):
+    template = "{% for m in messages %}{{ '|' + m['content'] }}{% endfor %}{% if add_generation_prompt %}|{% endif %}"
+    (tmp_path / "plain.jinja").write_text(template)
+    config = sft_config(base(), chats, tmp_path / "out", chat_template=str(tmp_path / "plain.jinja"))
+    said = build_chat_dataset(config, character_tokenizer(), 128).describe(config)
+    assert "the chat template ends answers with no special token, so the model will not learn to stop" in said
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["native", "memory"])
+def test_adapters_are_trained_and_merged(memory, base, chats, tmp_path):
+    model = base("llama", memory)
+    options = {"lora": LoraOptions(r=4), "trainable": "auto", "save_every": 2}
+    finetune(sft_config(model, chats, tmp_path / "out", **options))
+    changed = moved(weights(model), weights(tmp_path / "out"))
+    linear = {name for name in changed if name.endswith("_proj.weight")}
+    new = {name for name in changed if re.search(r"layers\.[14]\.", name)} if memory else set()
+    assert linear and changed == linear | new and any("value_bank" in name for name in new) == memory
+    merged = weights(tmp_path / "out")
+    again = finetune(sft_config(model, chats, tmp_path / "out", resume=True, **options))
+    assert again.steps == 3 and moved(merged, weights(tmp_path / "out")) == set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": True, "sequence_length": 126, "memory_learning_rate": 2e-2, "value_learning_rate": 1e-3},
+        {"lora": LoraOptions(r=4, dropout=0.1), "trainable": "auto"},
+        {"balance_loss": 0.1, "usage_every": 1, "frozen": ["value"]},
+    ],
+    ids=["plain", "packing", "lora", "aids"],
+)
+def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_interrupted(
+    options, base, chats, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("training.test_run.prepare", sft_run.prepare)
+    options = {"max_steps": 6, "save_every": 2, **options}
+    finetune(sft_config(base("llama", True), chats, tmp_path / "whole", **options))
+    interrupted_training(sft_config(base("llama", True), chats, tmp_path / "parts", **options), step=4)
+    finetune(sft_config(base("llama", True), chats, tmp_path / "parts", resume=True, **options))
+    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
+    assert moved(weights(tmp_path / "parts"), weights(tmp_path / "whole")) == set()
+
+
+def test_data_without_an_answer_is_refused(base, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat(1)[:1]}])
+    message = "which has 1 rows and no answer to learn from within 96 tokens. Add data, or raise sequence_length."
+    with pytest.raises(DocumentError, match=re.escape(message)):
+        finetune(sft_config(base(), data, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(base, chats, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer makes id 100, but the model embeds 100; expected the model's own."
+    ):
+        build_chat_dataset(sft_config(base(), chats, tmp_path / "out"), character_tokenizer(), 100)

@@ -1,0 +1,71 @@
+"""What a tiny run of fine-tuning needs: a tokenizer of characters, bases with it, and chats."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiny import save_tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from midus_hf.sft.options import DataOptions, SftConfig
+from upscalers import upscale
+
+CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
+
+
+def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of printable ASCII, a token a character but for merges, for the 128 ids of a tiny model."""
+    characters = [*map(chr, range(ord("!"), ord("~") + 1)), "Ġ", "Ċ"]
+    specials = ["<pad>", "<bos>", "<eos>", *CHATML_TOKENS]
+    vocabulary = [*specials, *characters, *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    given = {"pad_token": "<pad>", "eos_token": "<eos>", "additional_special_tokens": CHATML_TOKENS, **options}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
+
+
+def save_base(family: str, folder: Path, memory: bool) -> Path:
+    """Save a tiny base with the tokenizer, upscaled by `midus-hml` if it is to have a memory."""
+    base = save_tiny_model(family, folder / "base")
+    character_tokenizer().save_pretrained(base)
+    if not memory:
+        return base
+    options = {"n": 8, "k": 2}
+    upscale(base=base, method="midus-hml", output=folder / "model", num_new_layers=2, options=options, verify=False)
+    return folder / "model"
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    """A short chat of two turns."""
+    return [
+        {"role": "user", "content": f"say {number}"},
+        {"role": "assistant", "content": f"it is {number}"},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": f"{number + 1}"},
+    ]
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sft_config(model: Path, data: Path, output: Path, **changes: Any) -> SftConfig:
+    """A run of three steps of two chats, with rates that move a tiny model."""
+    options: dict[str, Any] = {
+        "chat_template": "chatml",
+        "sequence_length": 96,
+        "batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "precision": "fp32",
+        "log_every": 1,
+        "trainable": "all",
+        **changes,
+    }
+    return SftConfig(model=str(model), output=str(output), data=DataOptions(path=str(data)), **options)
