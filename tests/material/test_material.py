@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
+from material.chats import chats
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from midus_hf.documents import read_documents
@@ -72,6 +73,17 @@ def test_every_tenth_address_is_held_out_and_none_is_in_both_parts():
     texts = [path.read_text() for folder in (parts.train, parts.held_out) for path in folder.iterdir()]
     assert len(set(texts)) == 233
     assert 10_000_000 < sum(map(len, texts)) < 11_000_000
+
+
+def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
+    train, held_out = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in (chats().train, chats().held_out)
+    )
+    assert (len(train), len(held_out)) == (22091, 2454)
+    assert {tuple(message["role"] for message in row["messages"]) for row in train + held_out} == {
+        ("user", "assistant")
+    }
 
 
 def test_there_is_a_benchmark_for_every_local_task():

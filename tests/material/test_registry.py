@@ -54,6 +54,36 @@ def pip_package(tmp_path, monkeypatch):
     return Package("pip", "pieces", "1.0", hashlib.sha256(wheel()).hexdigest())
 
 
+SOURCE_BACKEND = b"""
+import pathlib
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    pathlib.Path(pathlib.os.environ["RAN"]).touch()
+    info = pathlib.Path(folder, "sources-1.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: sources\\nVersion: 1.0\\n")
+    return info.name
+"""
+SOURCE = tarball(
+    {
+        "sources-1.0/pyproject.toml": b'[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n',
+        "sources-1.0/own.py": SOURCE_BACKEND,
+        "sources-1.0/data/a.jsonl": b"{}",
+    }
+)
+
+
+@pytest.fixture
+def source_package(tmp_path, monkeypatch):
+    """The package `sources`, of which there is a source archive alone."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "sources-1.0.tar.gz").write_bytes(SOURCE)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "sources"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    return Package("pip-source", "sources", "1.0", hashlib.sha256(SOURCE).hexdigest())
+
+
 @pytest.fixture
 def npm_package(tmp_path, monkeypatch):
     """The package `@scope/pieces`, which npm finds on a registry on loopback."""
@@ -108,6 +138,18 @@ def test_the_wanted_files_of_an_npm_tarball_are_extracted(npm_package, folder):
     paths = extract(npm_package, ["package/data/*.txt"], folder)
     assert [path.read_text() for path in paths] == ["one", "two"]
     assert everything_under(folder) == ["package/data/a.txt", "package/data/b.txt"]
+
+
+def test_the_wanted_files_of_a_source_archive_are_extracted(source_package, folder):
+    paths = extract(source_package, ["*.jsonl"], folder)
+    assert [path.read_text() for path in paths] == ["{}"] and everything_under(folder) == ["sources-1.0/data/a.jsonl"]
+
+
+def test_nothing_of_a_source_archive_with_another_digest_is_run(source_package, folder, tmp_path):
+    other = Package("pip-source", "sources", "1.0", "0" * 64)
+    with pytest.raises(MaterialError, match=r"sources 1\.0 could not be downloaded with pip-source: "):
+        extract(other, ["*"], folder)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["pip_package", "npm_package"])
