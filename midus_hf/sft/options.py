@@ -1,7 +1,7 @@
 """What a run of supervised fine-tuning may be told."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Self
 
 from midus_hf.training.rates import Rates
@@ -100,7 +100,7 @@ class SftConfig(Rates, RunOptions):
                         "Leave one of them out."
                     )
 
-    def sources(self) -> Sequence[tuple[str, str]]:
+    def sources(self) -> list[tuple[str, str]]:
         return [("data", self.data.path), *super().sources()]
 
     def to_share(self, label: Callable[[str], str]) -> Self:

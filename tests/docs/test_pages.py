@@ -66,6 +66,16 @@ def test_new_layers_are_trained_and_saved(page, output, folder):
     assert AutoTokenizer.from_pretrained(output)("w5 w7")["input_ids"] == [5, 7]
 
 
+def test_the_script_for_fine_tuning_trains_new_layers_and_saves_them(folder):
+    config = folder / MODEL / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**values, "max_position_embeddings": 2048}), encoding="utf-8")
+    result = run("sft.md")["result"]
+    assert result.steps == 4
+    before, after = weights(MODEL), weights("tuned")
+    assert {is_new(name) for name in before if not torch.equal(before[name], after[name])} == {True}
+
+
 def test_the_script_for_the_trainer_takes_dense_models_too(folder):
     (folder / MODEL).rename(folder / "with-memory")
     save_native("llama", folder / MODEL)
@@ -86,7 +96,7 @@ def test_adapters_and_new_layers_are_trained_saved_and_merged(folder):
         torch.testing.assert_close(tensor, merged[name])
 
 
-@pytest.mark.parametrize("page", ["trainer.md", "trl.md", "peft.md"])
+@pytest.mark.parametrize("page", ["trainer.md", "trl.md", "peft.md", "sft.md"])
 def test_scripts_are_short(page):
     lines = [line for line in script(page).splitlines() if line.strip()]
     assert len(lines) <= 32

@@ -1,0 +1,84 @@
+"""`python -m demo.chat`: fine-tune SmolLM2-135M with head-wise memory on questions and answers, and ask it before and after.
+
+Every step is a command that a person would type; it is printed before it runs.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from material.chats import chats
+from material.registry import MaterialError
+from material.smollm2 import smollm2_135m
+
+_BIN = Path(sys.executable).parent
+_CONFIGS = Path(__file__).parent.parent / "configs"
+_NEW_TOKENS = 96
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m demo.chat", description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo-chat"), help="default: outputs/demo-chat")
+    parser.add_argument("--steps", type=int, help="training steps (default: as configs/sft/demo.yaml says)")
+    parser.add_argument("--questions", type=int, default=3, help="held-out questions to ask (default: 3)")
+    arguments = parser.parse_args()
+    try:
+        base, data = smollm2_135m(), chats()
+    except MaterialError as error:
+        sys.exit(f"demo: {error}")
+    shutil.rmtree(arguments.output, ignore_errors=True)
+    upscaled, tuned = arguments.output / "upscaled", arguments.output / "tuned"
+    _run(_BIN / "upscale", "--config", _CONFIGS / "upscale" / "demo.yaml", "--base", base, "--output", upscaled)
+    steps = [f"max_steps={arguments.steps}"] if arguments.steps else []
+    recipe = _CONFIGS / "sft" / "demo.yaml"
+    _run(_BIN / "midus-sft", recipe, f"model={upscaled}", f"output={tuned}", f"data={data.train}", *steps)
+    lines = data.held_out.read_text(encoding="utf-8").splitlines()[: arguments.questions]
+    questions = [json.loads(line)["messages"][0]["content"] for line in lines]
+    said = {name: answers(folder, questions) for name, folder in (("before", upscaled), ("after", tuned))}
+    for number, question in enumerate(questions):
+        print(f"\n> {question}")
+        for name, texts in said.items():
+            print(f"\n[{name}] {texts[number]}")
+
+
+def answers(model_name: Path, questions: list[str]) -> list[str]:
+    """What a model answers, greedily.
+
+    Args:
+        model_name: Its folder, with a tokenizer that has a chat template.
+        questions: Each asked by itself.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import midus_hf  # noqa: F401 - registers the classes
+
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    model = AutoModelForCausalLM.from_pretrained(model_name).eval()
+    said = []
+    for question in questions:
+        asked = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            tokens = model.generate(
+                **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, temperature=None, top_p=None
+            )
+        said.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return said
+
+
+def _run(*words: str | Path) -> None:
+    print(f"\n$ {shlex.join(map(str, words))}", flush=True)
+    done = subprocess.run(list(map(str, words)))
+    if done.returncode:
+        sys.exit(f"demo: the command above failed with exit status {done.returncode}.")
+
+
+if __name__ == "__main__":
+    main()

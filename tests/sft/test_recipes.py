@@ -1,0 +1,57 @@
+"""The recipes in `configs/sft` are read and say what the papers say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from midus_hf.config_file import read_config
+from midus_hf.sft.options import SftConfig
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPES = REPOSITORY / "configs" / "sft"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+RATES = {"llama-3.2-1b": 1e-5, "llama-3.1-8b": 1e-6}
+"""MIDUS, appendix B.1: at 8B the lower of the two that are searched."""
+
+
+def recipe(name: str) -> SftConfig:
+    path = RECIPES / f"{name}.yaml"
+    stated = {line.partition(":")[0] for line in path.read_text(encoding="utf-8").splitlines()}
+    return read_config(SftConfig, path, [f"{key}=x" for key in ("model", "output", "data") if key not in stated])
+
+
+def test_there_is_a_recipe_of_each_run():
+    midus = {f"midus-hml-{base}-{data}" for base in RATES for data in ("alpaca-gpt4", "dolly-15k")}
+    assert set(NAMES) == midus | {f"chapters-ultrachat-{bank}" for bank in ("frozen", "tenth", "equal")} | {"demo"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("midus")])
+def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretraining_makes(name):
+    config = recipe(name)
+    (base,) = (base for base in RATES if base in name)
+    assert config.learning_rate == RATES[base] and config.trainable == "all"
+    assert (config.schedule, config.warmup_ratio, config.precision) == ("cosine", 0.1, "bf16")
+    assert config.batch_size * config.gradient_accumulation == 64 and config.sequence_length == 2048
+    pretraining = REPOSITORY / "configs" / "train" / f"midus-hml-{base}.yaml"
+    assert f"output: {config.model}\n" in pretraining.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("bank", "memory", "values", "frozen"),
+    [("frozen", 1.5e-5, None, ["value"]), ("tenth", 1.5e-5, 5e-6, []), ("equal", None, None, [])],
+)
+def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memory, values, frozen):
+    config = recipe(f"chapters-ultrachat-{bank}")
+    assert (config.learning_rate, config.memory_learning_rate, config.value_learning_rate) == (3e-5, memory, values)
+    assert config.frozen == frozen and config.trainable == "all"
+    assert config.value_schedule == ("constant" if frozen else "fixed")
+    assert (config.weight_decay, config.adam_beta2, config.min_learning_rate_ratio) == (0.1, 0.95, 0.1)
+    assert config.value_weight_decay == (0 if frozen else 0.1)
+    assert config.warmup_steps(config.max_steps) == 250 and config.batch_size * config.gradient_accumulation == 128
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_in_a_recipe_runs_it(name):
+    text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"^#   midus-sft (\S+)", text, flags=re.MULTILINE) == [f"configs/sft/{name}.yaml"]
