@@ -10,11 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
 from midus_hf.documents import DocumentError
-from midus_hf.sft.formats import Chat, detect_format, format_named, read_example
-from midus_hf.sft.labels import Tokens, encode
+from midus_hf.sft.encoding import encode_rows
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.rows import iterate_rows
-from midus_hf.sft.templates import set_template
 
 NO_LABEL = -100
 
@@ -88,26 +86,18 @@ def build_chat_dataset(config: SftConfig, tokenizer: PreTrainedTokenizerBase, vo
     ids, labels, lengths = array("i"), array("i"), array("q", [0])
     rows = cut = without_answer = 0
     last_token: int | None = None
-    known = None if config.data.format is None else format_named(config.data.format)
-    has_template = False
-    for place, row in iterate_rows(config.data):
+    for tokens in encode_rows(tokenizer, iterate_rows(config.data), config.data.format, config.chat_template):
         rows += 1
-        known = known or detect_format(row, place)
-        example = read_example(known, row, place)
-        if isinstance(example, Chat) and not has_template:
-            set_template(tokenizer, config.chat_template)
-            has_template = True
-        tokens = encode(tokenizer, example, place)
         if tokens.ids and max(tokens.ids) >= vocab_size:
             raise ValueError(
                 f"the tokenizer makes id {max(tokens.ids)}, but the model embeds {vocab_size}; expected the model's own."
             )
-        kept = Tokens(tokens.ids[: config.sequence_length], tokens.in_answer[: config.sequence_length])
+        kept = tokens.cut(config.sequence_length)
         # The first token of a sequence is predicted from nothing, so a loss is only of those behind it.
         if not any(kept.in_answer[1:]):
             without_answer += 1
             continue
-        if last_token is None and isinstance(example, Chat) and tokens == kept:
+        if last_token is None and tokens.is_chat and len(kept.ids) == len(tokens.ids):
             last_token = [token for token, inside in zip(kept.ids, kept.in_answer, strict=True) if inside][-1]
         cut += len(kept.ids) < len(tokens.ids)
         ids.extend(kept.ids)

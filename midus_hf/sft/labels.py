@@ -1,6 +1,8 @@
 """Which tokens of a chat are of answers: told by where answers stand in the text that a template makes of it."""
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ from midus_hf.sft.formats import Chat, Example
 _MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
 """By which a template may say itself where answers stand."""
 
+_NOWHERE = (math.inf, math.inf)
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -21,10 +25,20 @@ class Tokens:
     Args:
         ids: Token ids.
         in_answer: Of each whether it belongs to an answer, the token included that ends one.
+        is_chat: Whether a template has written them.
     """
 
     ids: list[int]
     in_answer: list[bool]
+    is_chat: bool = True
+
+    def cut(self, length: int) -> "Tokens":
+        """The first of them.
+
+        Args:
+            length: How many at most.
+        """
+        return self if len(self.ids) <= length else Tokens(self.ids[:length], self.in_answer[:length], self.is_chat)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, example: Example, place: str) -> Tokens:
@@ -88,18 +102,20 @@ def _encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completi
     text = prompt + completion
     tokens = _tokens_of(tokenizer(text, return_offsets_mapping=True), [(len(prompt), len(text))])
     if tokenizer.eos_token_id is None:
-        return tokens
+        return Tokens(tokens.ids, tokens.in_answer, is_chat=False)
     ids, in_answer = tokens.ids, tokens.in_answer
     if ids[-1:] == [tokenizer.eos_token_id]:
-        return Tokens(ids, [*in_answer[:-1], True])
-    return Tokens([*ids, tokenizer.eos_token_id], [*in_answer, True])
+        return Tokens(ids, [*in_answer[:-1], True], is_chat=False)
+    return Tokens([*ids, tokenizer.eos_token_id], [*in_answer, True], is_chat=False)
 
 
-def _tokens_of(encoded: Any, spans: list[tuple[int, int]]) -> Tokens:
-    in_answer, start = [], 0
+def _tokens_of(encoded: Any, spans: Sequence[tuple[float, float]]) -> Tokens:
+    later, in_answer, start = iter(spans), [], 0
+    first, last = next(later, _NOWHERE)
     for begin, end in encoded["offset_mapping"]:
+        while end > last:
+            first, last = next(later, _NOWHERE)
         # Offsets may leave out white space before a word: a token's text starts where that of the one before ends.
-        is_text = end > begin
-        in_answer.append(is_text and any(first <= start and end <= last for first, last in spans))
+        in_answer.append(begin < end and first <= start)
         start = max(start, end)
     return Tokens(list(encoded["input_ids"]), in_answer)

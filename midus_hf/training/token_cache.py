@@ -158,7 +158,7 @@ def _write_tokens(
     with _progress_bars(False):
         documents = corpus.as_dataset(text)
     processes = min(usable_cores(), -(-len(documents) // _DOCUMENTS_A_BATCH))
-    with _progress_bars(show_progress), _without_threads_of_tokenizers():
+    with _progress_bars(show_progress), without_threads_of_tokenizers():
         tokens = documents.map(
             _Tokenise(tokenizer, vocab_size, column, f"corpus {corpus.options.path!r}"),
             batched=True,
@@ -262,7 +262,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_threads_of_tokenizers() -> Iterator[None]:
+def without_threads_of_tokenizers() -> Iterator[None]:
     """Processes of one thread each: they are as many as there are cores."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)

@@ -1,0 +1,39 @@
+"""Rows are encoded in their order, by however many processes."""
+
+import re
+
+import pytest
+from sft.tiny_chats import character_tokenizer, chat
+
+from midus_hf.documents import DocumentError
+from midus_hf.sft import encoding
+from midus_hf.sft.encoding import encode_rows
+
+
+def rows(count: int) -> list[tuple[str, dict]]:
+    return [(f"row {number}", {"messages": chat(number)}) for number in range(1, count + 1)]
+
+
+@pytest.fixture(params=[1, 3])
+def processes(request, monkeypatch):
+    """Blocks of 40 rows, each worth processes."""
+    monkeypatch.setattr(encoding, "usable_cores", lambda: request.param)
+    monkeypatch.setattr(encoding, "_ROWS_AT_A_TIME", 40)
+    monkeypatch.setattr(encoding, "_ROWS_WORTH_PROCESSES", 2)
+    return request.param
+
+
+def test_rows_keep_their_order(processes):
+    tokenizer = character_tokenizer()
+    found = [tokenizer.decode(tokens.ids) for tokens in encode_rows(tokenizer, iter(rows(100)), None, "chatml")]
+    assert [re.findall(r"say (\d+)", text) for text in found] == [[str(number)] for number in range(1, 101)]
+
+
+def test_a_wrong_row_is_refused_by_its_place(processes):
+    wrong = [*rows(50), ("row 51", {"messages": []}), *rows(3)]
+    with pytest.raises(DocumentError, match=r"row 51, messages is empty; expected messages\."):
+        list(encode_rows(character_tokenizer(), iter(wrong), None, "chatml"))
+
+
+def test_no_rows_are_no_tokens(processes):
+    assert list(encode_rows(character_tokenizer(), iter([]), None, "chatml")) == []
