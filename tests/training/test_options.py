@@ -86,7 +86,7 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
     ("values", "message"),
     [
         ({"learning_rte": 1}, "config has no option 'learning_rte'. Did you mean 'learning_rate'"),
-        ({"zzz": 1}, "config has no option 'zzz'. Expected one of: model, output, "),
+        ({"zzz": 1}, "config has no option 'zzz'. Expected one of: model, model_config, tokenizer, output, "),
         ({"corpus": {"path": "c", "colum": "x"}}, "no option 'corpus.colum'. Did you mean 'column'"),
         (
             {"corpus": {"column": "x"}},
