@@ -42,12 +42,19 @@ def test_a_recipe_has_the_papers_settings(name):
     assert (config.model, config.model_config) == (None, f"configs/models/{name}.json")
     assert (config.tokenizer, config.trainable) == ("HuggingFaceTB/SmolLM2-135M", "all")
     assert (config.sequence_length, config.batch_size, config.gradient_accumulation) == (1024, 32, 4 * 8)
-    assert (config.learning_rate, config.weight_decay, config.max_grad_norm) == (3e-4, 0.1, 1.0)
+    assert (config.learning_rate, config.weight_decay, config.adam_beta2, config.max_grad_norm) == (
+        3e-4,
+        0.1,
+        0.95,
+        1.0,
+    )
     assert (config.precision, config.activation_checkpointing) == ("bf16", True)
     assert config.max_steps == 9600
-    assert 249 < config.warmup_ratio * config.max_steps <= 250
-    of_bank = (6e-4, "fixed") if name == "moc-371m" else (None, "constant")
-    assert (config.value_learning_rate, config.value_schedule) == of_bank
+    assert (config.schedule, config.min_learning_rate_ratio) == ("warmup_stable_decay", 0.1)
+    assert config.warmup_steps(config.max_steps) == 250
+    assert config.max_steps - config.scheduler_options(config.max_steps)["num_decay_steps"] == 8160
+    rates = (config.memory_learning_rate, config.value_learning_rate, config.value_schedule, config.value_weight_decay)
+    assert rates == ((6e-4, 6e-4, "fixed", 0.1) if name == "moc-371m" else (None, None, "constant", 0))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
