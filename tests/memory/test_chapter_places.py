@@ -104,12 +104,12 @@ def test_a_row_without_a_prompt_is_refused(tokens, prompt_mask):
         )
 
 
-STEPS = [[8], [1] * 8, [3, 5], [2, 1, 4, 1], [4, 4], [1, 7], [6, 1, 1], [5, 0, 3]]
+STEPS = [[1] * 8, [3, 5], [2, 1, 4, 1], [6, 1, 1], [5, 0, 3]]
 
 
 @pytest.mark.parametrize("mask", [None, LEFT], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("steps", STEPS, ids=str)
-@pytest.mark.parametrize("chunk_size", [1, 3, 4, 64])
+@pytest.mark.parametrize("chunk_size", [1, 3, 4])
 def test_chunks_in_steps_are_those_of_one_pass(chunk_size, steps, mask):
     memory = layer(chunk_size=chunk_size)
     hidden_states = states(3)

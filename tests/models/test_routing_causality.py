@@ -44,7 +44,7 @@ def test_these_memories_change_what_the_model_computes(native_family, site):
 def test_a_later_token_changes_no_earlier_logit(family, routing, weighting):
     model, tokens = chapter_model(family, routing=routing, weighting=weighting), prompt(TOKENS)
     before = logits(model, tokens)
-    for position in range(PROMPT if routing == "prompt" else 1, TOKENS):
+    for position in (PROMPT, 6, 9, TOKENS - 1) if routing == "prompt" else (1, 3, 5, 6, TOKENS - 1):
         after = logits(model, changed_from(tokens, position))
         torch.testing.assert_close(after[:, :position], before[:, :position], **CLOSE)
         assert (after[:, position:] - before[:, position:]).abs().max() > 1e-3

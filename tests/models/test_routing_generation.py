@@ -16,7 +16,7 @@ from midus_hf.memory.memory_state import MemoryState
 
 CAUSAL = ("chunk", "prompt", "token")
 ROUTINGS = (*CAUSAL, "sequence")
-PROMPT, NEW = 7, 9
+PROMPT, NEW = 7, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 

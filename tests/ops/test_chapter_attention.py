@@ -55,7 +55,7 @@ def check(arguments: dict[str, torch.Tensor], body: str) -> None:
         {"heads": 2, "kv_heads": 2},
         {"heads": 3, "kv_heads": 1},
         {"heads": 1, "kv_heads": 1, "tokens": 1, "stretches": 1, "batch": 1},
-        {"batch": 1, "tokens": 37, "stretches": 37, "heads": 1, "kv_heads": 1},
+        {"batch": 1, "tokens": 35, "stretches": 35, "heads": 1, "kv_heads": 1},
         {"batch": 1, "tokens": 34, "stretches": 2, "heads": 1, "kv_heads": 1},
     ],
     ids=str,
@@ -70,7 +70,7 @@ def test_scales_and_biases_may_be_left_out(weighed, stretches, body):
     check(made(stretches=stretches, weighed=weighed), body)
 
 
-@pytest.mark.parametrize("tokens", [5, 31, 32, 33, 65])
+@pytest.mark.parametrize("tokens", [5, 32, 33])
 def test_all_tokens_may_choose_one_chapter(tokens, body):
     arguments = made(batch=1, tokens=tokens, stretches=tokens, chosen=1, heads=1, kv_heads=1)
     arguments["chapters"] = torch.full_like(arguments["chapters"], 3)
