@@ -1,11 +1,17 @@
 """What is pooled of a sequence to choose chapters by, for each scope of routing."""
 
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from midus_hf.memory.token_places import TokenPlaces
+
+_ALL_ARE_PROMPT = (
+    "routing is 'prompt', and nothing says which tokens are the prompt: all of this pass are taken for it, and what is predicted "
+    "behind one of them has seen those that follow. Give prompt_mask, or labels that begin with -100."
+)
 
 
 class Pooled(NamedTuple):
@@ -71,7 +77,9 @@ def pool_prompt(
         states = kept["pooled"].to(hidden_states.dtype).unsqueeze(1)
         return Pooled(states, tokens, _counts(places.real, batch, tokens, hidden_states.device), {})
     chosen = places.real
-    if prompt_mask is not None:
+    if prompt_mask is None:
+        warnings.warn(_ALL_ARE_PROMPT, stacklevel=2)
+    else:
         chosen = prompt_mask.bool() if places.real is None else prompt_mask.bool() & places.real
         if not torch.compiler.is_compiling() and not chosen.any(dim=1).all():
             raise ValueError(

@@ -56,7 +56,7 @@ class MemoryModule(DeclaredModule):
     reads_ahead: bool = False
     """Whether what a token gets depends on later tokens: then a sequence cannot be continued from a cache."""
     values_were_set: bool = False
-    """Whether a model that went into training mode has seen its frozen values to be anything but zero."""
+    """Whether a model that went into training mode has seen what it adds through, frozen, to be anything but zero."""
 
     def __init__(self, options: Any, sizes: ModelSizes):
         options.check(sizes)

@@ -2,16 +2,21 @@
 
 import warnings
 from collections.abc import Mapping
+from operator import attrgetter
 
 from torch import nn
 
+from midus_config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
+
+_SILENT: dict[Role, str] = {"value": "values", "projection": "output projections"}
+"""What a memory adds nothing through where it starts at zero, by role, and what people call it."""
 
 
 def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> bool:
-    """Warn of layers whose memory values are zero and frozen, if anything of the model trains.
+    """Warn of layers whose memory values, or output projections, are zero and frozen, if anything of the model trains.
 
-    Nothing there has a gradient then: keys, queries and the attention in front reach the output through values alone.
+    Such memories have no gradient: whatever else they have reaches the output through these alone.
 
     Args:
         model: What goes into training mode.
@@ -20,29 +25,39 @@ def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> 
     Returns:
         Whether there was something to warn of.
     """
-    dead = [index for index, layer in layers.items() if _is_dead(layer)]
+    dead = {index: word for index, layer in layers.items() if (word := _dead_through(layer)) is not None}
     if not dead or not any(parameter.requires_grad for parameter in model.parameters()):
         return False
     warnings.warn(_message(dead), stacklevel=3)
     return True
 
 
-def _is_dead(layer: nn.Module) -> bool:
-    """Whether every memory in a layer, PEFT's copies of it included, is frozen while its values are zero."""
-    memories = [module for module in layer.modules() if isinstance(module, MemoryModule) and module.names_of("value")]
+def _dead_through(layer: nn.Module) -> str | None:
+    """What every memory in a layer, PEFT's copies of it included, has at zero and frozen; None where one can learn."""
+    memories = {module: _silent_names(module) for module in layer.modules() if isinstance(module, MemoryModule)}
+    memories = {memory: names for memory, names in memories.items() if names}
     adapted = {getattr(module, "parameter_name", None) for module in layer.modules()}  # by LoRA's `target_parameters`
-    return bool(memories) and all(_values_are_frozen_at_zero(memory, adapted) for memory in memories)
+    if not memories or not all(_are_frozen_at_zero(memory, names, adapted) for memory, names in memories.items()):
+        return None
+    memory, names = next(iter(memories.items()))
+    return _SILENT[memory.declared[names[0]].role]
 
 
-def _values_are_frozen_at_zero(memory: MemoryModule, adapted: set[str | None]) -> bool:
+def _silent_names(memory: MemoryModule) -> list[str]:
+    return [name for name in memory.names_of(*_SILENT) if memory.declared[name].initial == ZEROS]
+
+
+def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str | None]) -> bool:
     """False also where that cannot be seen at once: on the meta device, and of parameters that are sharded.
 
-    Values that were seen to be anything but zero are not looked at again, for a Trainer says `train` at every step.
+    What was seen to be anything but zero is not looked at again, for a Trainer says `train` at every step.
     """
-    names = memory.names_of("value")
+    parents = [name.rpartition(".")[0] for name in names]
+    if any(parent and type(attrgetter(parent)(memory)) is not nn.Linear for parent in parents):
+        return False  # an adapter, which may train
     values = [memory.declared_tensor(name) for name in names]
     if any(value.requires_grad for value in values) or not adapted.isdisjoint(
-        name.rpartition(".")[2] for name in names
+        name.rpartition(".")[2] for name in names if "." not in name
     ):
         return False
     if any(type(value) is not nn.Parameter or value.is_meta or value.numel() == 0 for value in values):
@@ -51,10 +66,10 @@ def _values_are_frozen_at_zero(memory: MemoryModule, adapted: set[str | None]) -
     return not memory.values_were_set
 
 
-def _message(layers: list[int]) -> str:
-    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
+def _message(dead: Mapping[int, str]) -> str:
+    which = f"layer {min(dead)}" if len(dead) == 1 else f"layers {', '.join(map(str, dead))}"
     return (
-        f"the memory values of {which} are zero and frozen, so nothing there has an effect or a gradient, adapters "
-        "included. Let them train: with midus_hf.training.set_trainable(model), or, with PEFT, "
+        f"the memory {' and '.join(dict.fromkeys(dead.values()))} of {which} are zero and frozen, so the memories there have no "
+        "effect and no gradient, adapters included. Let them train: with midus_hf.training.set_trainable(model), or, with PEFT, "
         "get_peft_model(model, midus_hf.training.lora_config(model))."
     )

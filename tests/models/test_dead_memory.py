@@ -4,6 +4,8 @@ import warnings
 
 import pytest
 import torch
+from models.chapter_models import LAYERS as CHAPTER_LAYERS
+from models.chapter_models import chapter_model
 from models.upscaled import SIZES, upscaled_model
 
 from midus_hf.memory import MemoryModule
@@ -35,7 +37,7 @@ def test_frozen_values_of_zero_are_named_with_the_remedy(family):
     freeze_values(model)
     (message,) = warnings_of(model)
     assert message == (
-        "the memory values of layers 1, 4 are zero and frozen, so nothing there has an effect or a gradient, adapters "
+        "the memory values of layers 1, 4 are zero and frozen, so the memories there have no effect and no gradient, adapters "
         "included. Let them train: with midus_hf.training.set_trainable(model), or, with PEFT, "
         "get_peft_model(model, midus_hf.training.lora_config(model))."
     )
@@ -117,3 +119,18 @@ def test_values_that_hold_something_are_looked_at_once(monkeypatch):
     warnings_of(model)
     monkeypatch.setattr(torch.Tensor, "any", lambda *_: pytest.fail("looked at again"))
     warnings_of(model)
+
+
+def test_chapters_whose_output_projection_is_zero_and_frozen_are_named():
+    model = chapter_model(acting=False)
+    for layer in CHAPTER_LAYERS:
+        model.model.layers[layer].memories["chapters"].output_projection.requires_grad_(False)
+    (message,) = warnings_of(model)
+    assert message.startswith(
+        f"the memory output projections of layers {', '.join(map(str, CHAPTER_LAYERS))} are zero and frozen, so the memories"
+    )
+    with torch.no_grad():
+        model.model.layers[CHAPTER_LAYERS[0]].memories["chapters"].output_projection.weight[0, 0] = 1.0
+    model.model.warned_of_dead_memories = False
+    (message,) = warnings_of(model)
+    assert f"of layer {CHAPTER_LAYERS[1]} are zero" in message

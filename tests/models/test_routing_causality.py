@@ -4,6 +4,8 @@ Models are float64: a change elsewhere may make sums run in another order, which
 chapter moves it by 0.1. Gemma 2 takes its softmax in float32, hence the tolerance.
 """
 
+import warnings
+
 import pytest
 import torch
 from models.chapter_models import chapter_model, chapter_pair
@@ -162,3 +164,15 @@ def test_a_padded_row_is_as_if_alone(native_family, routing, side):
     for number, row in enumerate(rows):
         alone = logits(model, row, **({"prompt_mask": torch.ones_like(row)} if routing == "prompt" else {}))
         torch.testing.assert_close(together[number][mask[number] == 1], alone[0], **CLOSE)
+
+
+def test_a_pass_that_is_not_told_what_its_prompt_is_says_what_it_takes_for_it():
+    model, tokens = chapter_model(routing="prompt"), prompt(TOKENS)
+    with pytest.warns(
+        UserWarning, match="nothing says which tokens are the prompt: all of this pass are taken for it"
+    ):
+        model(tokens, use_cache=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens, use_cache=False, prompt_mask=prompt_mask())
+        model.generate(tokens, max_new_tokens=2, do_sample=False)

@@ -92,7 +92,7 @@ ROUTER = {"router_weight", "router_bias"}
 @pytest.mark.parametrize(
     ("trainable", "names"),
     [(["router"], ROUTER), (["projection", "norm", "router"], PROJECTIONS | ROUTER)],
-    ids=str,
+    ids=["the router alone", "all but the bank"],
 )
 def test_a_frozen_bank_stays_as_it_is(trainable, names, made, corpus, tmp_path):
     before, after = run(made(), corpus, tmp_path / "out", trainable=trainable)
