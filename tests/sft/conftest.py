@@ -9,12 +9,13 @@ from sft.tiny_chats import chat, save_base, write_rows
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """Gives the checkpoint of a family, with a memory or without, made once."""
-    made: dict[tuple[str, bool], Path] = {}
+    made: dict[tuple[str, str | None], Path] = {}
 
-    def checkpoint(family: str = "llama", memory: bool = False) -> Path:
-        key = (family, memory)
+    def checkpoint(family: str = "llama", memory: bool | str = False) -> Path:
+        method = memory if isinstance(memory, str) else "midus-hml" if memory else None
+        key = (family, method)
         if key not in made:
-            made[key] = save_base(family, tmp_path_factory.mktemp("sft"), memory)
+            made[key] = save_base(family, tmp_path_factory.mktemp("sft"), method)
         return made[key]
 
     return checkpoint

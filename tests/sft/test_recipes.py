@@ -23,7 +23,7 @@ def recipe(name: str) -> SftConfig:
 
 def test_there_is_a_recipe_of_each_run():
     midus = {f"midus-hml-{base}-{data}" for base in RATES for data in ("alpaca-gpt4", "dolly-15k")}
-    assert set(NAMES) == midus | {f"chapters-ultrachat-{bank}" for bank in ("frozen", "tenth", "equal")} | {"demo"}
+    assert set(NAMES) == midus | {f"moc-371m-ultrachat-{bank}" for bank in ("frozen", "tenth", "equal")} | {"demo"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("midus")])
@@ -42,7 +42,7 @@ def test_recipes_of_midus_have_its_hyperparameters_and_start_from_what_its_pretr
     [("frozen", 1.5e-5, None, ["value"]), ("tenth", 1.5e-5, 5e-6, []), ("equal", None, None, [])],
 )
 def test_recipes_of_mixture_of_chapters_differ_in_how_the_bank_trains(bank, memory, values, frozen):
-    config = recipe(f"chapters-ultrachat-{bank}")
+    config = recipe(f"moc-371m-ultrachat-{bank}")
     assert (config.learning_rate, config.memory_learning_rate, config.value_learning_rate) == (3e-5, memory, values)
     assert config.frozen == frozen and config.trainable == "all"
     assert config.value_schedule == ("constant" if frozen else "fixed")

@@ -148,6 +148,24 @@ def test_a_resumed_run_has_the_losses_and_the_weights_of_one_that_was_never_inte
     assert moved(weights(tmp_path / "parts"), weights(tmp_path / "whole")) == set()
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_chapters_train_with_the_losses_of_their_routers_and_their_bank_can_be_kept(packing, base, chats, tmp_path):
+    options = {"packing": packing, "sequence_length": 126, "max_steps": 4, "frozen": ["value"]}
+    run = prepare(sft_config(base("llama", "moc"), chats, tmp_path / "out", **options))
+    batch = next(iter(run.trainer.get_train_dataloader()))
+    model = AutoModelForCausalLM.from_pretrained(base("llama", "moc")).train()
+    output = model(**batch, use_cache=False)
+    labels = batch["labels"][:, 1:].flatten()
+    answers = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, ignore_index=NO_LABEL)
+    run.execute()
+    first = [event["loss"] for event in read_log(tmp_path / "out" / "log.jsonl") if "loss" in event][0]
+    assert first == pytest.approx(output.loss.item(), rel=1e-4) and first > answers.item() + 1e-3
+    changed = moved(weights(base("llama", "moc")), weights(tmp_path / "out"))
+    kept = set(weights(tmp_path / "out")) - changed
+    assert any("router_weight" in name for name in changed) and kept
+    assert all(name.endswith("bank") for name in kept)
+
+
 def test_data_without_an_answer_is_refused(base, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat(1)[:1]}])
     message = "which has 1 rows and no answer to learn from within 96 tokens. Add data, or raise sequence_length."

@@ -28,14 +28,21 @@ def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
 
 
-def save_base(family: str, folder: Path, memory: bool) -> Path:
-    """Save a tiny base with the tokenizer, upscaled by `midus-hml` if it is to have a memory."""
+OPTIONS = {
+    "midus-hml": {"n": 8, "k": 2},
+    "moc": {"memory_tokens": 32, "chapters": 8, "k": 2, "chunk_size": 4},
+}
+"""Of the methods that give a tiny base a memory."""
+
+
+def save_base(family: str, folder: Path, method: str | None) -> Path:
+    """Save a tiny base with the tokenizer, upscaled if it is to have a memory."""
     base = save_tiny_model(family, folder / "base")
     character_tokenizer().save_pretrained(base)
-    if not memory:
+    if method is None:
         return base
-    options = {"n": 8, "k": 2}
-    upscale(base=base, method="midus-hml", output=folder / "model", num_new_layers=2, options=options, verify=False)
+    placed = {"num_new_layers": 2} if method == "midus-hml" else {}
+    upscale(base=base, method=method, output=folder / "model", options=OPTIONS[method], verify=False, **placed)
     return folder / "model"
 
 
