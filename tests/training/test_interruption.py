@@ -179,7 +179,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("midus_hf.training.run_setup.load_model", interrupt)
+    monkeypatch.setattr("midus_hf.training.origin.load_model", interrupt)
     assert main(words) == 130
     assert capsys.readouterr().err == "interrupted\n" and not (tmp_path / "out").exists()
 
