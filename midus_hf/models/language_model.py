@@ -89,13 +89,18 @@ class MemoryForCausalLM(HostsMemory):
         Where a memory looks at the whole sequence, every token takes a pass over all tokens so far, without a cache.
 
         Raises:
-            ValueError: If a cache is given to a model that looks at the whole sequence.
+            ValueError: If a cache, or embeddings, which need one, are given to a model that looks at the whole sequence.
         """
         if self.model.reads_ahead:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(
                     "past_key_values is given, but a memory of this model looks at the whole sequence, which no cache holds; "
                     "expected none. Upscale with routing = 'chunk' for a model that continues from a cache."
+                )
+            if kwargs.get("inputs_embeds") is not None:
+                raise ValueError(
+                    "inputs_embeds is given, but a memory of this model looks at the whole sequence, and what follows embeddings is "
+                    "computed from a cache; expected input_ids. Or upscale with routing = 'chunk'."
                 )
             warnings.warn(
                 "a memory of this model chooses by the whole sequence, later tokens included: generation computes every token anew "
