@@ -28,7 +28,7 @@ def backend(request, monkeypatch) -> str:
 
 def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    weights = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
     return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(wanted, found, strict=True)]
 
@@ -186,6 +186,35 @@ def test_half_precision_routes_in_float32():
         within = memory.float().route(hidden_states.float())
     assert within.logits.dtype == torch.float32
     torch.testing.assert_close(within.logits, memory.route(hidden_states.float()).logits)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("way", ["bfloat16", "autocast"])
+def test_half_precision_is_near_float64(way, routing):
+    """By the root mean square of errors; the router decides clearly, so that rounding changes no choice."""
+    memory = layer(routing=routing)
+    with torch.no_grad():
+        memory.router_bias.copy_(torch.arange(8) * 20)
+    hidden_states = states().detach()
+    expected = memory(hidden_states)
+    wanted = gradients_of(expected, list(memory.parameters()))
+    if way == "bfloat16":
+        output = memory.bfloat16()(hidden_states.bfloat16())
+    else:
+        memory.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = memory(hidden_states.float())
+    assert output.dtype == torch.bfloat16
+
+    def error(found: torch.Tensor, right: torch.Tensor) -> float:
+        return ((found.double() - right).square().mean() / right.square().mean().clamp(min=1e-12)).sqrt().item()
+
+    assert error(output, expected) < 0.03
+    for (name, _), gradient, right in zip(
+        memory.named_parameters(), gradients_of(output, list(memory.parameters())), wanted, strict=True
+    ):
+        if "router" not in name:  # which hardly moves where it decides clearly
+            assert error(gradient, right) < 0.06, name
 
 
 def test_a_state_that_has_seen_a_part_of_the_sequence_is_refused_where_all_of_it_is_looked_at():

@@ -228,6 +228,15 @@ def test_looking_ahead_keeps_no_cache_and_takes_none():
         model.generate(prompt(PROMPT), past_key_values=DynamicCache(config=model.config))
 
 
+def test_looking_ahead_takes_no_embeddings_which_need_a_cache():
+    model = chapter_model(routing="sequence")
+    embedded = model.get_input_embeddings()(prompt(PROMPT))
+    with pytest.raises(
+        ValueError, match="inputs_embeds is given, but a memory of this model looks at the whole sequence"
+    ):
+        model.generate(inputs_embeds=embedded, **GREEDY)
+
+
 def test_looking_ahead_cannot_continue_from_a_cache():
     model = chapter_model(routing="sequence")
     cache = model(prompt(PROMPT), use_cache=True).past_key_values

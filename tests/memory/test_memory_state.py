@@ -1,0 +1,88 @@
+"""What memories keep of sequences follows its rows through a cache, and goes where they go."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from midus_hf.memory.memory_state import MemoryState, states_in
+
+
+@pytest.fixture
+def state() -> MemoryState:
+    made = MemoryState("chapters", 2, can_forget=False)
+    made.keep({"count": torch.tensor([1, 2, 3]), "total": torch.tensor([[1.0], [2.0], [3.0]])})
+    return made
+
+
+def kept(state: MemoryState) -> tuple[list, list]:
+    return state.kept["count"].tolist(), state.kept["total"].flatten().tolist()
+
+
+def test_rows_are_chosen_and_repeated_in_every_tensor(state):
+    state.reorder_cache(torch.tensor([2, 0, 0]))
+    assert kept(state) == ([3, 1, 1], [3.0, 1.0, 1.0])
+    state.batch_select_indices(torch.tensor([0, 1]))
+    assert kept(state) == ([3, 1], [3.0, 1.0])
+    state.batch_repeat_interleave(2)
+    assert kept(state) == ([3, 3, 1, 1], [3.0, 3.0, 1.0, 1.0])
+
+
+def test_a_cache_does_to_it_what_it_does_to_its_layers(state):
+    cache = DynamicCache()
+    cache.update(torch.arange(3.0)[:, None, None, None], torch.zeros(3, 1, 1, 1), 0)
+    cache.layers.append(state)
+    cache.batch_repeat_interleave(2)
+    assert kept(state)[0] == [1, 1, 2, 2, 3, 3] and cache.layers[0].keys.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
+    assert kept(state)[0] == [3, 3, 2, 2, 1, 1]
+    cache.reset()
+    assert not state.kept
+
+
+def test_it_holds_no_tokens_that_the_cache_would_count(state):
+    assert state.get_seq_length() == 0 and state.get_max_length() == -1
+    assert state.get_mask_sizes(7) == (7, 0)
+    state.offload()
+    state.prefetch()
+    assert kept(state)[0] == [1, 2, 3]
+
+
+def test_tensors_of_the_same_shape_are_written_over_and_others_replaced(state):
+    before = state.kept["count"]
+    state.keep({"count": torch.tensor([4, 5, 6])})
+    assert state.kept["count"] is before and kept(state) == ([4, 5, 6], [1.0, 2.0, 3.0])
+    state.keep({"count": torch.tensor([7])})
+    assert before.tolist() == [4, 5, 6] and state.kept["count"].tolist() == [7]
+
+
+def test_what_is_kept_is_a_copy_without_gradient():
+    state, given = MemoryState("chapters", 0, can_forget=True), torch.ones(2, requires_grad=True)
+    state.keep({"total": given})
+    with torch.no_grad():
+        given.zero_()
+    assert state.kept["total"].tolist() == [1, 1] and not state.kept["total"].requires_grad
+
+
+def test_nothing_kept_is_nothing():
+    state = MemoryState("chapters", 0, can_forget=True)
+    assert not state.kept
+    state.keep({})
+    assert not state.kept
+
+
+def test_tokens_are_taken_back_where_that_leaves_it_right(state):
+    with pytest.raises(
+        ValueError,
+        match="the memory 'chapters' routes by all tokens before, and cannot take tokens back; expected decoding without "
+        "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'.",
+    ):
+        state.crop(-1)
+    MemoryState("chapters", 0, can_forget=True).crop(-1)
+
+
+def test_states_are_made_once_behind_the_layers_of_a_cache():
+    cache, wanted = DynamicCache(), {("a", 0): True, ("b", 1): False}
+    states = states_in(cache, wanted, 3)
+    assert len(cache.layers) == 5 and cache.layers[3:] == [states["a", 0], states["b", 1]]
+    assert (states["a", 0].is_croppable, states["b", 1].is_croppable) == (True, False)
+    assert states_in(cache, wanted, 3) == states and len(cache.layers) == 5
