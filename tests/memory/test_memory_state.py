@@ -73,8 +73,8 @@ def test_nothing_kept_is_nothing():
 def test_tokens_are_taken_back_where_that_leaves_it_right(state):
     with pytest.raises(
         ValueError,
-        match="the memory 'chapters' routes by all tokens before, and cannot take tokens back; expected decoding without "
-        "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'.",
+        match=r"the memory 'chapters' routes by all tokens before, and cannot take tokens back; expected decoding without "
+        r"an assistant or prompt lookup\. Or upscale with routing = 'token' or 'prompt'\.",
     ):
         state.crop(-1)
     MemoryState("chapters", 0, can_forget=True).crop(-1)

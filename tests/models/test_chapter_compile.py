@@ -16,9 +16,8 @@ def no_graphs_of_other_tests():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("routing", ["chunk", "token"])
-def test_a_padded_pass_that_trains_is_one_graph(routing):
-    model, mask = chapter_model(routing=routing, **SMALL).train(), torch.ones(2, 9, dtype=torch.long)
+def test_a_padded_pass_that_trains_is_one_graph():
+    model, mask = chapter_model(routing="chunk", **SMALL).train(), torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
     labels = prompt(9).masked_fill(torch.arange(9) < 5, -100)
     losses, gradients = [], []

@@ -224,6 +224,7 @@ def test_gradients_pass_a_numerical_check(stretches, body):
     assert torch.autograd.gradcheck(run, [arguments[name] for name in names], fast_mode=True)
 
 
+@pytest.mark.parametrize("body", ["gathered", "segments"], indirect=True)
 def test_it_compiles_to_one_graph(body):
     torch._dynamo.reset()
     arguments = made()

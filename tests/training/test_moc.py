@@ -43,8 +43,9 @@ def moved(before: dict, after: dict) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_every_tensor_of_the_memory_moves_and_the_base_does_not(native_family, made, corpus, tmp_path):
-    before, after = run(made(native_family), corpus, tmp_path / "out")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_tensor_of_the_memory_moves_and_the_base_does_not(family, made, corpus, tmp_path):
+    before, after = run(made(family), corpus, tmp_path / "out")
     assert moved(before, after) == {name for name in before if ".memor" in name}
 
 
