@@ -235,8 +235,8 @@ def _memory_rows(
     else:
         rows = dequantise_rows(chosen(bank["bank_integers"]), chosen(bank["bank_scales"]), options.bank_bits, dtype)
     if options.bank_rank is not None:
-        rows = nn.functional.linear(rows, bank["bank_transform"])
-    return _rms_normalised(rows) if options.normalise else rows
+        rows = nn.functional.linear(rows, bank["bank_transform"].to(rows.dtype))
+    return (_rms_normalised(rows) if options.normalise else rows).to(dtype)
 
 
 def _derive_all(options: ChaptersOptions, bank_names: Sequence[str], *sources: torch.Tensor) -> torch.Tensor:

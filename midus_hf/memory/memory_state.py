@@ -1,6 +1,6 @@
 """What a memory keeps of a sequence between forward passes, in the cache of the model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +15,31 @@ class MemoryState:
         name: Of the memory.
         layer: That the memory is in.
         can_forget: Whether the tensors stay right when the last tokens of a sequence are taken back.
+        layers: The layers of the cache that hold tokens. Default: none.
     """
 
-    is_sliding = True  # so that no mask is made for it: those are made for the first layer of a kind
     is_compileable = True
     is_initialized = True
     supports_early_init = False
     keys = values = None
 
-    def __init__(self, name: str, layer: int, can_forget: bool):
+    def __init__(self, name: str, layer: int, can_forget: bool, layers: Sequence[Any] = ()):
         self.name, self.layer, self.is_croppable = name, layer, can_forget
+        # Masks are made for the first layer of a kind: this is none of a kind that there is not.
+        self.is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
+        self._first_layer = layers[0] if layers else None
         self._tensors: dict[str, torch.Tensor] = {}
-        self._is_empty = True
+        self._is_empty, self._is_cropped = True, False
 
     @property
     def kept(self) -> Mapping[str, torch.Tensor]:
-        """What was kept, each with the batch first; empty before the first pass."""
+        """What was kept, each with the batch first; empty before the first pass.
+
+        Raises:
+            ValueError: If tokens were taken back that it cannot forget.
+        """
+        if self._is_cropped:
+            raise ValueError(self._refusal())
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -63,7 +72,7 @@ class MemoryState:
 
     def reset(self) -> None:
         """Forget everything; another sequence begins."""
-        self._is_empty = True
+        self._is_empty, self._is_cropped = True, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Continue the sequences of these rows."""
@@ -71,11 +80,15 @@ class MemoryState:
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows."""
+        if self._is_empty:
+            return
         for name, tensor in self._tensors.items():
             self._tensors[name] = tensor.index_select(0, indices.to(tensor.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
+        if self._is_empty:
+            return
         for name, tensor in self._tensors.items():
             self._tensors[name] = tensor.repeat_interleave(repeats, dim=0)
 
@@ -85,17 +98,23 @@ class MemoryState:
         Raises:
             ValueError: If what they left cannot be taken back.
         """
-        if not self.is_croppable:
-            raise ValueError(
-                f"the memory {self.name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
-                "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'."
-            )
+        if tokens != 0 and not self.is_croppable:
+            self._is_cropped = True
+            raise ValueError(self._refusal())
+
+    def _refusal(self) -> str:
+        return (
+            f"the memory {self.name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
+            "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'."
+        )
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
         """Stay: it is small."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> None:
-        """Stay: it is small."""
+        """Fetch the first layer: a cache that offloads asks what follows the last one, which is this."""
+        if self._first_layer is not None:
+            self._first_layer.prefetch(*args, **kwargs)
 
 
 def states_in(
@@ -127,7 +146,8 @@ def states_in(
         )
     while len(layers) < num_layers:  # a cache that adds its layers as they come
         layers.append(cache.layer_class_to_replicate())
+    holding = layers[:num_layers]
     for (name, layer), can_forget in wanted.items():
-        states[name, layer] = MemoryState(name, layer, can_forget)
+        states[name, layer] = MemoryState(name, layer, can_forget, holding)
         layers.append(states[name, layer])
     return states

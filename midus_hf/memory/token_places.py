@@ -29,7 +29,7 @@ class TokenPlaces:
 
 
 def token_places(
-    token_mask: torch.Tensor | None,
+    token_mask: torch.Tensor | dict[str, torch.Tensor] | None,
     position_ids: torch.Tensor | None,
     num_tokens: int,
     *,
@@ -38,29 +38,36 @@ def token_places(
     """Find the places of the tokens of a pass.
 
     Args:
-        token_mask: `[B, S]`, S >= T, zero for padding, of which the last T columns are this pass's. Default: no padding. A mask of
-            another form says of pairs of tokens what they see, and nothing of padding.
+        token_mask: `[B, S]`, S >= T, zero for padding, of which the last T columns are this pass's. Default: no padding. Of a mask
+            `[B, 1, T, T]` that says of pairs of tokens what they see, or several of them by name, a token is padding that does not
+            see itself.
         position_ids: `[B, T]`, as the model was given them.
         num_tokens: T.
         may_hold_documents: Whether positions that begin again at zero begin a document, as they do without a mask and a cache.
     """
     real = starts = None
-    if isinstance(token_mask, torch.Tensor) and token_mask.dim() == 2:
-        real = token_mask[:, token_mask.shape[1] - num_tokens :] != 0
-    if may_hold_documents and real is None and position_ids is not None and position_ids.dim() == 2:
+    mask = next(iter(token_mask.values())) if isinstance(token_mask, dict) else token_mask
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        may_hold_documents = False
+        real = mask[:, mask.shape[1] - num_tokens :] != 0
+    elif isinstance(mask, torch.Tensor) and mask.shape[-2:] == (num_tokens, num_tokens):
+        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # [B, T]
+        real = seen > torch.finfo(seen.dtype).min / 2 if seen.is_floating_point() else seen != 0
+    if may_hold_documents and num_tokens > 1 and position_ids is not None and position_ids.dim() == 2:
         starts = position_ids == 0
         starts = torch.cat(
             [torch.zeros_like(starts[:, :1]), starts[:, 1:]], dim=1
         )  # the first token begins the row anyway
     if real is None and starts is None:
         return TokenPlaces()
+    if real is not None and starts is not None:
+        starts = starts & real & real.roll(1, dims=1)  # behind padding a row begins
     if (
         torch.compiler.is_compiling() or num_tokens == 1
     ):  # a graph cannot branch on what tensors hold; a decoding step need not wait
         return TokenPlaces(real, starts, is_plain=False)
-    if starts is not None:
-        return TokenPlaces() if not starts.any() else TokenPlaces(None, starts, is_plain=False)
-    assert real is not None
-    if real.all():
+    if starts is not None and starts.any():
+        return TokenPlaces(real, starts, is_plain=False)
+    if real is None or real.all():
         return TokenPlaces()
     return TokenPlaces(real, None, is_plain=not bool((real[:, 1:] & ~real[:, :-1]).any() | ~real[:, 0].all()))

@@ -191,9 +191,19 @@ class MemoryModel(HostsMemory):
     def _memory_states(self, given: dict[str, Any]) -> dict[tuple[str, int], MemoryState]:
         """What memories keep of the sequences, in the cache of the pass, which is made here if the pass shall have one.
 
-        A pass that trains makes none: activation checkpointing would repeat it with what it kept.
+        A pass that trains makes none, and under activation checkpointing uses none: it would be repeated with what it kept.
+
+        Raises:
+            ValueError: If the sequences of several requests are packed into one row, as continuous batching does.
         """
         if not self._stateful:
+            return {}
+        if str(self.config._attn_implementation).startswith("paged"):
+            raise ValueError(
+                "a memory of this model chooses by the tokens of a sequence, and continuous batching packs several into one row; "
+                "expected generate. Or upscale with routing = 'token'."
+            )
+        if self.training and getattr(self, "gradient_checkpointing", False):
             return {}
         cache: Cache | None = given.get("past_key_values")
         if cache is None:
@@ -213,7 +223,7 @@ class MemoryModel(HostsMemory):
             mask if token_mask is None else token_mask,
             given.get("position_ids"),
             tokens.shape[1],
-            may_hold_documents=mask is None and given.get("past_key_values") is None,
+            may_hold_documents=not _tells_padding(mask) and given.get("past_key_values") is None,
         )
 
     def _shared_tables(self) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
@@ -230,3 +240,8 @@ class MemoryModel(HostsMemory):
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
         return self
+
+
+def _tells_padding(attention_mask: Any) -> bool:
+    """Whether a mask has a value per token, rather than one per pair of tokens."""
+    return isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -70,9 +70,12 @@ class MemoryForCausalLM(HostsMemory):
         )
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         padding = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 else None
+        cache = inputs.get("past_key_values")
+        if inputs.get(_PROMPT_MASK) is not None and cache is not None and cache.get_seq_length() > 0:
+            del inputs[_PROMPT_MASK]  # the cache keeps what follows from it
         if inputs.get(_PROMPT_MASK) is not None:
             seen = max(input_ids.shape[1], tokens.shape[1]) if padding is None else padding.shape[1]
-            inputs[_PROMPT_MASK] = _prompt_mask_of_pass(inputs[_PROMPT_MASK], seen, inputs.get("past_key_values"))
+            inputs[_PROMPT_MASK] = _prompt_mask_of_pass(inputs[_PROMPT_MASK], seen, cache)
         if self.model.reads_places and padding is not None:
             inputs["token_mask"] = padding[:, -tokens.shape[1] :].clone()
         return inputs
@@ -138,7 +141,10 @@ def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., A
             if output_router_logits is None
             else output_router_logits
         )
-        trains = self.training and labels is not None and torch.is_grad_enabled()
+        learns = self.training and torch.is_grad_enabled()
+        if learns and labels is None:
+            _check_pass_without_labels(self.model, kwargs, wanted)
+        trains = learns and labels is not None
         if wanted is False or not (wanted or trains):
             return family_forward(self, **kwargs)
         return_dict = kwargs.pop("return_dict", None)
@@ -146,7 +152,8 @@ def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., A
         given = family_forward(self, **kwargs, memory_reports=reports, return_dict=True)
         added, loss = reports.loss(), given.loss
         if loss is not None and added is not None:
-            loss = loss + _share_of_step(labels, kwargs.get("num_items_in_batch")) * added.to(loss.device)
+            share = _share_of_step(labels, kwargs.get("num_items_in_batch"))
+            loss = loss + (share.to(loss.device) if isinstance(share, torch.Tensor) else share) * added.to(loss.device)
         output = MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=added,
@@ -159,12 +166,39 @@ def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., A
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
 
-    option = inspect.Parameter(
-        "output_router_logits", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=bool | None
-    )
+    added_parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in (
+            ("output_router_logits", bool | None),
+            (
+                _PROMPT_MASK,
+                torch.Tensor | None,
+            ),  # a Trainer drops the columns of a dataset that the signature does not name
+            ("token_mask", torch.Tensor | None),
+        )
+    ]
     *parameters, last = signature.parameters.values()
-    forward.__signature__ = signature.replace(parameters=[*parameters, option, last])  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=[*parameters, *added_parameters, last])  # type: ignore[attr-defined]
     return forward
+
+
+def _check_pass_without_labels(model: Any, given: Mapping[str, Any], wanted: bool | None) -> None:
+    """Say what a pass that trains lacks where its loss is computed outside the model.
+
+    Raises:
+        ValueError: If a memory chooses by the prompt, and nothing says what that is: answers would be pooled with it.
+    """
+    if _PROMPT_MASK in model.memory_input_names and _PROMPT_MASK not in given:
+        raise ValueError(
+            "routing is 'prompt', and a pass that trains has neither prompt_mask nor labels; expected one of them. Label smoothing "
+            "and a loss of your own take the labels away: give prompt_mask with them."
+        )
+    if wanted is None:
+        warnings.warn(
+            "a pass that trains has no labels, so the losses of its routers are not added; where the loss is computed outside the "
+            "model, call it with output_router_logits=True and add aux_loss.",
+            stacklevel=4,
+        )
 
 
 def _prompt_mask_of_pass(prompt_mask: torch.Tensor, num_seen: int, cache: Any) -> torch.Tensor:
@@ -196,4 +230,5 @@ def _share_of_step(labels: torch.Tensor | None, num_items: torch.Tensor | int | 
     """How much of a step this pass is: a loss that is divided by the tokens of all passes of a step has to be weighted so."""
     if num_items is None or labels is None:
         return 1.0
+    num_items = num_items.to(labels.device) if isinstance(num_items, torch.Tensor) else num_items
     return (labels[..., 1:] != _IGNORED_LABEL).sum() / num_items

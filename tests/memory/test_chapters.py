@@ -269,3 +269,13 @@ def test_every_tensor_acts():
         assert not torch.allclose(memory(states()), before), name
         with torch.no_grad():
             parameter.copy_(kept)
+
+
+@pytest.mark.parametrize("options", [{}, {"bank_rank": 3}, {"normalise": False}], ids=str)
+def test_a_bank_may_be_kept_wider_than_what_reads_it(options):
+    memory, hidden_states = layer(share="none", **options).bfloat16(), states().bfloat16()
+    narrow = memory(hidden_states)
+    for name in memory.bank_names:
+        memory.get_parameter(name).data = memory.get_parameter(name).data.float()
+    assert torch.equal(memory(hidden_states), narrow) or options
+    assert memory(hidden_states).dtype == torch.bfloat16

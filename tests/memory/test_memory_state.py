@@ -3,13 +3,14 @@
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from midus_hf.memory.memory_state import MemoryState, states_in
 
 
 @pytest.fixture
 def state() -> MemoryState:
-    made = MemoryState("chapters", 2, can_forget=False)
+    made = MemoryState("chapters", 2, can_forget=False, layers=[DynamicLayer()])
     made.keep({"count": torch.tensor([1, 2, 3]), "total": torch.tensor([[1.0], [2.0], [3.0]])})
     return made
 
@@ -43,7 +44,6 @@ def test_it_holds_no_tokens_that_the_cache_would_count(state):
     assert state.get_seq_length() == 0 and state.get_max_length() == -1
     assert state.get_mask_sizes(7) == (7, 0)
     state.offload()
-    state.prefetch()
     assert kept(state)[0] == [1, 2, 3]
 
 
@@ -56,7 +56,10 @@ def test_tensors_of_the_same_shape_are_written_over_and_others_replaced(state):
 
 
 def test_what_is_kept_is_a_copy_without_gradient():
-    state, given = MemoryState("chapters", 0, can_forget=True), torch.ones(2, requires_grad=True)
+    state, given = (
+        MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]),
+        torch.ones(2, requires_grad=True),
+    )
     state.keep({"total": given})
     with torch.no_grad():
         given.zero_()
@@ -64,7 +67,7 @@ def test_what_is_kept_is_a_copy_without_gradient():
 
 
 def test_nothing_kept_is_nothing():
-    state = MemoryState("chapters", 0, can_forget=True)
+    state = MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()])
     assert not state.kept
     state.keep({})
     assert not state.kept
@@ -77,7 +80,7 @@ def test_tokens_are_taken_back_where_that_leaves_it_right(state):
         r"an assistant or prompt lookup\. Or upscale with routing = 'token' or 'prompt'\.",
     ):
         state.crop(-1)
-    MemoryState("chapters", 0, can_forget=True).crop(-1)
+    MemoryState("chapters", 0, can_forget=True, layers=[DynamicLayer()]).crop(-1)
 
 
 def test_states_are_made_once_behind_the_layers_of_a_cache():
@@ -86,3 +89,32 @@ def test_states_are_made_once_behind_the_layers_of_a_cache():
     assert len(cache.layers) == 5 and cache.layers[3:] == [states["a", 0], states["b", 1]]
     assert (states["a", 0].is_croppable, states["b", 1].is_croppable) == (True, False)
     assert states_in(cache, wanted, 3) == states and len(cache.layers) == 5
+
+
+def test_a_cropped_sequence_is_not_gone_on_with_unless_nothing_was_taken_back(state):
+    state.crop(0)
+    assert kept(state)[0] == [1, 2, 3]
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        state.crop(-1)
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        _ = state.kept
+    state.reset()
+    assert not state.kept
+    state.batch_select_indices(torch.tensor([7]))
+    state.batch_repeat_interleave(2)
+    assert not state.kept
+
+
+def test_masks_take_it_for_a_layer_of_a_kind_that_there_is():
+    full, sliding = DynamicLayer(), DynamicSlidingWindowLayer(4)
+    for layers, is_sliding in (([full], False), ([sliding], True), ([sliding, full], True)):
+        assert MemoryState("chapters", 0, can_forget=True, layers=layers).is_sliding is is_sliding
+
+
+def test_a_cache_that_offloads_fetches_its_first_layer_behind_the_last(monkeypatch):
+    fetched = []
+    cache, wanted = DynamicCache(), {("a", 0): True}
+    state = states_in(cache, wanted, 2)["a", 0]
+    monkeypatch.setattr(cache.layers[0], "prefetch", lambda: fetched.append(0))
+    state.prefetch()
+    assert fetched == [0]

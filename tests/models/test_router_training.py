@@ -1,5 +1,6 @@
 """Losses of routers in the loss of a model: when they are added, of what tokens, and the same however a step is cut."""
 
+import inspect
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from models.chapter_models import chapter_model, entry, memories_of
 from models.test_activation_checkpointing import enable_checkpointing
 from models.upscaled import upscaled_model
 from tiny import prompt
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import DynamicCache, PreTrainedModel, Trainer, TrainingArguments
 
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 COEFFICIENTS = {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.01}
@@ -251,3 +252,32 @@ def test_a_model_without_routers_takes_no_such_option_further():
     output = model(prompt(TOKENS), labels=prompt(TOKENS), output_router_logits=True)
     assert output.loss.item() == pytest.approx(cross_entropy(output.logits, prompt(TOKENS)), rel=1e-5)
     assert "router_logits" not in output
+
+
+def test_a_trainer_keeps_the_columns_that_say_what_the_prompt_is():
+    names = set(inspect.signature(model_with("prompt").forward).parameters)
+    assert {"input_ids", "labels", "prompt_mask", "token_mask", "output_router_logits"} <= names
+
+
+def test_a_pass_that_trains_without_labels_says_what_is_missing():
+    tokens = prompt(TOKENS)
+    with pytest.raises(
+        ValueError, match="a pass that trains has neither prompt_mask nor labels; expected one of them"
+    ):
+        model_with("prompt").train()(tokens)
+    with pytest.warns(UserWarning, match="has no labels, so the losses of its routers are not added"):
+        model_with("chunk").train()(tokens)
+    given = model_with("chunk").train()(tokens, output_router_logits=True)
+    assert given.loss is None and given.aux_loss.requires_grad
+
+
+def test_a_cache_in_training_is_left_alone_under_activation_checkpointing():
+    """Which would repeat a layer with what it kept of the pass itself."""
+    tokens, gradients = prompt(TOKENS), []
+    for checkpointed in (False, True):
+        model = model_with("chunk").train()
+        if checkpointed:
+            enable_checkpointing(model, use_reentrant=False)
+        model(tokens, labels=tokens, past_key_values=DynamicCache() if checkpointed else None).loss.backward()
+        gradients.append(memories_of(model)[0].router_weight.grad)
+    torch.testing.assert_close(*gradients)

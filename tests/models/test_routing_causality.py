@@ -176,3 +176,22 @@ def test_a_pass_that_is_not_told_what_its_prompt_is_says_what_it_takes_for_it():
         warnings.simplefilter("error")
         model(tokens, use_cache=False, prompt_mask=prompt_mask())
         model.generate(tokens, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
+def test_masks_of_pairs_of_tokens_tell_padding_and_documents(routing):
+    """As a collator makes them that packs documents, and as transformers makes them for a padded batch."""
+    model, tokens = chapter_model(routing=routing), prompt(8)[:1]
+    apart = torch.cat([logits(model, tokens[:, :3]), logits(model, tokens[:, 3:])], dim=1)
+    blocks = torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).tril().bool()[None, None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    together = logits(model, tokens, attention_mask=blocks, position_ids=positions)
+    torch.testing.assert_close(together, apart)
+
+    padded = torch.cat([torch.zeros_like(tokens[:, :2]), tokens], dim=1)
+    seen = torch.ones(10, 10).tril().bool()
+    seen[:, :2] = False
+    of_padding = torch.zeros(1, 1, 10, 10, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    positions = torch.arange(10)[None] - 2
+    shifted = logits(model, padded, attention_mask=of_padding, position_ids=positions.clamp(min=0))
+    torch.testing.assert_close(shifted[:, 2:], logits(model, tokens))

@@ -275,3 +275,28 @@ def test_a_static_cache_is_one_for_every_length():
     assert not state.kept
     model(prompt(5), past_key_values=cache)
     assert {name: tensor.data_ptr() for name, tensor in state.kept.items()} == pointers
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt"])
+def test_an_empty_cache_without_a_config_will_do(native_family, routing):
+    model = chapter_model(native_family, routing=routing)
+    given = model.generate(prompt(PROMPT), past_key_values=DynamicCache(), **GREEDY)
+    assert torch.equal(given, model.generate(prompt(PROMPT), **GREEDY))
+
+
+@pytest.mark.parametrize("routing", ["chunk", "prompt", "sequence"])
+def test_rows_of_several_requests_are_refused(routing):
+    model = chapter_model(routing=routing)
+    model.config._attn_implementation = "paged|eager"
+    with pytest.raises(
+        ValueError, match=r"continuous batching packs several into one row; expected generate\. Or upscale"
+    ):
+        model.model(prompt(PROMPT), use_cache=False)
+
+
+def test_a_prompt_of_one_token_is_one_prompt():
+    model = chapter_model(routing="prompt")
+    tokens = model.generate(prompt(1), use_cache=False, **GREEDY)
+    assert torch.equal(tokens, model.generate(prompt(1), **GREEDY))
+    positions = torch.zeros(len(prompt(1)), 1, dtype=torch.long)
+    model(prompt(1), position_ids=positions, prompt_mask=torch.ones_like(prompt(1)), use_cache=False)
