@@ -168,7 +168,7 @@ def prepare_text(
     _check_options(sequence_length, stride, max_tokens, limit)
 
     text = _tokenize(tokenizer, documents)
-    bos = _automatic_bos(tokenizer)
+    bos = automatic_bos(tokenizer)
     if bos is None:
         targets = text.ids[1:]
         lead = text.ids  # the token before target i is token i
@@ -255,7 +255,7 @@ def _check_options(sequence_length: int, stride: int, max_tokens: int | None, li
         raise ValueError(f"max_tokens is {max_tokens}; expected at least one window of {stride} tokens.")
 
 
-def _automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id that the tokenizer puts before a text by itself, if it is the BOS token."""
     first = tokenizer("a").input_ids[0]
     return first if first == tokenizer.bos_token_id else None

@@ -1,4 +1,4 @@
-"""What is pooled of a sequence to choose chapters by, for each scope of routing."""
+"""What is pooled of a sequence to choose chapters by, for each scope of routing, and what is chosen."""
 
 import warnings
 from collections.abc import Mapping
@@ -28,6 +28,22 @@ class Pooled(NamedTuple):
     length: int
     counts: torch.Tensor
     kept: dict[str, torch.Tensor]
+
+
+class Routing(NamedTuple):
+    """Which chapters the stretches of tokens read.
+
+    Args:
+        logits: `[B, U, C]`, float32 at least.
+        chosen: `[B, U, k]`, int64, the routed chapters, the best first.
+        log_weights: `[B, U, k]`, logarithms of their weights, which add up to 1.
+        pooled: What they were chosen by.
+    """
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    log_weights: torch.Tensor
+    pooled: Pooled
 
 
 def pool_tokens(hidden_states: torch.Tensor, places: TokenPlaces) -> Pooled:

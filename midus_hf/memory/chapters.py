@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory.chapter_pooling import Pooled, pool_chunks, pool_prompt, pool_sequence, pool_tokens
+from midus_hf.memory.chapter_pooling import Pooled, Routing, pool_chunks, pool_prompt, pool_sequence, pool_tokens
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory
@@ -18,28 +17,13 @@ from midus_hf.memory.router_losses import balance_loss, z_loss
 from midus_hf.memory.router_report import RouterReport
 from midus_hf.memory.token_places import TokenPlaces
 from midus_hf.ops.chapter_attention import chapter_attention
+from midus_hf.ops.chapter_mass import chapter_mass
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.row_quantisation import dequantise_rows
 
 _EPS = 1e-6
 _MOST_KEPT = 1 << 26
 """Elements of projected memory tokens that a layer keeps for the length of a generation: 256 MB in float32."""
-
-
-class Routing(NamedTuple):
-    """Which chapters the stretches of tokens read.
-
-    Args:
-        logits: `[B, U, C]`, float32 at least.
-        chosen: `[B, U, k]`, int64, the routed chapters, the best first.
-        log_weights: `[B, U, k]`, logarithms of their weights, which add up to 1.
-        pooled: What they were chosen by.
-    """
-
-    logits: torch.Tensor
-    chosen: torch.Tensor
-    log_weights: torch.Tensor
-    pooled: Pooled
 
 
 @register_memory("chapters")
@@ -69,6 +53,7 @@ class Chapters(MemoryModule):
         self.head_dim = options.width(sizes) // self.num_heads
         if options.routing != "prompt":
             self.inputs = ()
+        self.num_chapters, self.num_shared = options.chapters, options.shared_chapters
         self.keeps_state = options.routing in ("chunk", "prompt", "sequence")
         self.can_forget = options.routing == "prompt"
         self.reads_ahead = options.reads_ahead
@@ -117,11 +102,7 @@ class Chapters(MemoryModule):
         chapters, scales, biases = self._mixture(routing)
         keys, values, chapters = self._memory_tokens(tables or {}, chapters, hidden_states)
 
-        query = self.query_projection(_rms_normalised(hidden_states) * self.norm_weight.to(hidden_states.dtype))
-        query = query.unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, d]
-        missing = routing.pooled.length * chapters.shape[1] - num_tokens
-        if missing:
-            query = nn.functional.pad(query, (0, 0, 0, 0, 0, missing))
+        query = self._queries(hidden_states, routing)
         output = chapter_attention(query, keys, values, chapters, scales, biases, backend=backend)
         return self.output_projection(output[:, :num_tokens].flatten(-2))
 
@@ -142,6 +123,50 @@ class Chapters(MemoryModule):
         shared = self.options.shared_chapters
         best = logits[..., shared:].topk(self.options.k, dim=-1)
         return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
+
+    def attention_mass(
+        self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How much of its attention each token gives to the chapters that it reads; nothing is changed.
+
+        Args:
+            hidden_states: `[B, T, D]`, what is read.
+            routing: Of these, from `route`.
+            tables: As in `forward`.
+
+        Returns:
+            The chapters `[B, U, S + k]` of each stretch, shared ones first, and the share of each, the mean over query heads,
+            `[B, T, S + k]`, float32 at least: those of a token add up to 1.
+        """
+        read, scales, biases = self._mixture(routing)
+        keys, _, places = self._memory_tokens(tables or {}, read, hidden_states)
+        mass = chapter_mass(self._queries(hidden_states, routing), keys, places, scales, biases)
+        return read, mass[:, : hidden_states.shape[1]]
+
+    def token_outputs(
+        self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What would be added to a token that attended to one memory token alone, weights of chapters left out.
+
+        Args:
+            chapters: `[C']`, int64, their numbers.
+            tables: As in `forward`.
+
+        Returns:
+            `[C', M, D]`, for each memory token of these chapters.
+        """
+        bank = self._bank(tables or {})
+        _, values = self._projected(_memory_rows(self.options, bank, chapters, self.norm_weight.dtype))
+        values = values.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        values = values.repeat_interleave(self.num_heads // self.num_kv_heads, dim=-2)  # [C', M, H, d]
+        return self.output_projection(values.flatten(-2))
+
+    def _queries(self, hidden_states: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Queries `[B, T', H, d]`, T' >= T, as many as the stretches have tokens."""
+        query = self.query_projection(_rms_normalised(hidden_states) * self.norm_weight.to(hidden_states.dtype))
+        query = query.unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, d]
+        missing = routing.pooled.length * routing.chosen.shape[1] - query.shape[1]
+        return nn.functional.pad(query, (0, 0, 0, 0, 0, missing)) if missing else query
 
     def _pool(
         self,
@@ -189,7 +214,7 @@ class Chapters(MemoryModule):
 
         The whole bank is projected where as many chapters are read as it has; otherwise those that are read, one after another.
         """
-        bank = {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
+        bank = self._bank(tables)
         kept = None if self.kept is None else self.kept.serve(self, like, tables)
         if kept is not None:
             keys, values = kept.unbind()
@@ -200,6 +225,9 @@ class Chapters(MemoryModule):
             chapters = torch.arange(chapters.numel(), device=chapters.device).view(chapters.shape)
         shape = (self.num_kv_heads, self.head_dim)
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
+
+    def _bank(self, tables: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
 
     def _projected(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[C', M, K * d]` of memory tokens `[C', M, W]`."""

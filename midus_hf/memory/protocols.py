@@ -1,8 +1,13 @@
-"""What tools ask of a memory: whichever module has these methods can be counted and balanced."""
+"""What tools ask of a memory: whichever module has these methods can be counted, balanced and looked into."""
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
+
+from midus_hf.memory.chapter_pooling import Routing
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.token_places import TokenPlaces
 
 
 @runtime_checkable
@@ -35,3 +40,32 @@ class ScoresSubKeys(Protocol):
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
         """Probabilities of scores."""
+
+
+@runtime_checkable
+class ReadsChapters(Protocol):
+    """A memory whose tokens read chapters that a router chose: what it reads can be told, and what chapters hold."""
+
+    num_chapters: int
+    """C, shared ones included."""
+    num_shared: int
+    """S, the first chapters, which every token reads."""
+
+    def route(
+        self,
+        hidden_states: torch.Tensor,
+        tokens: TokenPlaces | None = None,
+        state: MemoryState | None = None,
+        prompt_mask: torch.Tensor | None = None,
+    ) -> Routing:
+        """Choose chapters for what the memory reads, `[B, T, D]`; nothing is changed."""
+
+    def attention_mass(
+        self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chapters `[B, U, S + k]`, and the share `[B, T, S + k]` of each token's attention that each gets."""
+
+    def token_outputs(
+        self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What each memory token of chapters `[C']` adds where it is all that is read, `[C', M, D]`."""
