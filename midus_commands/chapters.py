@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from midus_commands import looking
 from midus_commands.exit_status import run_command
 from upscalers.request.errors import RequestError
 
 app = typer.Typer(
     name="midus-chapters",
-    help="List and edit the chapters of a checkpoint's memory. No model is loaded; the checkpoint that is read stays as it is.",
+    help="List and edit the chapters of a checkpoint's memory, and look at what they do. stats, ablate and nearest run the model, "
+    "the others load none; the checkpoint that is read stays as it is.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -154,6 +156,11 @@ def import_(
     from upscalers.chapters import editing
 
     _show(editing.import_file(_request(model, output, memory, bank, overwrite), file, into, append), json_)
+
+
+app.command()(looking.stats)
+app.command()(looking.ablate)
+app.command()(looking.nearest)
 
 
 def _request(model: str, output: str, memory: str | None, bank: int | None, overwrite: bool) -> Any:

@@ -7,14 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from midus_commands.exit_status import run_command
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from midus_commands.loaded_model import load_on
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -65,7 +63,7 @@ def midus_usage(
     documents = read_documents(text, column, encoding)
     # Libraries that print must not come between the caller and the result.
     with contextlib.redirect_stdout(sys.stderr):
-        loaded, tokenizer = _load(model, dtype, device)
+        loaded, tokenizer = load_on(model, dtype, device)
         with record_usage(loaded) as usage, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
 
             def show_progress(done: int, total: int) -> None:
@@ -113,19 +111,6 @@ def _check_output(path: Path) -> None:
         raise ValueError(f"output is {str(path)!r}; expected a file ending in {', '.join(PICTURE_SUFFIXES)}.")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"output is {str(path)!r}, in a folder that does not exist; create it first.")
-
-
-def _load(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    import torch
-
-    from midus_hf.saved_models import load_model, load_tokenizer, refusing
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with refusing(f"model is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
-        tokenizer = load_tokenizer(name)
-        model, _ = load_model(name, dtype)
-        model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
-    return model.eval(), tokenizer
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "midus-usage") -> int:

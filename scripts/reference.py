@@ -26,6 +26,7 @@ MODULES = {
     "midus_hf.memory": [],
     "midus_hf.analysis.usage": ["record_usage", "summarise", "Usage", "LayerUsage"],
     "midus_hf.analysis.chapter_edits": ["zero_chapters", "swap_chapters"],
+    "midus_hf.analysis.chapter_records": ["record_chapters"],
     "midus_hf.evaluation": [],
 }
 """What is documented: of each module these names, or those of its `__all__`."""

@@ -1,4 +1,4 @@
-"""Numbers of chapters as people write them: `3,7-9`."""
+"""Numbers of chapters or layers as people write them: `3,7-9`."""
 
 import re
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_numbers(text: str, num_chapters: int, option: str = "chapters") -> tuple[int, ...]:
-    """Read numbers and ranges of chapters, in the order that they are named in.
+    """Read numbers and ranges of chapters or layers, in the order that they are named in.
 
     Args:
         text: Such as `"3,7-9"`, which is 3, 7, 8 and 9.
-        num_chapters: C, the chapters there are.
+        num_chapters: C, the chapters there are, or layers.
         option: What messages call it. Default: `"chapters"`.
 
     Raises:
-        RequestError: If it is no such list, names a chapter twice, or one that there is not.
+        RequestError: If it is no such list, names one twice, or one that there is not.
     """
     numbers: list[int] = []
     for part in text.split(","):
@@ -30,7 +30,7 @@ def parse_numbers(text: str, num_chapters: int, option: str = "chapters") -> tup
         numbers += range(first, last + 1)
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise RequestError(f"{option} is {text!r}, which names chapter {twice} twice; expected each once.")
+        raise RequestError(f"{option} is {text!r}, which names {twice} twice; expected each once.")
     return tuple(numbers)
 
 

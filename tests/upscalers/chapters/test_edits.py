@@ -202,7 +202,7 @@ def test_an_output_of_ours_is_replaced_when_asked(tmp_path, chapters, checkpoint
 
 REFUSED = {
     "unknown chapter": (["zero", "--chapters", "6"], "chapters is '6'; expected numbers from 0 to 5"),
-    "chapter twice": (["zero", "--chapters", "2,1-3"], "chapters is '2,1-3', which names chapter 2 twice"),
+    "chapter twice": (["zero", "--chapters", "2,1-3"], "chapters is '2,1-3', which names 2 twice"),
     "no numbers": (["prune", "--chapters", "three"], "chapters is 'three'; expected numbers and ranges such as 3,7-9"),
     "range from behind": (["prune", "--chapters", "4-2"], "chapters is '4-2'; expected numbers and ranges"),
     "nothing": (["zero", "--chapters", ""], "chapters is ''; expected numbers and ranges"),

@@ -1,0 +1,29 @@
+"""The model and tokenizer that a command lets read a text."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_on(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model, in eval mode, and its tokenizer.
+
+    Args:
+        name: Folder or hub id.
+        dtype: As in `load_model`.
+        device: Where to. None: the first GPU, else the CPU.
+
+    Raises:
+        ValueError: If it cannot be loaded there.
+    """
+    import torch
+
+    from midus_hf.saved_models import load_model, load_tokenizer, refusing
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with refusing(f"model is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
+        tokenizer = load_tokenizer(name)
+        model, _ = load_model(name, dtype)
+        model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+    return model.eval(), tokenizer

@@ -1,0 +1,308 @@
+"""What `midus-chapters` does with a model that runs: `stats`, `ablate` and `nearest`."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from midus_commands.exit_status import WRONG_REQUEST, Ending
+from midus_commands.loaded_model import load_on
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from midus_hf.analysis.chapter_tables import TableOfWords
+    from midus_hf.analysis.text_rows import RowLosses, TextRows
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with chapters.")]
+Texts = Annotated[
+    list[str],
+    typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
+]
+Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
+Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
+Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a row, into which documents are cut.  [default: 1024, or what the model was made for]",
+        metavar="N",
+    ),
+]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens of each text to read.  [default: all]", metavar="N")]
+BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+]
+Layers = Annotated[str | None, typer.Option(help="Their numbers, such as 3,7-9.  [default: all]", metavar="LIST")]
+OneMemory = Annotated[
+    str | None, typer.Option(help="One of several memories of chapters.  [default: the only one]", metavar="NAME")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(help="Folder to make, with pictures and report.html.  [default: none]", metavar="DIR"),
+]
+
+
+def stats(
+    model: Model,
+    text: Texts,
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    limit: Limit = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 4,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    memory: Annotated[
+        str | None, typer.Option(help="One of several memories of chapters.  [default: all]", metavar="NAME")
+    ] = None,
+    output: Output = None,
+    json_: Json = False,
+) -> None:
+    """Let the model read texts, and say which chapters are read, how evenly and steadily, and for which text."""
+    with _working():
+        documents = _documents(text, column, encoding, limit, output)
+        from midus_hf.analysis.chapter_memories import memories_of_chapters
+        from midus_hf.analysis.chapter_records import record_chapters
+        from midus_hf.analysis.chapter_stats import chapter_stats
+        from midus_hf.analysis.text_rows import read_rows
+
+        loaded, tokenizer = _load(model, dtype, device)
+        memories_of_chapters(loaded, memory)
+        rows = _rows(loaded, tokenizer, documents, sequence_length, max_tokens)
+        losses: dict[str, RowLosses] = {}
+        with _progress() as show, record_chapters(loaded, memory) as records:
+            total, done = sum(of_text.num_tokens for of_text in rows), 0
+
+            def told(num_tokens: int) -> None:
+                nonlocal done
+                done += num_tokens
+                show(done, total)
+
+            for of_text in rows:
+                losses[of_text.name] = read_rows(
+                    loaded, of_text, batch_size=batch_size, records=records, progress=told
+                )
+        found = chapter_stats(records)
+    report = {
+        "model": model,
+        "texts": {of_text.name: {**_sizes(of_text), "loss": losses[of_text.name].mean} for of_text in rows},
+        "layers": [dataclasses.asdict(of_layer) for of_layer in found],
+    }
+    from midus_hf.analysis.chapter_tables import reading_table, typical_table
+
+    _show(report, [reading_table(found), typical_table(found)], json_)
+    if output is not None:  # last, so that a picture that cannot be written costs nothing else
+        from midus_hf.analysis.chapter_report import write_stats
+
+        write_stats(output, report, found)
+
+
+def ablate(
+    model: Model,
+    text: Texts,
+    chapters: Annotated[str, typer.Option(help="all, or their numbers, such as 3,7-9.", metavar="LIST")] = "all",
+    layers: Layers = None,
+    mode: Annotated[
+        str, typer.Option(help="zero their rows, swap-random with others, or drop them from routers.", metavar="NAME")
+    ] = "zero",
+    top: Annotated[
+        int | None, typer.Option(help="Try the most read ones of them alone.  [default: all]", metavar="N")
+    ] = None,
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    limit: Limit = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 4,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    memory: OneMemory = None,
+    seed: Annotated[int, typer.Option(help="Of the choice for swap-random.", metavar="N")] = 0,
+    output: Output = None,
+    json_: Json = False,
+) -> None:
+    """Measure what each text loses without each chapter: the loss without it, minus the loss as it is."""
+    with _working():
+        documents = _documents(text, column, encoding, limit, output)
+        from midus_hf.analysis import chapter_ablation
+
+        loaded, tokenizer = _load(model, dtype, device)
+        numbers, of_layers = _numbers(loaded, memory, chapters, layers)
+        rows = _rows(loaded, tokenizer, documents, sequence_length, max_tokens)
+        with _progress() as show:
+            ablation = chapter_ablation.ablate(
+                loaded,
+                rows,
+                chapters=numbers,
+                layers=of_layers,
+                mode=mode,  # type: ignore[arg-type]  # which it checks
+                top=top,
+                memory=memory,
+                batch_size=batch_size,
+                seed=seed,
+                progress=show,
+            )
+    found = dataclasses.asdict(ablation)
+    report = {
+        "model": model,
+        "texts": {of_text.name: {**_sizes(of_text), "loss": ablation.losses[of_text.name]} for of_text in rows},
+        **{key: found[key] for key in ("mode", "memory", "layers", "chapters")},
+    }
+    from midus_hf.analysis.chapter_tables import ablation_table
+
+    _show(report, [ablation_table(ablation)], json_)
+    if output is not None:
+        from midus_hf.analysis.chapter_report import write_ablation
+
+        write_ablation(output, report, ablation)
+
+
+def nearest(
+    model: Model,
+    chapters: Annotated[str, typer.Option(help="all, or their numbers, such as 3,7-9.", metavar="LIST")] = "all",
+    layers: Layers = None,
+    top: Annotated[int, typer.Option(help="Tokens per chapter.", metavar="N")] = 10,
+    rows: Annotated[bool, typer.Option("--rows", help="Tell those of each row of a chapter as well.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    memory: OneMemory = None,
+    json_: Json = False,
+) -> None:
+    """Show the tokens nearest to what chapters hold, read through the model's own head: a probe, and no proof."""
+    with _working():
+        from midus_hf.analysis.chapter_tokens import nearest_tokens
+
+        loaded, tokenizer = _load(model, dtype, device)
+        numbers, of_layers = _numbers(loaded, memory, chapters, layers)
+        near = nearest_tokens(
+            loaded, tokenizer, chapters=numbers, layers=of_layers, top=top, each_row=rows, memory=memory
+        )
+    report = {"model": model, "chapters": [dataclasses.asdict(of_chapter) for of_chapter in near]}
+    from midus_hf.analysis.chapter_tables import nearest_table
+
+    _show(report, [nearest_table(near)], json_)
+
+
+@contextlib.contextmanager
+def _working() -> Iterator[None]:
+    """What is wrong with a request is refused; libraries that print do not come between the caller and the result."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        except ValueError as error:
+            raise Ending(WRONG_REQUEST, str(error)) from error
+
+
+def _documents(
+    texts: Sequence[str], column: str, encoding: str, limit: int | None, output: Path | None
+) -> dict[str, list[str]]:
+    """The documents of each text. What can be checked without them is checked first."""
+    from midus_hf.documents import describe_files, read_documents
+
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; expected at least 1.")
+    if output is not None:
+        from midus_hf.analysis.chapter_report import check_output
+
+        check_output(output)
+    paths: dict[str, str] = {}
+    for given in texts:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise ValueError(f"text is {given!r}; expected NAME=PATH, such as code=code.jsonl.")
+        if name in paths:
+            raise ValueError(f"text {name!r} is given twice; expected each name once.")
+        paths[name] = path
+    documents = {}
+    for name, path in paths.items():
+        if (line := describe_files(path)) is not None:
+            print(line, file=sys.stderr)
+        documents[name] = read_documents(path, column, encoding)[:limit]
+    return documents
+
+
+def _load(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    from midus_hf.evaluation.settings import check_dtype
+
+    check_dtype(dtype)
+    return load_on(name, dtype, device)
+
+
+def _rows(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    documents: dict[str, list[str]],
+    sequence_length: int | None,
+    max_tokens: int | None,
+) -> "list[TextRows]":
+    from midus_hf.analysis.text_rows import text_rows
+
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return [
+        text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
+        for name, of_text in documents.items()
+    ]
+
+
+def _numbers(
+    model: "PreTrainedModel", memory: str | None, chapters: str, layers: str | None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The chapters and layers that are meant; None for all of them."""
+    from midus_hf.analysis.chapter_memories import one_memory
+    from upscalers.chapters.numbers import parse_numbers
+
+    hosts = one_memory(model, memory)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return (
+        None if chapters == "all" else parse_numbers(chapters, hosts[0].num_chapters),
+        None if layers is None else parse_numbers(layers, num_layers, "layers"),
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar of the tokens that have been read."""
+    from tqdm import tqdm
+
+    with tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _sizes(text: "TextRows") -> dict[str, int]:
+    return {"documents": len(set(text.documents)), "rows": len(text.rows), "tokens": text.num_tokens}
+
+
+def _show(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_: bool) -> None:
+    if json_:
+        print(json.dumps(report, indent=2, allow_nan=False))
+        return
+    import rich.box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for words in tables:
+        if not words.rows:
+            continue
+        table = Table(title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False)
+        for name in words.head:
+            table.add_column(Text(name), overflow="fold")
+        for row in words.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
