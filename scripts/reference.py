@@ -26,7 +26,12 @@ MODULES = {
     "midus_hf.memory": [],
     "midus_hf.analysis.usage": ["record_usage", "summarise", "Usage", "LayerUsage"],
     "midus_hf.analysis.chapter_edits": ["zero_chapters", "swap_chapters"],
-    "midus_hf.analysis.chapter_records": ["record_chapters"],
+    "midus_hf.analysis.chapter_records": ["record_chapters", "ChapterRecords"],
+    "midus_hf.analysis.chapter_stats": ["chapter_stats", "ChapterStats", "TextReading"],
+    "midus_hf.analysis.text_rows": ["text_rows", "read_rows"],
+    "midus_hf.analysis.chapter_ablation": ["ablate"],
+    "midus_hf.analysis.chapter_interventions": ["zero_in_layers", "swap_in_layers", "close_chapters"],
+    "midus_hf.analysis.chapter_tokens": ["nearest_tokens"],
     "midus_hf.evaluation": [],
 }
 """What is documented: of each module these names, or those of its `__all__`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from tiny import prompt
+from training.tiny_run import tiny_tokenizer
 
 from tests.upscalers.chapters.made import save_chapters
 from tests.upscalers.chapters.test_edited_models import make
@@ -17,8 +18,12 @@ def test_commands_run_as_they_are_printed(tmp_path, monkeypatch, chapters):
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2-135m-moc", "another-moc"):
         save_chapters(tmp_path / name, chapters=12, memory_tokens=24)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    for name in ("code", "chats"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "w5 w7 w11"}\n{"text": "w4 w6"}', encoding="utf-8")
     commands = re.findall(r"^midus-chapters (.*)$", PAGE, flags=re.MULTILINE)
-    assert {line.split()[0] for line in commands} == {"list", "zero", "swap", "prune", "quantise", "export", "import"}
+    edits = {"zero", "swap", "prune", "quantise", "export", "import"}
+    assert {line.split()[0] for line in commands} == {"list", "stats", "ablate", "nearest", *edits}
     for line in commands:
         done = chapters(*line.split())
         assert done.status == 0, (line, done.err)
