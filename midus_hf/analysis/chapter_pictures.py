@@ -5,14 +5,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from midus_hf.analysis.chapter_ablation import Ablation
 from midus_hf.analysis.chapter_stats import ChapterStats
 from midus_hf.analysis.chapter_tables import where
-
-_LARGEST_LIFT = 3.0
-"""Beyond it, as a power of 2, colours of lifts are all alike."""
 
 
 def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
@@ -37,16 +32,17 @@ def draw_specialisation(stats: Sequence[ChapterStats]) -> bytes:
     """How much more each text reads each routed chapter than the mean text, as powers of 2: a panel per text, a row per layer.
 
     Args:
-        stats: Of one memory, of several texts.
+        stats: Of one memory, with lifts.
     """
-    maps: dict[str, list[list[float]]] = {f"{text}: log2 of the lift of a chapter": [] for text in stats[0].texts}
-    for of_layer in stats:
-        reads = torch.tensor([of_text.read_shares[of_layer.shared_chapters :] for of_text in of_layer.texts.values()])
-        shares = reads / reads.sum(1, keepdim=True)
-        lifts = (shares / shares.mean(0)).log2()  # not a number where nobody reads a chapter, which stays blank
-        for of_text, row in zip(maps.values(), lifts.clamp(min=-_LARGEST_LIFT), strict=True):
-            of_text.append(row.tolist())
-    return _panels(maps, stats, {"cmap": "RdBu_r", "vmin": -_LARGEST_LIFT, "vmax": _LARGEST_LIFT})
+    most = max(1.0, math.log2(len(stats[0].lifts)))
+    maps = {
+        f"{text}: log2 of the lift of a chapter": [
+            [math.nan if lift is None else math.log2(max(lift, 2**-most)) for lift in of_layer.lifts[text]]
+            for of_layer in stats
+        ]  # what is no number stays blank
+        for text in stats[0].lifts
+    }
+    return _panels(maps, stats, {"cmap": "RdBu_r", "vmin": -most, "vmax": most})
 
 
 def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
@@ -63,7 +59,7 @@ def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
     width = 0.8 / len(texts)
     for number, text in enumerate(texts):
         places = [layer - 0.4 + width * (number + 0.5) for layer in range(len(stats))]
-        axes.bar(places, [of_layer.texts[text].entropy for of_layer in stats], width, label=text)
+        axes.bar(places, [of_layer.texts[text].entropy or 0.0 for of_layer in stats], width, label=text)
     axes.axhline(stats[0].greatest_entropy, color="#888888", linewidth=1, linestyle="--", label="all alike")
     axes.set_xticks(range(len(stats)), [str(of_layer.layer) for of_layer in stats])
     axes.set_xlabel("layer")

@@ -26,7 +26,8 @@ class ChapterCounts:
 
     SUMS = (
         "tokens",
-        "entropy",  # of the router, over tokens
+        "unguided",  # tokens whose chapters were chosen by nothing, as those of the first chunk are
+        "entropy",  # of the router, over the other tokens
         "within", "pairs_within",  # overlap of neighbouring stretches, and how many were compared
         "between", "pairs_between",  # overlap of rows of different documents, likewise
         "to_attention", "to_residual",  # norm of what is added, relative to what attention adds and to what is read
@@ -35,6 +36,7 @@ class ChapterCounts:
     def __init__(self, num_chapters: int, num_shared: int, device: torch.device):
         self.num_shared, self.k = num_shared, 0
         self.reads = torch.zeros(num_chapters, dtype=torch.float64, device=device)
+        self.guided_reads = torch.zeros_like(self.reads)  # where there was something to choose by
         self.mass = torch.zeros_like(self.reads)
         self.sums = {name: self.reads.new_zeros(()) for name in self.SUMS}
         self._last_row: tuple[int, torch.Tensor] | None = None
@@ -46,6 +48,7 @@ class ChapterCounts:
         for part in parts:
             whole.k = part.k
             whole.reads += part.reads
+            whole.guided_reads += part.guided_reads
             whole.mass += part.mass
             for name in cls.SUMS:
                 whole.sums[name] += part.sums[name]
@@ -60,15 +63,16 @@ class ChapterCounts:
         """
         tokens = routing.pooled.counts.double()  # [B, U]
         self.k = routing.chosen.shape[-1]
-        rows = self.reads.new_zeros(len(tokens), len(self.reads))  # [B, C]
-        rows.scatter_add_(1, routing.chosen.flatten(1), tokens.repeat_interleave(self.k, dim=1))
-        rows[:, : self.num_shared] = tokens.sum(1, keepdim=True)
-        self.reads += rows.sum(0)
+        guided = tokens * routing.pooled.states.any(-1)
+        rows = self._reads_of_rows(routing.chosen, guided)
+        self.reads += self._reads_of_rows(routing.chosen, tokens).sum(0)
+        self.guided_reads += rows.sum(0)
         self.sums["tokens"] += tokens.sum()
+        self.sums["unguided"] += (tokens - guided).sum()
         chances = routing.logits[..., self.num_shared :].double().softmax(-1)
-        self.sums["entropy"] += (torch.special.entr(chances).sum(-1) * tokens).sum()
-        self._compare_stretches(routing.chosen, tokens)
-        self._compare_rows(rows / tokens.sum(1, keepdim=True).clamp(min=1), documents)
+        self.sums["entropy"] += (torch.special.entr(chances).sum(-1) * guided).sum()
+        self._compare_stretches(routing.chosen, guided)
+        self._compare_rows(rows / guided.sum(1, keepdim=True).clamp(min=1), documents)
 
     def add_mass(self, chapters: torch.Tensor, mass: torch.Tensor, real: torch.Tensor | None) -> None:
         """Add how attention is shared among chapters.
@@ -93,6 +97,13 @@ class ChapterCounts:
             ratio = norms / other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
             self.sums[name] += (ratio if real is None else ratio * real).sum()
 
+    def _reads_of_rows(self, chosen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """How many tokens of each row read each chapter, `[B, C]`, of the tokens `[B, U]` of stretches."""
+        rows = self.reads.new_zeros(len(tokens), len(self.reads))
+        rows.scatter_add_(1, chosen.flatten(1), tokens.repeat_interleave(self.k, dim=1))
+        rows[:, : self.num_shared] = tokens.sum(1, keepdim=True)
+        return rows
+
     def _compare_stretches(self, chosen: torch.Tensor, tokens: torch.Tensor) -> None:
         both = (tokens[:, 1:] > 0) & (tokens[:, :-1] > 0)
         same = (chosen[:, 1:, :, None] == chosen[:, :-1, None, :]).any(-1).sum(-1).double()  # [B, U - 1]
@@ -100,12 +111,14 @@ class ChapterCounts:
         self.sums["pairs_within"] += both.sum()
 
     def _compare_rows(self, shares: torch.Tensor, documents: Sequence[int]) -> None:
-        """Compare the share of tokens `[B, C]` that read each chapter with that of the row before."""
+        """Compare the share of tokens `[B, C]` that read each chapter with that of the row before; a row of zeros has none."""
         for document, row in zip(documents, shares[:, self.num_shared :], strict=True):
             if self._last_row is not None and self._last_row[0] != document:
                 before = self._last_row[1]
-                self.sums["between"] += torch.minimum(row, before).sum() / torch.maximum(row, before).sum()
-                self.sums["pairs_between"] += 1
+                both = row.any() & before.any()
+                overlap = torch.minimum(row, before).sum() / torch.maximum(row, before).sum().clamp(min=1)
+                self.sums["between"] += overlap * both
+                self.sums["pairs_between"] += both
             self._last_row = (document, row)
 
 

@@ -47,12 +47,15 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "stats.json", report)
-    head = ["layer", "memory", "text", "chapter", "read_share", "attention_mass"]
+    head = ["layer", "memory", "text", "chapter", "read_share", "attention_mass", "lift"]
     rows = [
-        [of_layer.layer, of_layer.memory, name, chapter, share, mass]
+        [of_layer.layer, of_layer.memory, name, chapter, share, mass, lift]
         for of_layer in stats
         for name, text in of_layer.texts.items()
-        for chapter, (share, mass) in enumerate(zip(text.read_shares, text.attention_mass, strict=True))
+        for lifts in [of_layer.lifts.get(name, [None] * (of_layer.chapters - of_layer.shared_chapters))]
+        for chapter, (share, mass, lift) in enumerate(
+            zip(text.read_shares, text.attention_mass, [None] * of_layer.shared_chapters + lifts, strict=True)
+        )
     ]
     _write_csv(folder / "stats.csv", head, rows)
     pictures = {}
@@ -60,7 +63,7 @@ def write_stats(folder: Path, report: Mapping[str, Any], stats: Sequence[Chapter
         of_memory = [of_layer for of_layer in stats if of_layer.memory == memory]
         pictures[f"{memory}: entropies"] = draw_entropies(of_memory)
         pictures[f"{memory}: shares"] = draw_shares(of_memory)
-        if len(of_memory[0].texts) > 1:
+        if of_memory[0].lifts:
             pictures[f"{memory}: specialisation"] = draw_specialisation(of_memory)
     tables = [reading_table(stats), typical_table(stats)]
     _write_pictures(folder, pictures)

@@ -17,8 +17,11 @@ class TextReading:
 
     Args:
         tokens: Of the text.
+        unguided_share: Share of the tokens whose chapters were chosen by nothing, as those of the first chunk of a row are. They are
+            left out of entropy, stability and what texts are told apart by, since all of them read alike.
         read_shares: `[C]`, share of the tokens that read each chapter; 1 for shared ones.
-        entropy: Of the router's distribution over routed chapters, in nats, the mean over tokens.
+        entropy: Of the router's distribution over routed chapters, in nats, the mean over tokens. None if nothing
+            guides any.
         effective_chapters: `exp` of the entropy of how reads are shared among routed chapters: as many chapters, read equally
             often, would be as even.
         dead_chapters: Chapters that no token reads.
@@ -34,8 +37,9 @@ class TextReading:
     """
 
     tokens: int
+    unguided_share: float
     read_shares: list[float]
-    entropy: float
+    entropy: float | None
     effective_chapters: float
     dead_chapters: list[int]
     stability_within: float | None
@@ -76,8 +80,10 @@ class ChapterStats:
         texts: By name.
         overall: Of all tokens of all texts.
         mutual_information: Between the text and the routed chapter that is read, in nats, where every text weighs the same. None
-            for one text.
+            for one text, or if a text has no token whose chapters were chosen by something.
         greatest_information: That it could be, the logarithm of the number of texts. None for one text.
+        lifts: For each text, `[C - S]`, how much more of its reads each routed chapter has than of the mean text's. None where no
+            text reads it. Empty where `mutual_information` is None.
         typical: For each text its most typical chapters, those that add most to the information first.
     """
 
@@ -91,6 +97,7 @@ class ChapterStats:
     overall: TextReading
     mutual_information: float | None
     greatest_information: float | None
+    lifts: dict[str, list[float | None]]
     typical: dict[str, list[TypicalChapter]]
 
 
@@ -110,7 +117,7 @@ def chapter_stats(records: ChapterRecords) -> list[ChapterStats]:
 def _of_memory(layer: int, memory: str, counts: Mapping[str, ChapterCounts]) -> ChapterStats:
     first = next(iter(counts.values()))
     shared = first.num_shared
-    information, typical = _specialisation(counts)
+    information, lifts, typical = _specialisation(counts)
     return ChapterStats(
         layer=layer,
         memory=memory,
@@ -122,6 +129,7 @@ def _of_memory(layer: int, memory: str, counts: Mapping[str, ChapterCounts]) -> 
         overall=_of_text(ChapterCounts.total(list(counts.values()))),
         mutual_information=information,
         greatest_information=math.log(len(counts)) if len(counts) > 1 else None,
+        lifts=lifts,
         typical=typical,
     )
 
@@ -129,12 +137,13 @@ def _of_memory(layer: int, memory: str, counts: Mapping[str, ChapterCounts]) -> 
 def _of_text(counts: ChapterCounts) -> TextReading:
     sums = {name: value.item() for name, value in counts.sums.items()}
     tokens = sums["tokens"]
-    routed = _shares(counts)
+    routed = _shares(counts.reads, counts.num_shared)
     mass = (counts.mass / tokens).cpu()
     return TextReading(
         tokens=round(tokens),
+        unguided_share=sums["unguided"] / tokens,
         read_shares=(counts.reads / tokens).tolist(),
-        entropy=sums["entropy"] / tokens,
+        entropy=_mean(sums["entropy"], tokens - sums["unguided"]),
         effective_chapters=torch.special.entr(routed).sum().exp().item(),
         dead_chapters=(counts.reads == 0).nonzero().flatten().tolist(),
         stability_within=_mean(sums["within"], sums["pairs_within"]),
@@ -147,11 +156,14 @@ def _of_text(counts: ChapterCounts) -> TextReading:
     )
 
 
-def _specialisation(counts: Mapping[str, ChapterCounts]) -> tuple[float | None, dict[str, list[TypicalChapter]]]:
-    """Mutual information between text and routed chapter, and what is typical of each text."""
-    if len(counts) < 2:
-        return None, {}
-    given_text = torch.stack([_shares(of_text) for of_text in counts.values()])  # [N, C - S]
+def _specialisation(
+    counts: Mapping[str, ChapterCounts],
+) -> tuple[float | None, dict[str, list[float | None]], dict[str, list[TypicalChapter]]]:
+    """Mutual information between text and routed chapter, lifts, and what is typical of each text."""
+    if len(counts) < 2 or not all(of_text.guided_reads.any() for of_text in counts.values()):
+        return None, {}, {}
+    shares_of_texts = [_shares(of_text.guided_reads, of_text.num_shared) for of_text in counts.values()]
+    given_text = torch.stack(shares_of_texts)  # [N, C - S]
     lift = given_text / given_text.mean(0).clamp(min=torch.finfo(torch.float64).tiny)
     information = torch.special.xlogy(given_text, lift)  # [N, C - S]
     typical = {}
@@ -165,12 +177,17 @@ def _specialisation(counts: Mapping[str, ChapterCounts]) -> tuple[float | None, 
             for value, routed in zip(best.values.tolist(), best.indices.tolist(), strict=True)
             if value > 0
         ]
-    return max(0.0, information.sum(1).mean().item()), typical
+    is_read = given_text.any(0).tolist()
+    told = {
+        text: [value if known else None for value, known in zip(of_text, is_read, strict=True)]
+        for text, of_text in zip(counts, lift.tolist(), strict=True)
+    }
+    return max(0.0, information.sum(1).mean().item()), told, typical
 
 
-def _shares(counts: ChapterCounts) -> torch.Tensor:
+def _shares(reads: torch.Tensor, num_shared: int) -> torch.Tensor:
     """Share of the reads of routed chapters that each has, `[C - S]`, on the CPU."""
-    routed = counts.reads[counts.num_shared :].cpu()
+    routed = reads[num_shared:].cpu()
     return routed / routed.sum()
 
 

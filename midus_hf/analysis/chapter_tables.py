@@ -42,7 +42,7 @@ def reading_table(stats: Sequence[ChapterStats]) -> TableOfWords:
     rows = [
         [
             where(of_layer, stats),
-            f"{of_layer.overall.entropy:.3f}",
+            _figure(of_layer.overall.entropy),
             f"{of_layer.greatest_entropy:.3f}",
             f"{of_layer.overall.effective_chapters:.1f}",
             str(of_layer.chapters - of_layer.shared_chapters),

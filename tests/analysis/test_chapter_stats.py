@@ -40,6 +40,8 @@ def test_of_texts_that_read_different_chapters_every_number_is_known(family):
             assert [mass > 0 for mass in text.attention_mass] == [chapter in read for chapter in range(CHAPTERS)]
             assert text.shared_mass + text.routed_mass == pytest.approx(1)
             assert text.shared_mass == text.attention_mass[0]
+            expected = [None if chapter == 3 else 2.0 * (chapter in read) for chapter in range(SHARED, CHAPTERS)]
+            assert of_layer.lifts[kind] == expected
             typical = of_layer.typical[kind]
             assert sorted(row.chapter for row in typical) == read[SHARED:]
             assert [(row.read_share, row.lift) for row in typical] == [(1, 2), (1, 2)]
@@ -69,6 +71,24 @@ def test_stability_counts_common_chapters():
     assert first.overall.stability_within == pytest.approx(4 / 11)  # of its pairs of neighbours
     (first, _) = stats_of(routed_model(routing="prompt"), rows_of("a"))
     assert (first.overall.stability_within, first.overall.stability_between) == (None, 1)
+
+
+def test_the_first_chunk_tells_nothing_of_a_text():
+    model = routed_model(routing="chunk", chunk_size=4)
+    for layer in LAYERS:
+        model.model.layers[layer].memories["chapters"].router_bias.data[3] = 1.0
+    (first, _) = stats_of(model, rows_of("a", (12, 12)), rows_of("b", (8, 8)))
+    assert [of_text.unguided_share for of_text in first.texts.values()] == [1 / 3, 1 / 2]
+    assert [of_text.read_shares[3] for of_text in first.texts.values()] == [1 / 3, 1 / 2]
+    assert first.mutual_information == pytest.approx(math.log(2))
+    assert {row.chapter for row in first.typical["a"]} == {1, 2}
+    assert (first.texts["a"].stability_within, first.texts["a"].stability_between) == (1, 1)
+    assert (first.texts["b"].stability_within, first.texts["b"].stability_between) == (None, 1)
+    (short, _) = stats_of(model, rows_of("a", (12,)), rows_of("b", (4, 4)))
+    assert (short.mutual_information, short.lifts, short.typical) == (None, {}, {})
+    assert short.texts["b"].entropy is None
+    assert first.texts["a"].entropy == first.texts["b"].entropy != short.greatest_entropy
+    assert short.texts["b"].stability_between is None
 
 
 def test_rows_of_one_document_are_not_compared():

@@ -61,7 +61,7 @@ def test_stats_as_json_are_all_there_is_to_know(run, model, texts):
     for of_layer in report["layers"]:
         assert of_layer["mutual_information"] == pytest.approx(math.log(2))
         assert set(of_layer["texts"]["a"]) == {
-            "tokens", "read_shares", "entropy", "effective_chapters", "dead_chapters", "stability_within",
+            "tokens", "unguided_share", "read_shares", "entropy", "effective_chapters", "dead_chapters", "stability_within",
             "stability_between", "attention_mass", "shared_mass", "routed_mass", "added_to_attention", "added_to_residual",
         }  # fmt: skip
         assert {row["chapter"] for row in of_layer["typical"]["b"]} == {4, 5}
