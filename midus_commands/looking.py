@@ -50,6 +50,9 @@ Output = Annotated[
     typer.Option(help="Folder to make, with pictures and report.html.  [default: none]", metavar="DIR"),
 ]
 
+_MOST_LAYERS = 3
+"""Whose typical chapters are shown on a terminal; JSON and the page have those of all."""
+
 
 def stats(
     model: Model,
@@ -100,7 +103,7 @@ def stats(
     }
     from midus_hf.analysis.chapter_tables import reading_table, typical_table
 
-    _show(report, [reading_table(found), typical_table(found)], json_)
+    _show(report, [reading_table(found), typical_table(found, _MOST_LAYERS)], json_)
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
         from midus_hf.analysis.chapter_report import write_stats
 
@@ -300,7 +303,7 @@ def _show(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_: bool)
     for words in tables:
         if not words.rows:
             continue
-        table = Table(title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False)
+        table = Table(title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for name in words.head:
             table.add_column(Text(name), overflow="fold")
         for row in words.rows:

@@ -24,28 +24,12 @@ class TableOfWords(NamedTuple):
 
 def reading_table(stats: Sequence[ChapterStats]) -> TableOfWords:
     """How the chapters of each memory and layer are read, over all texts."""
-    head = [
-        "layer",
-        "entropy",
-        "at most",
-        "effective",
-        "routed",
-        "dead",
-        "stable within",
-        "between",
-        "shared mass",
-        "added / attention",
-        "/ residual",
-        "information",
-        "at most",
-    ]
+    head = ["layer", "entropy", "effective", "dead", "within", "between", "shared", "/ attn", "/ resid", "info"]
     rows = [
         [
             where(of_layer, stats),
             _figure(of_layer.overall.entropy),
-            f"{of_layer.greatest_entropy:.3f}",
             f"{of_layer.overall.effective_chapters:.1f}",
-            str(of_layer.chapters - of_layer.shared_chapters),
             str(len(of_layer.overall.dead_chapters)),
             _figure(of_layer.overall.stability_within),
             _figure(of_layer.overall.stability_between),
@@ -53,16 +37,19 @@ def reading_table(stats: Sequence[ChapterStats]) -> TableOfWords:
             f"{of_layer.overall.added_to_attention:.3g}",
             f"{of_layer.overall.added_to_residual:.3g}",
             _figure(of_layer.mutual_information),
-            _figure(of_layer.greatest_information),
         ]
         for of_layer in stats
     ]
-    return TableOfWords("Chapters read", head, rows)
+    first = stats[0]
+    title = f"{first.k} of {first.chapters - first.shared_chapters} routed chapters; entropy at most {first.greatest_entropy:.3f}"
+    if first.greatest_information is not None:
+        title += f", information {first.greatest_information:.3f} nats"
+    return TableOfWords(title, head, rows)
 
 
-def typical_table(stats: Sequence[ChapterStats]) -> TableOfWords:
-    """The chapters most typical of each text, layers with most information first."""
-    ordered = sorted(stats, key=lambda of_layer: -(of_layer.mutual_information or 0))
+def typical_table(stats: Sequence[ChapterStats], most_layers: int | None = None) -> TableOfWords:
+    """The chapters most typical of each text, layers with most information first: all of them, or so many."""
+    ordered = sorted(stats, key=lambda of_layer: -(of_layer.mutual_information or 0))[:most_layers]
     rows = [
         [
             where(of_layer, stats),
