@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -157,6 +158,9 @@ def _row_sums(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> Iterator[
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     mask = torch.arange(inputs.shape[1], device=model.device) < lengths[:, None]
     given = {} if bool(mask.all()) else {"attention_mask": mask.long()}
+    decoder: Any = extract_model_from_parallel(model, keep_torch_compile=False).get_decoder()
+    if "prompt_mask" in getattr(decoder, "memory_input_names", ()):
+        given["prompt_mask"] = mask  # a row is a prompt as a whole
     with torch.no_grad():
         logits = model(input_ids=inputs, use_cache=False, **given).logits
     for row, of_row in zip(rows, logits, strict=True):

@@ -111,6 +111,12 @@ def test_every_token_reads_its_chapters_and_shares_its_attention_out(routing, op
         assert sum(text.attention_mass) == pytest.approx(1)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_row_is_a_prompt_as_a_whole():
+    first, _ = stats_of(routed_model(routing="prompt"), rows_of("aaaaab", (6, 3)))
+    assert first.overall.read_shares == [1, 1, 1, 0, 0, 0]
+
+
 def test_batches_change_nothing():
     model, text = routed_model(routing="chunk", chunk_size=4), rows_of("aab")
     together, alone = (stats_of(model, text, batch_size=size)[1].overall for size in (3, 1))
