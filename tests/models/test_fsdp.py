@@ -19,8 +19,8 @@ EXACT = (
     "gradients_equal_the_mean_of_the_halves",
 )
 # One process sums over all tokens of the batch in one go, two over half of them each and then once more: bit equality
-# is impossible, and what is left are a few roundings of float32 (relative, per tensor).
-ROUNDED = {"difference_from_the_whole_batch": 2e-6, "loss_of_the_whole_batch_less_the_mean_of_the_halves": 2e-6}
+# is impossible, and what is left are roundings of float32 (relative, per tensor), 2.5e-6 on one kind of processor.
+ROUNDED = {"difference_from_the_whole_batch": 1e-5, "loss_of_the_whole_batch_less_the_mean_of_the_halves": 1e-5}
 
 
 @pytest.fixture(scope="module")
