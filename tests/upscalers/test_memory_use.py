@@ -70,7 +70,10 @@ def test_casting_a_gigabyte_needs_less(tmp_path):
     assert report["peak_rss_bytes"] < LIMIT_BYTES < report["bytes"]["written"]
 
 
-def test_neither_does_it_grow_where_both_models_are_compared(tmp_path):
+def test_neither_does_it_grow_where_both_models_are_compared(tmp_path, monkeypatch):
+    # What is freed goes back at once: how much glibc keeps of it, and so the peak, depends on the processor's kernels.
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
     small, large = (upscaled(tmp_path, layers, verify="--verify", **NARROW) for layers in (2, 6))
     assert large["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
     assert large["bytes"]["written"] > small["bytes"]["written"] + 4 * NOISE_BYTES
