@@ -162,10 +162,11 @@ class MemoryModel(HostsMemory):
         """
         if not self._passes_inputs:
             return super().forward(*args, **kwargs)
-        kwargs |= zip(self._arguments, args, strict=False)
-        given = {name: kwargs[name] for name in self.memory_input_names & kwargs.keys()}
-        for name in given.keys() - set(self._arguments):
-            del kwargs[name]  # what the family takes as well, it gets as well
+        kwargs.update(zip(self._arguments, args, strict=False))
+        given = {name: kwargs[name] for name in self.memory_input_names if name in kwargs}
+        for name in given:
+            if name not in self._arguments:  # what the family takes as well, it gets as well
+                del kwargs[name]
         states = self._memory_states(kwargs)
         tokens = self._token_places(kwargs, token_mask)
         kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables(), tokens, states, memory_reports)

@@ -130,7 +130,7 @@ def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(family_forward)
     def forward(self: Any, *args: Any, output_router_logits: bool | None = None, **kwargs: Any) -> Any:
-        kwargs |= zip(names, args, strict=False)
+        kwargs.update(zip(names, args, strict=False))
         if not self.model.has_routers:
             return family_forward(self, **kwargs)
         labels = kwargs.get("labels")
