@@ -164,8 +164,10 @@ def test_a_prompt_in_parts_gives_the_tokens_of_a_whole_one_or_is_refused(routing
 
 
 @pytest.mark.xfail(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="parts that follow a kept prompt give another token with transformers 5.17, for a cause that is not found yet",
+    Version(transformers.__version__).release[:2] == (5, 17),
+    reason="transformers 5.17 reads a conversation that goes on in parts from its beginning again, of any model: its cache holds 34 "
+    "tokens for these 22",
+    strict=True,
 )
 def test_parts_of_what_follows_a_prompt_are_none_of_its_own():
     model = chapter_model(routing="prompt")
