@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from midus_commands.exit_status import WRONG_REQUEST, Ending, run_command
-from midus_commands.training_command import documented_keys, help_sections, is_main_process, train_in_group
+from midus_commands.exit_status import WRONG_REQUEST, Ending
+from midus_commands.training_command import documented_keys, run_training_command, train_in_group
 
 _NEEDED = ("datasets", "peft", "trl")
 
@@ -20,20 +20,9 @@ def main(arguments: Sequence[str] | None = None, name: str = "midus-sft") -> int
         name: The program's name, as help has it. Default: `midus-sft`.
 
     Returns:
-        Exit status, as of `midus-train`.
+        Exit status, as of every command that trains.
     """
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(epilog=_keys(), context_settings={"help_option_names": ["-h", "--help"]})(midus_sft)
-    return run_command(
-        app,
-        arguments,
-        name,
-        named_lines=False,
-        refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
-        hint=f" See '{name} --help'.",
-        failure=None,
-        silent=not is_main_process(),
-    )
+    return run_training_command(midus_sft, _keys(), arguments, name)
 
 
 def midus_sft(
@@ -58,14 +47,12 @@ def midus_sft(
     train_in_group(SftConfig, prepare, config, overrides or [])
 
 
-def _keys() -> str:
+def _keys() -> dict[str, str]:
     """What the docstrings of the options say of their keys."""
     keys = documented_keys("sft/options.py", "training/run_options.py", "training/rates.py")
-    return help_sections(
-        {
-            "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
-            "rates, which are keys of CONFIG too": keys["Rates"],
-            "keys of data": keys["DataOptions"],
-            "keys of lora": keys["LoraOptions"],
-        }
-    )
+    return {
+        "keys of CONFIG": f"{keys['RunOptions']}\n{keys['SftConfig']}",
+        "rates, which are keys of CONFIG too": keys["Rates"],
+        "keys of data": keys["DataOptions"],
+        "keys of lora": keys["LoraOptions"],
+    }

@@ -10,7 +10,38 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_commands.exit_status import FAILED, WRONG_REQUEST, Ending
+import typer
+
+from midus_commands.exit_status import FAILED, WRONG_REQUEST, Ending, run_command
+
+
+def run_training_command(
+    command: Callable[..., None], keys: Mapping[str, str], arguments: Sequence[str] | None, name: str
+) -> int:
+    """Run a command that trains.
+
+    Args:
+        command: What it does, with its words as typer has them.
+        keys: What is told of the keys of its configs, by what stands above it.
+        arguments: Words after the program's name. `None`: those of the process.
+        name: The program's name, as help has it.
+
+    Returns:
+        Exit status: 0 done, 1 the trained model is not in the output, 2 the request is wrong, 130 or 143 interrupted
+        by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(epilog=_help_sections(keys), context_settings={"help_option_names": ["-h", "--help"]})(command)
+    return run_command(
+        app,
+        arguments,
+        name,
+        named_lines=False,
+        refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
+        hint=f" See '{name} --help'.",
+        failure=None,
+        silent=not is_main_process(),
+    )
 
 
 def train_in_group(
@@ -106,11 +137,6 @@ def documented_keys(*files: str) -> dict[str, str]:
     return {name: text.partition("Args:\n")[2].partition("\n\nRaises:")[0] for name, text in documented.items()}
 
 
-def help_sections(sections: Mapping[str, str]) -> str:
-    """The keys as help shows them.
-
-    Args:
-        sections: What is told of keys, by what stands above it.
-    """
+def _help_sections(sections: Mapping[str, str]) -> str:
     # \b keeps the lines of a paragraph as they are.
     return "\n\n".join(f"\b\n{heading}:\n{keys}" for heading, keys in sections.items())

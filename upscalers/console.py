@@ -1,5 +1,6 @@
 """What the command shows on a terminal: progress on standard error, tables on standard output."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import rich.box
@@ -214,7 +215,7 @@ def print_inspection(inspection: dict[str, Any]) -> None:
 
 
 def _add_stripped(table: Table, stripped: dict[str, Any]) -> None:
-    removed = ", ".join(map(str, stripped.get("removed_layers") or ()))
+    removed = _removed(stripped.get("removed_layers") or (), stripped.get("removed_memories") or ())
     _add(
         table, "stripped from", f"{stripped.get('model')}, upscaled with {stripped.get('method')}; took out {removed}"
     )
@@ -233,12 +234,22 @@ def _confirmation(told: dict[str, Any], verb: str) -> str:
 
 def print_stripped(result: dict[str, Any]) -> None:
     """What was taken out, and whether the base is left."""
-    removed = ", ".join(map(str, result["removed_layer_indices"]))
+    removed = _removed(result["removed_layer_indices"], result["removed_memories"])
     RichConsole().print(
         f"{result['output']}: {result['model_type']} with {result['num_layers']} layers; took out {removed}. "
         f"Its weights {_confirmation(result, 'are')}.",
         markup=False,
     )
+
+
+def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:
+    """What `strip` took out: layers of their own, and memories that were attached to layers of the base."""
+    parts = [
+        f"{one if len(names) == 1 else many} {', '.join(map(str, names))}"
+        for names, one, many in ((layers, "layer", "layers"), (memories, "memory", "memories"))
+        if names
+    ]
+    return " and ".join(parts)
 
 
 def _gigabytes(num_bytes: float) -> str:

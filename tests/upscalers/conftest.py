@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,24 @@ class Outcome:
 
 
 @pytest.fixture
-def command(monkeypatch, capsys) -> Callable[..., Outcome]:
-    """Run the `upscale` command in this process."""
+def in_process(monkeypatch, capsys) -> Callable[..., Outcome]:
+    """Run a console command in this process: its `main`, its name and its words."""
 
-    def run(*arguments: Any) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["upscale", *map(str, arguments)])
+    def run(main: Callable[[], Any], name: str, *words: Any) -> Outcome:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main()
         captured = capsys.readouterr()
         return Outcome(ended.value.code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def command(in_process) -> Callable[..., Outcome]:
+    """Run the `upscale` command in this process."""
+    return partial(in_process, cli.main, "upscale")
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_inspect_and_strip_from_the_command_line(command, base, tmp_path):
     assert again.status == 2
     replaced = command("strip", tmp_path / "out", "--output", tmp_path / "stripped", "--overwrite")
     assert replaced.status == 0
-    assert "took out 1, 4" in " ".join(replaced.out.split())
+    assert "took out layers 1, 4" in " ".join(replaced.out.split())
 
 
 def test_the_summary_on_a_terminal_says_what_was_done(command, base, tmp_path):

@@ -252,7 +252,7 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     assert shown.status == 0
     words = (
         "stripped from",
-        "back, upscaled with midus-hml; took out 1, 4",
+        "back, upscaled with midus-hml; took out layers 1, 4",
         "its weights were the base's, byte for byte",
         "llama",
     )
@@ -260,7 +260,7 @@ def test_inspect_tells_what_strip_did(command, base, tmp_path):
     whole = inspect_checkpoint(tmp_path / "back")
     assert whole["stripped"]["removed_layers"] == [0, 4, 8] and len(whole["layers"]) == 6
     assert whole["base"] == "unknown: strip does not bring the record of it back"
-    assert "twice, upscaled with midus-hml; took out 0, 4, 8" in " ".join(
+    assert "twice, upscaled with midus-hml; took out layers 0, 4, 8" in " ".join(
         command("inspect", tmp_path / "back").out.split()
     )
 

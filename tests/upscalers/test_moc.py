@@ -50,6 +50,15 @@ def test_logits_are_those_of_the_base_and_strip_gives_it_back(native_family, sit
         assert (tmp_path / "stripped" / name).read_bytes() == (base / name).read_bytes()
 
 
+def test_strip_and_inspect_say_that_a_memory_was_taken_out(command, base, tmp_path):
+    upscale(base=base, method="moc", output=tmp_path / "out", options=SMALL)
+    stripped = command("strip", tmp_path / "out", "--output", tmp_path / "stripped")
+    assert stripped.status == 0 and "took out memory chapters. Its weights are the base's" in " ".join(
+        stripped.out.split()
+    )
+    assert "took out memory chapters" in " ".join(command("inspect", tmp_path / "stripped").out.split())
+
+
 @pytest.mark.parametrize(
     "options", [{"bank_width": 16}, {"kv_heads": 2}, {"routing": "token"}, {"routing": "sequence"}], ids=str
 )

@@ -1,9 +1,8 @@
 """Fixtures of the tests of chapters."""
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,15 +18,6 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def chapters(monkeypatch, capsys) -> Callable[..., Outcome]:
+def chapters(in_process) -> Callable[..., Outcome]:
     """Run the `midus-chapters` command in this process."""
-
-    def run(*arguments: Any) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["midus-chapters", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return Outcome(ended.value.code, captured.out, captured.err)
-
-    return run
+    return partial(in_process, cli.main, "midus-chapters")
