@@ -15,15 +15,16 @@ def load_on(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel
         device: Where to. None: the first GPU, else the CPU.
 
     Raises:
-        ValueError: If it cannot be loaded there.
+        ValueError: If it cannot be loaded there, or its checkpoint lacks tensors.
     """
     import torch
 
-    from midus_hf.saved_models import load_model, load_tokenizer, refusing
+    from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with refusing(f"model is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
         tokenizer = load_tokenizer(name)
-        model, _ = load_model(name, dtype)
+        model, missing = load_model(name, dtype)
         model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument
+    check_whole(name, missing)
     return model.eval(), tokenizer

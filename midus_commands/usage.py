@@ -79,7 +79,7 @@ def midus_usage(
                 batch_size=batch_size,
                 progress=show_progress,
             )
-    layers, uncounted = usage.summary(), uncounted_memories(loaded)
+    memories, uncounted = usage.summary(), uncounted_memories(loaded)
     for memory_type, of_type in uncounted.items():
         listed = ", ".join(map(str, of_type))
         print(f"not counted: memory of type {memory_type} in layers {listed}, which has no slots", file=sys.stderr)
@@ -88,13 +88,13 @@ def midus_usage(
             "model": model,
             "tokens": result.tokens,
             "perplexity": result.perplexity,
-            "layers": {layer: dataclasses.asdict(of_layer) for layer, of_layer in layers.items()},
+            "layers": {str(place): dataclasses.asdict(of_memory) for place, of_memory in memories.items()},
             "not_counted": uncounted,
         }
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
         console = Console()
-        console.print(usage_table(layers))
+        console.print(usage_table(memories))
         console.print(f"{result.tokens:,} tokens of {text}, perplexity {result.perplexity:.4f}")
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
         draw_usage(usage.counts, output)

@@ -194,7 +194,7 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
     if not isinstance(memory_type, str) or not known_type(memory_type):
         raise ValueError(
             f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. A type is added, not renamed: "
-            "under another name its tensors mean something else."
+            "under another name its tensors mean something else. One of another package is known where that package is installed."
         )
     options_class = MEMORY_TYPES[memory_type]
     site = values.get("site", options_class.sites[0])

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, TypeVar, get_args
 
 from midus_config.declared_tensors import DeclaredTensor, Role
 from midus_config.model_sizes import ModelSizes
-from midus_config.plugins import load_offered
+from midus_config.plugins import is_same_class, load_offered
 
 Site = Literal["inserted", "beside-ffn", "inside-ffn", "inside-attention", "behind-attention", "behind-layer", "skip"]
 """Where a memory sits.
@@ -146,9 +146,7 @@ def register_memory_type(name: str) -> Callable[[type[Options]], type[Options]]:
 
     def decorate(cls: type[Options]) -> type[Options]:
         taken = MEMORY_TYPES.get(name)
-        if (
-            taken is not None and taken.__qualname__ != cls.__qualname__
-        ):  # a checkpoint's own code brings the same class
+        if taken is not None and not is_same_class(taken, cls):
             raise ValueError(f"memory type {name!r} is already registered by {taken.__name__}; choose another name.")
         _check_declaration(name, cls)
         cls.type = name
@@ -175,6 +173,13 @@ _WORDS_OF_ENTRIES = frozenset({"type", "name", "site", "layers", "into", "span"}
 _SAMPLE = ModelSizes(hidden_size=64, num_heads=4, intermediate_size=128, num_layers=4)
 
 
+def sample_tensors(options_class: type[MemoryOptions]) -> list[tuple[str, DeclaredTensor]]:
+    """What a memory with default options declares for layers of some model and for its tables: to look at names and roles."""
+    options = options_class()
+    tables = options.tables(_SAMPLE, tuple(range(_SAMPLE.num_layers)))
+    return [*options.tensors(_SAMPLE).items(), *(item for shared in tables for item in shared.tensors.items())]
+
+
 def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
     strange = [site for site in cls.sites if site not in SITES]
     if strange or not cls.sites:
@@ -192,9 +197,7 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
         raise ValueError(
             f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
         )
-    layers = tuple(range(_SAMPLE.num_layers))
-    tables = [item for shared in options.tables(_SAMPLE, layers) for item in shared.tensors.items()]
-    for tensor_name, tensor in (*options.tensors(_SAMPLE).items(), *tables):
+    for tensor_name, tensor in sample_tensors(cls):
         parent, _, leaf = tensor_name.rpartition(".")
         if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
             raise ValueError(

@@ -98,7 +98,7 @@ def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
     if alternative is Any:
         return True, value
     if typing.get_origin(alternative) is typing.Literal:
-        return value in typing.get_args(alternative), value
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(alternative)), value
     if alternative in (int, float):
         is_words = isinstance(value, str) and not _EXPONENT.fullmatch(value)
         number = None if is_words else finite_number(value)

@@ -1,24 +1,45 @@
 """What other packages offer: methods, memories and families, by their entry points."""
 
+import warnings
 from importlib.metadata import EntryPoint, entry_points
+
+_CODE_OF_CHECKPOINTS = "transformers_modules"
+"""The package that transformers imports a checkpoint's own code into."""
 
 _loaded: set[tuple[str, str]] = set()
 
 
-def load_offered(group: str) -> None:
+def load_offered(group: str, refuse: bool = True) -> None:
     """Import what installed packages offer under a group of entry points, each once; importing it registers it.
 
     Args:
         group: `midus_config.memories` (options of memory types), `midus_hf.memories` (their modules), `midus_hf.families`,
             `upscalers.methods` or `upscalers.families`.
+        refuse: Whether something that cannot be imported is an error; if not, it is a warning, and the others are imported.
+            Default: true.
 
     Raises:
         ValueError: If something that is offered cannot be imported; names it and its package.
     """
     for offered in entry_points(group=group):
         if (group, offered.value) not in _loaded:
-            _load(group, offered)
-            _loaded.add((group, offered.value))
+            try:
+                _load(group, offered)
+            except ValueError as error:
+                if refuse:
+                    raise
+                warnings.warn(str(error), stacklevel=2)
+            else:
+                _loaded.add((group, offered.value))
+
+
+def is_same_class(first: type, second: type) -> bool:
+    """Whether two classes are one: the same, or one that a checkpoint's own code brings once more."""
+    if first.__qualname__ != second.__qualname__:
+        return False
+    return first.__module__ == second.__module__ or any(
+        cls.__module__.split(".")[0] == _CODE_OF_CHECKPOINTS for cls in (first, second)
+    )
 
 
 def _load(group: str, offered: EntryPoint) -> None:

@@ -53,3 +53,20 @@ def load_model(
     )
     model, loading = loaded
     return model, sorted(loading["missing_keys"])
+
+
+def check_whole(name: str, missing: list[str]) -> None:
+    """Refuse a model whose checkpoint lacks tensors: what is absent would be random.
+
+    Args:
+        name: Folder or Hub id.
+        missing: As `load_model` gives it.
+
+    Raises:
+        ValueError: If something is missing.
+    """
+    if missing:
+        raise ValueError(
+            f"model is {name!r}, whose checkpoint lacks {len(missing)} of its tensors, such as {missing[0]}, which would be random; "
+            "expected a whole checkpoint of a causal language model. Make it again."
+        )

@@ -24,7 +24,7 @@ MODULES = {
     "midus_hf.training": [],
     "midus_hf.sft": [],
     "midus_hf.memory": [],
-    "midus_hf.analysis.usage": ["record_usage", "summarise", "Usage", "LayerUsage"],
+    "midus_hf.analysis.usage": ["record_usage", "summarise", "Usage", "MemoryUsage"],
     "midus_hf.analysis.chapter_edits": ["zero_chapters", "swap_chapters"],
     "midus_hf.analysis.chapter_records": ["record_chapters", "ChapterRecords"],
     "midus_hf.analysis.chapter_stats": ["chapter_stats", "ChapterStats", "TextReading"],

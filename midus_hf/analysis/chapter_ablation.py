@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from midus_hf.analysis.chapter_edits import swap_chapters, zero_chapters
 from midus_hf.analysis.chapter_interventions import close_chapters, hosts_of, swap_in_layers, zero_in_layers
 from midus_hf.analysis.chapter_records import ChapterRecords, record_chapters
+from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.analysis.text_rows import RowLosses, TextRows, read_rows
 
 Mode = Literal["zero", "swap-random", "drop"]
@@ -184,7 +185,7 @@ def _partners(chapters: Sequence[int], num_shared: int, num_chapters: int, seed:
 
 def _read_shares(records: ChapterRecords, name: str, layers: Sequence[int]) -> list[float]:
     """Share of the tokens of all texts that read each chapter, the mean over layers."""
-    counts = [of_text[layer, name] for of_text in records.counts.values() for layer in layers]
+    counts = [of_text[MemoryPlace(layer, name)] for of_text in records.counts.values() for layer in layers]
     reads = torch.stack([of_place.reads.cpu() for of_place in counts]).sum(0)
     return (reads / torch.stack([of_place.sums["tokens"].cpu() for of_place in counts]).sum()).tolist()
 

@@ -6,6 +6,7 @@ from typing import Any
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.memory.protocols import ReadsChapters
 
 
@@ -26,6 +27,11 @@ class HostedChapters:
     block: Any
     memory: Any
     modules: tuple[Any, ...]
+
+    @property
+    def place(self) -> MemoryPlace:
+        """The layer and the name."""
+        return MemoryPlace(self.layer, self.name)
 
     @property
     def num_chapters(self) -> int:

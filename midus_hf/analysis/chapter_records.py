@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 from midus_hf.analysis.chapter_memories import HostedChapters, memories_of_chapters
+from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.memory.chapter_pooling import Routing
 from midus_hf.memory.retrieval import recomputing
-
-Place = tuple[int, str]
-"""A layer, and the name of a memory in it."""
 
 
 class ChapterCounts:
@@ -130,8 +128,8 @@ class ChapterRecords:
     """
 
     def __init__(self, found: Sequence[HostedChapters]):
-        self._found = {(hosted.layer, hosted.name): hosted for hosted in found}
-        self.counts: dict[str, dict[Place, ChapterCounts]] = {}
+        self._found = {hosted.place: hosted for hosted in found}
+        self.counts: dict[str, dict[MemoryPlace, ChapterCounts]] = {}
         self._reading: tuple[str, Sequence[int]] = ("", ())
 
     def begin(self, text: str, documents: Sequence[int]) -> None:
@@ -143,7 +141,7 @@ class ChapterRecords:
         """
         self._reading = (text, documents)
 
-    def at(self, place: Place) -> tuple[ChapterCounts, Sequence[int]]:
+    def at(self, place: MemoryPlace) -> tuple[ChapterCounts, Sequence[int]]:
         """The counts of a memory for the text that is read now, and the document of each row of the batch."""
         text, documents = self._reading
         of_text = self.counts.setdefault(text, {})
@@ -176,7 +174,7 @@ def record_chapters(model: nn.Module, memory: str | None = None) -> Iterator[Cha
         for hosted in found:
             attention: list[torch.Tensor] = []
             handles.append(_behind_attention(hosted.block).register_forward_hook(_keeper(attention)))
-            before, behind = _recorder(records, (hosted.layer, hosted.name), attention)
+            before, behind = _recorder(records, hosted.place, attention)
             for module in hosted.modules:
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(behind, with_kwargs=True))
@@ -203,7 +201,7 @@ def _keeper(kept: list[torch.Tensor]) -> Callable[..., None]:
 
 
 def _recorder(
-    records: ChapterRecords, place: Place, attention: Sequence[torch.Tensor]
+    records: ChapterRecords, place: MemoryPlace, attention: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Hooks before and behind a memory's forward. Routing is found before it, since the pass changes the state of a cache."""
     routings: list[Routing] = []

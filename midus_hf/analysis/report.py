@@ -6,44 +6,45 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from midus_hf.analysis.usage import LayerUsage
+from midus_hf.analysis.memory_place import MemoryPlace
+from midus_hf.analysis.usage import MemoryUsage
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def usage_table(layers: Mapping[int, LayerUsage]) -> Table:
-    """A row per layer.
+def usage_table(memories: Mapping[MemoryPlace, MemoryUsage]) -> Table:
+    """A row per memory.
 
     Args:
-        layers: From `Usage.summary`.
+        memories: From `Usage.summary`.
     """
     table = Table(title="Slots retrieved")
     for name in ("layer", "used", "perplexity / N", "largest share"):
         table.add_column(name, justify="right")
-    for layer, usage in layers.items():
-        table.add_row(str(layer), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}")
+    for place, usage in memories.items():
+        table.add_row(str(place), f"{usage.used:.1%}", f"{usage.perplexity:.1%}", f"{usage.largest:.2%}")
     return table
 
 
-def usage_curves(counts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """How often the slots of each layer are retrieved, in multiples of the mean, most retrieved first.
+def usage_curves(counts: Mapping[MemoryPlace, torch.Tensor]) -> dict[MemoryPlace, torch.Tensor]:
+    """How often the slots of each memory are retrieved, in multiples of the mean, most retrieved first.
 
     Args:
-        counts: `[H, N]`, int64, by layer, each head with lookups.
+        counts: `[H, N]`, int64, by memory, each head with lookups.
 
     Returns:
-        `[N]`, float64, by layer: sorted for each head, then the mean over heads, so 1 throughout where all slots are
+        `[N]`, float64, by memory: sorted for each head, then the mean over heads, so 1 throughout where all slots are
         retrieved equally often.
     """
     curves = {}
-    for layer, of_layer in counts.items():
-        wide = of_layer.double().cpu()
-        curves[layer] = (wide / wide.mean(-1, keepdim=True)).sort(-1, descending=True).values.mean(0)
+    for place, of_memory in counts.items():
+        wide = of_memory.double().cpu()
+        curves[place] = (wide / wide.mean(-1, keepdim=True)).sort(-1, descending=True).values.mean(0)
     return curves
 
 
-def draw_usage(counts: Mapping[int, torch.Tensor], path: Path) -> None:
-    """Draw a curve per layer, from dark for the first layer to light for the last. Needs matplotlib.
+def draw_usage(counts: Mapping[MemoryPlace, torch.Tensor], path: Path) -> None:
+    """Draw a curve per memory, from dark for the first layer to light for the last. Needs matplotlib.
 
     Args:
         counts: As in `usage_curves`.
@@ -56,10 +57,10 @@ def draw_usage(counts: Mapping[int, torch.Tensor], path: Path) -> None:
     axes = figure.subplots()
     curves = usage_curves(counts)
     colours = colormaps["viridis"]
-    for place, (layer, curve) in enumerate(curves.items()):
+    for number, (place, curve) in enumerate(curves.items()):
         rank = (torch.arange(len(curve)) + 1) / len(curve)
-        colour = colours(0.9 * place / max(1, len(curves) - 1))
-        axes.plot(rank.tolist(), curve.tolist(), color=colour, linewidth=1.5, label=f"layer {layer}")
+        colour = colours(0.9 * number / max(1, len(curves) - 1))
+        axes.plot(rank.tolist(), curve.tolist(), color=colour, linewidth=1.5, label=f"layer {place}")
     axes.axhline(1, color="#888888", linewidth=1, linestyle="--", label="all alike")
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(bottom=0)

@@ -9,12 +9,13 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from midus_hf.analysis.memory_place import MemoryPlace, place_of
 from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.memory.retrieval import recomputing
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerUsage:
+class MemoryUsage:
     """How the heads of one memory share their lookups among their slots; all 0 if there was no lookup.
 
     Args:
@@ -33,25 +34,25 @@ class Usage:
     """Counts of retrieved slots.
 
     Args:
-        counts: How often each head has retrieved each slot, `[H, N]`, int64, by index of the decoder layer.
+        counts: How often each head has retrieved each slot, `[H, N]`, int64, by memory.
     """
 
-    def __init__(self, counts: dict[int, torch.Tensor]):
+    def __init__(self, counts: dict[MemoryPlace, torch.Tensor]):
         self.counts = counts
 
-    def count(self, layer: int, slots: torch.Tensor) -> None:
+    def count(self, place: MemoryPlace, slots: torch.Tensor) -> None:
         """Add retrievals; nothing waits for the device.
 
         Args:
-            layer: Index of the decoder layer.
+            place: The memory.
             slots: `[..., H, k]`, int64.
         """
-        counts = self.counts[layer]
+        counts = self.counts[place]
         chosen = slots.flatten(0, -3).transpose(0, 1).flatten(1).to(counts.device)  # [H, S * k]
         counts.scatter_add_(1, chosen, counts.new_ones(()).expand_as(chosen))
 
-    def summary(self) -> dict[int, LayerUsage]:
-        """What the counts come to, by layer."""
+    def summary(self) -> dict[MemoryPlace, MemoryUsage]:
+        """What the counts come to, by memory."""
         return summarise(self.counts)
 
     def reset(self) -> None:
@@ -60,23 +61,23 @@ class Usage:
             counts.zero_()
 
 
-def summarise(counts: Mapping[int, torch.Tensor]) -> dict[int, LayerUsage]:
+def summarise(counts: Mapping[MemoryPlace, torch.Tensor]) -> dict[MemoryPlace, MemoryUsage]:
     """What counts of retrieved slots come to.
 
     Args:
-        counts: `[H, N]`, int64, by layer.
+        counts: `[H, N]`, int64, by memory.
     """
-    return {layer: _summarise_layer(of_layer) for layer, of_layer in counts.items()}
+    return {place: _summarise_memory(of_memory) for place, of_memory in counts.items()}
 
 
-def _summarise_layer(counts: torch.Tensor) -> LayerUsage:
+def _summarise_memory(counts: torch.Tensor) -> MemoryUsage:
     wide = counts.double().cpu()  # [H, N]
     total = wide.sum(-1, keepdim=True)
     if not total.any():
-        return LayerUsage(0.0, 0.0, 0.0)
+        return MemoryUsage(0.0, 0.0, 0.0)
     shares = wide / total.clamp(min=1)
     entropy = torch.special.entr(shares).sum(-1)  # [H]
-    return LayerUsage(
+    return MemoryUsage(
         used=(wide > 0).double().mean().item(),
         perplexity=(entropy.exp() / wide.shape[-1]).mean().item(),
         largest=shares.max().item(),
@@ -100,10 +101,12 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
         ValueError: If the model has no memory that retrieves slots, or one whose parameters are offloaded.
     """
     bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    memories: list[tuple[int, Any]] = [
-        (layer, module)
+    memories: list[
+        tuple[MemoryPlace, Any]
+    ] = [  # a memory that PEFT has copied is here more than once: one copy is called
+        (place_of(layer, path), module)
         for layer, block in enumerate(bare.get_decoder().layers)
-        for module in block.modules()
+        for path, module in block.named_modules()
         if isinstance(module, RetrievesSlots)
     ]
     if not memories:
@@ -112,18 +115,18 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
             f"this {bare.config.model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
             "expected an upscaled model with memory layers of type headwise, product-key or linear."
         )
-    for layer, memory in memories:
+    for place, memory in memories:
         if any(parameter.device.type == "meta" for parameter in memory.parameters()):
             raise ValueError(
-                f"the memory of layer {layer} is offloaded; expected its parameters on a device. Load the model whole."
+                f"the memory of layer {place} is offloaded; expected its parameters on a device. Load the model whole."
             )
     usage = Usage(
         {
-            layer: torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=_device_of(memory))
-            for layer, memory in memories
+            place: torch.zeros(memory.num_heads, memory.num_slots, dtype=torch.int64, device=_device_of(memory))
+            for place, memory in memories
         }
     )
-    handles = [memory.register_forward_hook(_counter(usage, layer, training_only)) for layer, memory in memories]
+    handles = [memory.register_forward_hook(_counter(usage, place, training_only)) for place, memory in memories]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield usage
@@ -153,7 +156,7 @@ def _device_of(memory: nn.Module) -> torch.device:
 
 
 def _counter(
-    usage: Usage, layer: int, training_only: bool
+    usage: Usage, place: MemoryPlace, training_only: bool
 ) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
     """A forward hook that counts what a memory has retrieved.
 
@@ -164,6 +167,6 @@ def _counter(
         if not recomputing() and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])
-                usage.count(layer, slots)
+                usage.count(place, slots)
 
     return count

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from midus_hf.documents import read_documents
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.saved_models import load_model, load_tokenizer, refusing
+from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
@@ -158,11 +158,7 @@ def _load(
     with refusing(f"model is {name!r}, which cannot be loaded", OSError, reason=_in_one_line):
         tokenizer = load_tokenizer(name, trust_remote_code)
         model, missing = load_model(name, dtype, trust_remote_code, device_map=device)
-    if missing:
-        raise ValueError(
-            f"model is {name!r}, whose checkpoint lacks {len(missing)} of its weights, such as {missing[0]}; they would be "
-            "random. Expected a whole checkpoint of a causal language model."
-        )
+    check_whole(name, missing)
     return model.eval(), tokenizer
 
 

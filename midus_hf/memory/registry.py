@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from midus_config.memory_types import MEMORY_TYPES, MemoryOptions
+from torch import nn
+
+from midus_config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
 from midus_config.model_sizes import ModelSizes
-from midus_config.plugins import load_offered
+from midus_config.plugins import is_same_class, load_offered
 from midus_hf.memory.declared_module import DeclaredModule
 
 MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}
@@ -71,7 +73,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
         name: The type, whose options `midus_config` has.
 
     Raises:
-        ValueError: If there is no such type, or it has another module.
+        ValueError: If there is no such type, it has another module, or a tensor with the name of something that every module has.
     """
 
     def decorate(cls: type[MemoryModule]) -> type[MemoryModule]:
@@ -81,10 +83,9 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
                 f"{', '.join(sorted(MEMORY_TYPES))}. Register its options with register_memory_type first."
             )
         taken = MEMORY_MODULES.get(name)
-        if (
-            taken is not None and taken.__qualname__ != cls.__qualname__
-        ):  # a checkpoint's own code brings the same class
+        if taken is not None and not is_same_class(taken, cls):
             raise ValueError(f"memory type {name!r} already has the module {taken.__name__}; choose another name.")
+        _check_names(name)
         cls.memory_type = name
         MEMORY_MODULES[name] = cls
         return cls
@@ -92,13 +93,33 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
     return decorate
 
 
+def _check_names(memory_type: str) -> None:
+    """Refuse a tensor that would take the place of something that a memory or any torch module has."""
+    names = [name.partition(".")[0] for name, _ in sample_tensors(MEMORY_TYPES[memory_type])]
+    of_instances = {"declared", "options", *vars(nn.Module())}
+    taken = [name for name in names if name in of_instances or hasattr(MemoryModule, name)]
+    if taken:
+        raise ValueError(
+            f"memory type {memory_type!r} has a tensor {taken[0]!r}, the name of something that every module of a memory has; choose "
+            "another."
+        )
+
+
 def build_memory(options: MemoryOptions, sizes: ModelSizes) -> MemoryModule:
     """The module of a memory.
 
     Raises:
-        ValueError: If its type has none.
+        ValueError: If its type has none, or one with parameters or buffers that its options do not declare.
     """
-    return module_of(options.type)(options, sizes)
+    memory = module_of(options.type)(options, sizes)
+    tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
+    undeclared = [name for name in tensors if name not in memory.declared]
+    if undeclared:
+        raise ValueError(
+            f"the module of memory type {options.type!r} has a tensor {undeclared[0]!r}, which {type(options).__name__}.tensors "
+            "leaves out; expected tensors that are declared. Declare it there."
+        )
+    return memory
 
 
 def module_of(memory_type: str) -> type[MemoryModule]:

@@ -85,11 +85,7 @@ def load_model(model: str, attn_implementation: str | None = None) -> PreTrained
     """
     with refusing(_not_a_model(model), OSError, ValueError, ImportError, SafetensorError):
         loaded, missing = saved_models.load_model(model, attn_implementation=attn_implementation, use_safetensors=True)
-    if missing:
-        raise ValueError(
-            f"model is {model!r}, whose weights lack {len(missing)} tensors, such as {missing[0]!r}; "
-            "expected all of them. Make the checkpoint again."
-        )
+    saved_models.check_whole(model, missing)
     return loaded
 
 

@@ -33,7 +33,7 @@ class UsageEvents(TrainerCallback):
             self._due = control.should_log = True
 
     def measures(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """`memory_used_share` and `memory_perplexity`, means over layers of what `LayerUsage` has; `{}` if not due.
+        """`memory_used_share` and `memory_perplexity`, means over memories of what `MemoryUsage` has; `{}` if not due.
 
         Args:
             add_up: Gives the sum of a tensor over all processes.
@@ -41,9 +41,9 @@ class UsageEvents(TrainerCallback):
         if self.usage is None or not self._due:
             return {}
         self._due = False
-        layers = summarise({layer: add_up(counts) for layer, counts in self.usage.counts.items()}).values()
+        memories = summarise({place: add_up(counts) for place, counts in self.usage.counts.items()}).values()
         self.usage.reset()
         return {
-            "memory_used_share": statistics.fmean(layer.used for layer in layers),
-            "memory_perplexity": statistics.fmean(layer.perplexity for layer in layers),
+            "memory_used_share": statistics.fmean(memory.used for memory in memories),
+            "memory_perplexity": statistics.fmean(memory.perplexity for memory in memories),
         }

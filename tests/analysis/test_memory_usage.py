@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from analysis.memory_models import write_text
+from safetensors.torch import load_file, save_file
 from training.tiny_run import NEW_LAYERS, save_upscaled
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +56,17 @@ def test_json_says_what_the_model_retrieved(model, text, capsys):
     assert list(report["layers"]) == [str(layer) for layer in NEW_LAYERS]
     for layer in report["layers"].values():
         assert 0 < layer["used"] <= 1 and 0 < layer["largest"] <= 1 and 1 / 64 <= layer["perplexity"] <= 1
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(model, text, tmp_path, capsys):
+    lacking = shutil.copytree(model, tmp_path / "lacking")
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors[f"model.layers.{NEW_LAYERS[0]}.memory.value_bank"]
+    save_file(tensors, lacking / "model.safetensors", {"format": "pt"})
+    assert main([str(lacking), "--text", str(text)]) == 2
+    assert (
+        "whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank" in capsys.readouterr().err
+    )
 
 
 def test_the_counts_are_those_of_the_tokens_that_were_read(model, tmp_path, capsys):

@@ -9,7 +9,8 @@ from accelerate.utils import TorchDynamoPlugin
 from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
 from tiny import FAMILIES, prompt, tiny_model
 
-from midus_hf.analysis.usage import LayerUsage, Usage, record_usage, summarise
+from midus_hf.analysis.memory_place import MemoryPlace, place_of
+from midus_hf.analysis.usage import MemoryUsage, Usage, record_usage, summarise
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:
@@ -54,11 +55,12 @@ def test_counts_are_those_of_every_slot_scored_and_sorted(family, entry):
     for tokens in batches:
         for layer, attention_output in read_inputs(model, tokens).items():
             counts = counted_by_hand(memories(model)[layer], attention_output)
-            expected[layer] = expected.get(layer, 0) + counts
+            place = MemoryPlace(layer)
+            expected[place] = expected.get(place, 0) + counts
     assert usage.counts.keys() == expected.keys()
-    for layer, counts in usage.counts.items():
+    for place, counts in usage.counts.items():
         assert counts.dtype == torch.int64
-        assert torch.equal(counts, expected[layer])
+        assert torch.equal(counts, expected[place])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -189,23 +191,38 @@ def test_offloaded_memory_is_refused():
     assert not has_hooks(model)
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "words"),
+    [
+        ("memory", "", "3"),
+        ("memory.modules_to_save.default", "", "3"),
+        ("memories.other", "other", "3 other"),
+        ("_checkpoint_wrapped_module.memories.other.modules_to_save.default", "other", "3 other"),
+    ],
+)
+def test_a_memory_is_known_by_its_layer_and_its_name(path, name, words):
+    place = place_of(3, path)
+    assert place == MemoryPlace(3, name) and str(place) == words
+
+
 def test_even_usage_is_one_and_a_single_slot_is_one_of_all():
     even = torch.full((2, 10), 7)
     single = torch.zeros(2, 10, dtype=torch.int64)
     single[:, 3] = 9
     none = torch.zeros(2, 10, dtype=torch.int64)
-    layers = summarise({1: even, 3: single, 4: none})
-    assert layers[1] == LayerUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
-    assert layers[3] == LayerUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
-    assert layers[4] == LayerUsage(0.0, 0.0, 0.0)
+    first, second, third = MemoryPlace(1), MemoryPlace(3), MemoryPlace(3, "other")
+    memories = summarise({first: even, second: single, third: none})
+    assert memories[first] == MemoryUsage(used=1.0, perplexity=pytest.approx(1.0), largest=pytest.approx(0.1))
+    assert memories[second] == MemoryUsage(used=pytest.approx(0.1), perplexity=pytest.approx(0.1), largest=1.0)
+    assert memories[third] == MemoryUsage(0.0, 0.0, 0.0)
 
 
 def test_heads_are_averaged_and_the_largest_share_is_of_any_head():
     counts = torch.tensor([[5, 3, 2, 0], [1, 1, 0, 0]])
     entropies = [-sum(p * math.log(p) for p in shares) for shares in ((0.5, 0.3, 0.2), (0.5, 0.5))]
     perplexity = sum(math.exp(entropy) / 4 for entropy in entropies) / 2
-    usage = Usage({2: counts}).summary()[2]
-    assert usage == LayerUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
+    usage = Usage({MemoryPlace(2): counts}).summary()[MemoryPlace(2)]
+    assert usage == MemoryUsage(used=5 / 8, perplexity=pytest.approx(perplexity), largest=0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

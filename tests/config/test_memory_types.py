@@ -54,7 +54,14 @@ def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_loaded_again(t
         ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions; choose another"
     ):
         register_memory_type("headwise")(Example)
-    again = type("HeadwiseOptions", (table["headwise"],), {"__qualname__": "HeadwiseOptions"})
+    rival = type("HeadwiseOptions", (Example,), {"__module__": "another_package"})
+    with pytest.raises(ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions"):
+        register_memory_type("headwise")(rival)
+    names = {
+        "__qualname__": "HeadwiseOptions",
+        "__module__": "transformers_modules.model.midus_config_memories_headwise",
+    }
+    again = type("HeadwiseOptions", (table["headwise"],), names)
     assert register_memory_type("headwise")(again) is again
 
 

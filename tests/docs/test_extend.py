@@ -131,3 +131,19 @@ def test_a_package_that_cannot_be_imported_is_named(work, installed, tmp_path):
     assert done.returncode == 2
     assert "broken-memory offers no_such_module under upscalers.methods, which cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_family_that_cannot_be_imported_is_a_warning_and_takes_nothing_along(work, installed, tmp_path):
+    broken = tmp_path / "site-packages"
+    info = broken / "broken_family-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-family\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[midus_hf.families]\nbroken = no_such_module\n")
+    code = (
+        "import midus_hf; from transformers import AutoConfig; print(AutoConfig.for_model('midus_llama').model_type)"
+    )
+    path = os.pathsep.join(map(str, (broken, Path(__file__).parents[2])))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip() == "midus_llama"
+    assert "broken-family offers no_such_module under midus_hf.families, which cannot be imported" in done.stderr

@@ -344,4 +344,4 @@ def test_a_checkpoint_that_lacks_weights_is_refused(room, tmp_path, capsys):
     byte_tokenizer().save_pretrained(tmp_path)
     status, line = refusal(capsys, tmp_path, "--text", room / "text.txt", "--sequence-length", 32)
     assert status == 2
-    assert "lacks 1 of its weights, such as model.layers.2.mlp.up_proj.weight; they would be random" in line
+    assert "lacks 1 of its tensors, such as model.layers.2.mlp.up_proj.weight, which would be random" in line

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from midus_config import MEMORY_TYPES
+from midus_config.declared_tensors import ZEROS, DeclaredTensor
+from midus_config.memory_types import MemoryOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory import MEMORY_MODULES, MemoryModule, build_memory, register_memory
 from midus_hf.memory.headwise import HeadwiseMemory
@@ -48,7 +51,8 @@ def test_a_type_that_has_a_module_is_refused_another(table):
 
 
 def test_the_same_class_loaded_twice_takes_its_own_name_again(table):
-    again = type("HeadwiseMemory", (HeadwiseMemory,), {"__qualname__": "HeadwiseMemory"})
+    names = {"__qualname__": "HeadwiseMemory", "__module__": "transformers_modules.model.midus_hf_memory_headwise"}
+    again = type("HeadwiseMemory", (HeadwiseMemory,), names)
     assert register_memory("headwise")(again) is again
     assert table["headwise"] is again
 
@@ -59,6 +63,36 @@ def test_a_module_without_a_declared_type_is_refused():
         match="memory type 'exemple' has a module, Stray, but no options; expected one of chapters, headwise",
     ):
         register_memory("exemple")(type("Stray", (MemoryModule,), {}))
+
+
+@pytest.mark.parametrize("name", ["options", "declared", "inputs", "type", "forward", "training"])
+def test_a_tensor_with_the_name_of_something_that_modules_have_is_refused(name, table, monkeypatch):
+    @dataclass(kw_only=True)
+    class Named(MemoryOptions):
+        sites = ("behind-layer",)
+
+        def tensors(self, sizes):
+            return {f"{name}.weight": DeclaredTensor((2, 2), "projection", ZEROS)}
+
+    monkeypatch.setitem(MEMORY_TYPES, "named", Named)
+    with pytest.raises(
+        ValueError, match=f"has a tensor '{name}', the name of something that every module of a memory"
+    ):
+        register_memory("named")(type("NamedMemory", (MemoryModule,), {}))
+    assert "named" not in table
+
+
+def test_a_tensor_that_is_not_declared_is_refused(table):
+    class Secretive(MEMORY_MODULES["linear"]):
+        def __init__(self, options, sizes):
+            super().__init__(options, sizes)
+            self.register_buffer("hidden_table", torch.zeros(2))
+
+    table["linear"] = Secretive
+    with pytest.raises(
+        ValueError, match=r"has a tensor 'hidden_table', which LinearOptions.tensors leaves out; expected"
+    ):
+        build_memory(MEMORY_TYPES["linear"](), SIZES)
 
 
 def test_a_type_without_a_module_is_refused_where_one_is_built(table):

@@ -43,7 +43,9 @@ def test_weights_that_lack_a_tensor_are_refused(upscaled, corpus, tmp_path):
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.memory.value_bank"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"whose weights lack 1 tensors, such as 'model.layers.1.memory.value_bank'"):
+    with pytest.raises(
+        ValueError, match=r"whose checkpoint lacks 1 of its tensors, such as model.layers.1.memory.value_bank"
+    ):
         train(tiny_config(model, corpus, tmp_path / "out"))
 
 

@@ -216,6 +216,7 @@ def test_a_record_that_is_not_json_is_refused(base, tmp_path):
         ({"plan": None}, "config.json has a malformed plan"),
         ({"plan": [{"bas": 0}]}, "config.json has a malformed plan"),
         ({"base_config": []}, "config.json has a malformed plan"),
+        ({"new_memories": [["x"]]}, r"config.json has a malformed plan \(.*new_memories is \[\['x'\]\], no list of names"),
         ({"plan": [{"base": 0}, {"base": 1}]}, "the plan in config.json has 2 layers from 2 of 4 base layers, the model 6"),
         ({"base_config": {"num_hidden_layers": 2**40}}, "has 6 layers from 4 of 1099511627776 base layers"),
     ],

@@ -120,6 +120,8 @@ def read_plan(entry: Config, model: BaseModel) -> Plan:
     """
     try:
         memories = tuple(entry.get("new_memories", ()))
+        if not all(isinstance(name, str) for name in memories):
+            raise TypeError(f"new_memories is {list(memories)}, no list of names")
         plan = Plan.from_list(entry["plan"], entry["base_config"]["num_hidden_layers"], memories)
         sound = 0 < plan.num_base_layers <= MOST_LAYERS and all(
             layer in range(plan.num_base_layers) for layer in (*plan.kept_indices, *plan.sources)
