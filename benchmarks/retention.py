@@ -3,11 +3,12 @@
     python -m benchmarks.retention --work outputs/retention
     python -m benchmarks.retention --work outputs/retention --seeds 0,1,2 --rates 1e-3,3e-4
 
-SmolLM2-135M with Mixture of Chapters, and with four blocks of LLaMA-Pro, which have as many new parameters (14.1 M, within 0.3 %).
-The new parameters alone are trained on presidential addresses. Each model is then fine-tuned whole on chats, the one with chapters
-three times: with its bank at the same rate as everything else, at a tenth of it, and frozen (the paper's appendix A.4.4). Measured
-after each stage are the loss on held-out addresses, the loss on Wikipedia articles, which neither stage trains on, and two sets of
-questions. Every step is a command that a person would type, and is skipped where its folder is there: a run goes on where it stopped.
+SmolLM2-135M with Mixture of Chapters, and with four blocks of LLaMA-Pro, each behind seven or eight layers, which have as many new
+parameters (14.1 M, within 0.3 %). The new parameters alone are trained on presidential addresses. Each model is then fine-tuned whole
+on chats, the one with chapters three times: with its bank at the same rate as everything else, at a tenth of it, and frozen (the
+paper's appendix A.4.4). Measured after each stage are the loss on held-out addresses, the loss on Wikipedia articles, which neither
+stage trains on, and two sets of questions. Every step is a command that a person would type, and is skipped where its folder is
+there: a run goes on where it stopped.
 """
 
 import argparse
@@ -35,7 +36,7 @@ _CONFIGS = Path(__file__).parent.parent / "configs"
 
 ARMS: dict[str, list[str]] = {
     "moc": ["--method", "moc", *("--set layers=7 --set memory_tokens=7552 --set chapters=118".split())],
-    "llama-pro": ["--method", "llama-pro", *("--num-new-layers 4 --placement distributed".split())],
+    "llama-pro": ["--method", "llama-pro", *("--placement 7,16,24,33".split())],
 }
 BANKS: dict[str, dict[str, Any]] = {
     "equal": {},

@@ -161,6 +161,8 @@ def read_memories(entries: Any, sizes: ModelSizes) -> Memories:
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes)
     _check_layers(memories)
+    for name in memories.attached:
+        _check_tables(name, memories.tables(name))
     names = [entry.name for entry in memories.entries if entry.is_attached]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
@@ -183,6 +185,16 @@ def _check_layers(memories: Memories) -> None:
                 f"memory {entry.name!r} is attached to layer {min(own)}, which was inserted for a memory; expected layers of the "
                 "base, which have a feed-forward network."
             )
+
+
+def _check_tables(name: str, tables: tuple[SharedTables, ...]) -> None:
+    readers = [layer for shared in tables for layer in shared.layers]
+    twice = [layer for layer in readers if readers.count(layer) > 1]
+    if twice:
+        raise ValueError(
+            f"layer {twice[0]} reads two shared tables of memory {name!r}; expected at most one. Declare one that is as long as "
+            "both, of which layers read stretches."
+        )
 
 
 def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:

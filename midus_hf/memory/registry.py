@@ -57,6 +57,8 @@ class MemoryModule(DeclaredModule):
     """Whether the state stays right when the last tokens of a sequence are taken back, as assisted decoding does."""
     reads_ahead: bool = False
     """Whether what a token gets depends on later tokens: then a sequence cannot be continued from a cache."""
+    index: int = 0
+    """Which of the layers that have the memory this one is in, counted from 0; the host says."""
     values_were_set: bool = False
     """Whether a model that went into training mode has seen what it adds through, frozen, to be anything but zero."""
 
@@ -105,13 +107,19 @@ def _check_names(memory_type: str) -> None:
         )
 
 
-def build_memory(options: MemoryOptions, sizes: ModelSizes) -> MemoryModule:
-    """The module of a memory.
+def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0) -> MemoryModule:
+    """The module of a memory in one layer.
+
+    Args:
+        options: Of its type.
+        sizes: Of the model.
+        index: Which of the layers that have the memory it is in. Default: the first.
 
     Raises:
         ValueError: If its type has none, or one with parameters or buffers that its options do not declare.
     """
     memory = module_of(options.type)(options, sizes)
+    memory.index = index
     tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
     undeclared = [name for name in tensors if name not in memory.declared]
     if undeclared:

@@ -64,12 +64,16 @@ class HostLayer:
             self.mlp = self.mlp_class(config)
         if self.sites:
             self.memories = nn.ModuleDict(
-                {entry.name: build_memory(entry.options, memories.sizes) for entry in memories.attached_to(layer_idx)}
+                {
+                    entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx))
+                    for entry in memories.attached_to(layer_idx)
+                }
             )
             self.classes |= {name: type(memory) for name, memory in self.memories.items()}
 
     def _become_block(self, config, memories: Memories) -> None:
-        options = inserted_options(memories.inserted[self.layer_idx])
+        entry = memories.inserted[self.layer_idx]
+        options = inserted_options(entry)
         output_norm = self.attention_output_norm if options.keeps_output_projection else None
         self.normalises_output, self.adds_block_input = output_norm is not None, options.adds_block_input
         for name in [
@@ -79,7 +83,7 @@ class HostLayer:
         self.self_attn = self.attention_class(config, self.layer_idx)
         if not options.keeps_output_projection:
             self.self_attn.drop_output_projection()
-        self.memory = build_memory(options, memories.sizes)
+        self.memory = build_memory(options, memories.sizes, entry.layers.index(self.layer_idx))
         self.classes[""] = type(self.memory)
 
     def forward(

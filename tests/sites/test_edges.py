@@ -6,9 +6,12 @@ from sites.cases import CASES
 from sites.toy_memory import Toy
 from tiny import prompt
 
+from midus_config.memory_entries import read_memories
+from midus_config.memory_types import MEMORY_TYPES, SharedTables
+from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.memory_inputs import MemoryInputs
-from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
+from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from upscalers import RequestError, strip, upscale
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.runs.verify import comparison_bytes
@@ -104,3 +107,19 @@ def test_a_base_that_is_stripped_has_its_own_dtype_though_most_bytes_were_those_
     told = strip(tmp_path / "out", tmp_path / "stripped")
     assert told["base_confirmed"]
     assert (tmp_path / "stripped" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_a_memory_knows_which_of_its_layers_it_is_in(base, tmp_path):
+    upscale(base=base, method="toy", output=tmp_path / "out", options={"layers": [0, 2, 3]}, verify=False)
+    model = load(tmp_path / "out").get_decoder()
+    assert [model.layers[layer].memories["toy"].index for layer in (0, 2, 3)] == [0, 1, 2]
+
+
+def test_a_layer_that_reads_two_shared_tables_is_refused(monkeypatch):
+    sizes = ModelSizes(hidden_size=8, num_heads=2, num_layers=3)
+    tables = (SharedTables((0, 1), {}), SharedTables((1, 2), {}))
+    monkeypatch.setattr(MEMORY_TYPES["toy"], "tables", lambda self, sizes, layers: tables)
+    with pytest.raises(
+        ValueError, match="layer 1 reads two shared tables of memory 'toy'; expected at most one. Declare"
+    ):
+        read_memories([{"type": "toy", "layers": [0, 1, 2]}], sizes)

@@ -1,7 +1,6 @@
 """Check of new layers and memories one layer at a time: each computes what the base computes there."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,56 +19,77 @@ from upscalers.runs.streamed_model import read_tensor
 _BATCH, _TOKENS = 2, 16
 
 
-@dataclass(frozen=True)
+class _PassedBy(torch.nn.Module):
+    """Stands in the place of a layer that is not looked at."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Give the residual stream on as it is."""
+        return hidden_states
+
+
 class _Layers:
-    """The layers of a model, to be run one at a time, each on its own.
+    """The layers of a model, to be run one at a time: all others are passed by, and have no weights.
 
     Args:
         config: As transformers reads it.
         model: Opened; the upscaled model's tensors may be those that were just written.
         dtype: To run in.
+
+    Raises:
+        RequestError: If transformers cannot build a model from the config.
     """
 
-    config: Any
-    model: BaseModel
-    dtype: torch.dtype
-
-    def output(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a layer makes of hidden states `[B, T, D]`."""
+    def __init__(self, config: Any, model: BaseModel, dtype: torch.dtype):
+        self._model, self._dtype = model, dtype
         try:
             with torch.device("meta"):
-                model = AutoModel.from_config(_single_layer(self.config, layer), dtype=self.dtype)
-            model.rotary_emb = type(model.rotary_emb)(model.config)
+                self._stack: Any = AutoModel.from_config(_adding_where_it_reads(config), dtype=dtype)
+            self._stack.rotary_emb = type(self._stack.rotary_emb)(self._stack.config)
         except Exception as error:
             raise RequestError(
                 f"transformers cannot build a model from the config ({type(error).__name__}: {one_line(error)}). "
                 "Repair config.json of the base."
             ) from None
+        self._stack.norm = torch.nn.Identity()
+        self._layers = list(self._stack.layers)
+        for index in range(len(self._layers)):
+            self._stack.layers[index] = _PassedBy()
+
+    def output(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a layer makes of hidden states `[B, T, D]`."""
+        layer = self._layers[index]
+        tables = {
+            f"{self._model.prefix}{TABLES}.{entry.name}.{number}.": self._stack.memory_tables[entry.name][str(number)]
+            for entry in self._model.memories.attached_to(index)
+            for number, shared in enumerate(self._model.memories.tables(entry.name))
+            if index in shared.layers
+        }
         try:
-            state = self._state(self.model.new_name(layer, ""))
-            own = self.model.layer_tensors(layer)  # a layer of the base may hold more, which is carried along
-            model.layers[0].load_state_dict({name: state[name] for name in own if name in state}, assign=True)
-            for entry in self.model.memories.attached_to(layer):
-                for number, shared in enumerate(self.model.memories.tables(entry.name)):
-                    if layer in shared.layers:
-                        state = self._state(f"{self.model.prefix}{TABLES}.{entry.name}.{number}.")
-                        model.memory_tables[entry.name]["0"].load_state_dict(state, assign=True)
+            state = self._state(self._model.new_name(index, ""))
+            own = self._model.layer_tensors(index)  # a layer of the base may hold more, which is carried along
+            layer.load_state_dict({name: state[name] for name in own if name in state}, assign=True)
+            for prefix, shared_tables in tables.items():
+                shared_tables.load_state_dict(self._state(prefix), assign=True)
         except RuntimeError as error:
-            raise VerificationError(f"new layer {layer} does not load as it was saved: {one_line(error)}") from None
-        model.norm = torch.nn.Identity()
+            raise VerificationError(f"new layer {index} does not load as it was saved: {one_line(error)}") from None
+        self._stack.layers[index] = layer
         try:
             with torch.no_grad():
-                return model.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
+                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
         except Exception as error:
             raise RequestError(
                 f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "
                 "Repair config.json of the base."
             ) from None
+        finally:
+            self._stack.layers[index] = _PassedBy()
+            for loaded in (layer, *tables.values()):
+                loaded.to("meta")
 
     def _state(self, prefix: str) -> dict[str, torch.Tensor]:
         return {
-            name.removeprefix(prefix): read_tensor(place, self.dtype)
-            for name, place in self.model.tensors.items()
+            name.removeprefix(prefix): read_tensor(place, self._dtype)
+            for name, place in self._model.tensors.items()
             if name.startswith(prefix)
         }
 
@@ -133,16 +153,12 @@ def check_blocks(
         progress.advance()
 
 
-def _single_layer(config: Any, index: int) -> Any:
+def _adding_where_it_reads(config: Any) -> Any:
+    """The config with memories that add where they read, if they skip layers: the others are passed by."""
     values = config.to_dict()
     values.pop("auto_map", None)
-    values["num_hidden_layers"] = 1
-    if values.get("layer_types"):
-        values["layer_types"] = [values["layer_types"][index]]
     if "memory" in values:
         values["memory"] = [
-            {**entry, "layers": [0], **({"into": [0]} if "into" in entry else {})}
-            for entry in values["memory"]
-            if index in entry["layers"]
+            {**entry, **({"into": entry["layers"]} if "into" in entry else {})} for entry in values["memory"]
         ]
     return type(config)(**values)
