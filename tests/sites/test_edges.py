@@ -120,6 +120,6 @@ def test_a_layer_that_reads_two_shared_tables_is_refused(monkeypatch):
     tables = (SharedTables((0, 1), {}), SharedTables((1, 2), {}))
     monkeypatch.setattr(MEMORY_TYPES["toy"], "tables", lambda self, sizes, layers: tables)
     with pytest.raises(
-        ValueError, match="layer 1 reads two shared tables of memory 'toy'; expected at most one. Declare"
+        ValueError, match=r"layer 1 reads two shared tables of memory 'toy'; expected at most one\. Declare"
     ):
         read_memories([{"type": "toy", "layers": [0, 1, 2]}], sizes)
