@@ -43,9 +43,9 @@ class MemoryModule(DeclaredModule):
     memory_type: ClassVar[str]
     inputs: tuple[str, ...] = ()
     """Names of keyword arguments of the model's forward pass that the memory asks for; options may make them fewer."""
-    asks: ClassVar[tuple[Literal["tokens", "state", "report"], ...]] = ()
+    asks: tuple[Literal["tokens", "state", "report"], ...] = ()
     """What the model tells the memory, by keyword. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if the pass has a cache and
-    the memory `keeps_state`. `report`: a `RouterReport`, if somebody wants to know how it routes."""
+    the memory `keeps_state`. `report`: a `RouterReport`, if somebody wants to know how it routes. Options may make them fewer."""
     projections: ClassVar[tuple[str, ...]] = ()
     """Roles of the projections that a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
     `output_projection`, `gate`, `up`, `down`."""
