@@ -66,3 +66,15 @@ MIXTURE_OF_CHAPTERS = Paper(
   year      = {2026}
 }""",
 )
+
+ULTRAMEM_V2 = Paper(
+    title="UltraMemV2: Memory Networks Scaling to 120B Parameters with Superior Long-Context Learning",
+    reference="arXiv:2508.18756",
+    bibtex="""@article{ultramemv2,
+  title   = {{UltraMemV2}: Memory Networks Scaling to {120B} Parameters with Superior Long-Context Learning},
+  author  = {Huang, Zihao and Bao, Yu and Min, Qiyang and Chen, Siyan and Guo, Ran and Huang, Hongzhi and Zhu, Defa and Zeng, Yutao
+             and Wu, Banggu and Zhou, Xun and Qiao, Siyuan},
+  journal = {arXiv preprint arXiv:2508.18756},
+  year    = {2025}
+}""",
+)

@@ -1,0 +1,203 @@
+"""The memory layer of UltraMemV2, and of its forerunners: PEER's pre-values, Memory+."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from midus_config.memories.ultramem import UltraMemOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.registry import MemoryModule, register_memory
+from midus_hf.memory.retrieval import recomputing
+from midus_hf.memory.router_report import RouterReport
+from midus_hf.memory.tucker_losses import core_penalty, key_balance
+from midus_hf.ops.gathered_products import gathered_products
+from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.product_key import product_key_topk
+from midus_hf.ops.tucker_topk import leading_vectors, tucker_topk
+from midus_hf.ops.weighted_gather import weighted_gather
+
+_EPS = 1e-6
+_ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
+
+
+@register_memory("ultramem")
+class UltraMem(MemoryModule):
+    """Slots of a large table, retrieved by Tucker-decomposed scores, their values scaled and summed (section 3, equation 15).
+
+    Args:
+        options: `UltraMemOptions`.
+        sizes: Of the model.
+    """
+
+    asks: tuple[Literal["tokens", "state", "report"], ...] = ("report",)
+
+    options: UltraMemOptions
+    query_projection: nn.Linear
+    row_keys: torch.Tensor
+    column_keys: torch.Tensor
+    query_norm_weight: torch.Tensor
+    key_norm_weight: torch.Tensor
+    core: torch.Tensor
+    row_vector: torch.Tensor
+    column_vector: torch.Tensor
+    pre_projection: nn.Linear
+    gate_projection: nn.Linear
+    value_projection: nn.Linear
+    value_table: torch.Tensor
+    pre_value_table: torch.Tensor
+
+    def __init__(self, options: UltraMemOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.num_heads, self.num_slots = options.heads, options.num_rows
+        self.key_width = options.width("key_width", sizes)
+        self.has_pre_values = options.width("pre_value_width", sizes) > 0
+        self.sparse_gradient = False
+        """Whether gradients of tables are sparse tensors of the rows that were read."""
+        if not options.has_losses:
+            self.asks = ()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        tables: Mapping[str, torch.Tensor] | None = None,
+        report: RouterReport | None = None,
+        backend: str = "auto",
+    ) -> torch.Tensor:
+        """What the memory adds.
+
+        Args:
+            hidden_states: `[B, T, D]`, what the feed-forward network reads.
+            tables: Those of values, where layers share them. Default: the layer's own.
+            report: Takes the losses on keys and cores. Default: not wanted.
+            backend: Body of the ops. Default: `"auto"`.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        if hidden_states.numel() == 0:
+            return hidden_states * 0
+        tables = tables or {}
+        value_table = tables["value_table"] if "value_table" in tables else self.value_table
+        scores, slots = self._select(hidden_states, report, backend)
+        weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
+        weights, slots = weights.flatten(-2), slots.flatten(-2)  # [B, T, H * k]
+        rows = self._rows(slots, len(value_table))
+        if self.has_pre_values:
+            pre_values = tables["pre_value_table"] if "pre_value_table" in tables else self.pre_value_table
+            products = gathered_products(
+                self.pre_projection(hidden_states),
+                pre_values,
+                rows,
+                sparse_gradient=self.sparse_gradient,
+                backend=backend,
+            )
+            weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
+        summed = [
+            weighted_gather(value_table, rows, of_block, sparse_gradient=self.sparse_gradient, backend=backend)
+            for of_block in self._by_projection(weights, slots)
+        ]
+        values = torch.cat(summed, dim=-1).to(hidden_states.dtype)  # [B, T, E * D_v]
+        if self.options.output_gate:
+            gate = nn.functional.silu(self.gate_projection(hidden_states))
+            values = values * gate.repeat(*[1] * (gate.dim() - 1), len(summed))
+        return self.value_projection(values)
+
+    def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights, float32, and rows, int64, of the tables that the layer reads, that each head retrieves, both `[B, T, H, k]`;
+        nothing is changed."""
+        scores, slots = self._select(hidden_states, None, "auto", keep_vectors=False)
+        weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
+        return weights, self._shuffled(slots) % self.num_slots
+
+    def _select(
+        self, hidden_states: torch.Tensor, report: RouterReport | None, backend: str, keep_vectors: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores, float32 at least, and virtual slots, both `[B, T, H, k]`."""
+        options = self.options
+        query = self.query_projection(hidden_states)
+        query = query.unflatten(-1, (2, options.heads, options.rank, self.key_width))  # [B, T, 2, H, r, D_k]
+        if options.scoring == "sum":
+            row_keys, column_keys = self.row_keys[:, 0, :, 0], self.column_keys[:, 0, :, 0]  # [H, n, D_k]
+            joined = query.squeeze(-2).movedim(-3, -2).flatten(-2)  # [B, T, H, 2 * D_k]
+            return product_key_topk(joined, row_keys, column_keys, options.k, backend=backend)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        with without_autocast(hidden_states.device.type):
+            query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
+            row_scores, column_scores = (
+                torch.einsum("BThrd,hanrd->BThanr", query[:, :, side], self._normalised_keys(keys, wide))
+                for side, keys in enumerate((self.row_keys, self.column_keys))
+            )  # [B, T, H, h, n, r]
+            row_vector, column_vector = self._leading_vectors(wide, keep_vectors and self.training)
+            if report is not None:
+                self._report(row_scores, column_scores, row_vector, column_vector, report)
+            return tucker_topk(
+                row_scores, column_scores, self.core, row_vector, column_vector, options.k, options.side
+            )
+
+    def _normalised_keys(self, keys: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        return _rms_normalised(keys.to(wide), self.key_norm_weight.to(wide))
+
+    def _leading_vectors(self, wide: torch.dtype, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The leading singular vectors of the cores as they are now; training keeps them, so that signs last."""
+        with torch.no_grad():
+            row, column = leading_vectors(self.core.to(wide), self.row_vector)
+            if keep and not recomputing():
+                self.row_vector.copy_(row)
+                self.column_vector.copy_(column)
+        return row, column
+
+    def _report(
+        self,
+        row_scores: torch.Tensor,
+        column_scores: torch.Tensor,
+        row_vector: torch.Tensor,
+        column_vector: torch.Tensor,
+        report: RouterReport,
+    ) -> None:
+        """Tell the leading scores of keys, and the losses times their coefficients."""
+        rows = torch.einsum("BThanr,habr->BThabn", row_scores, row_vector)
+        columns = torch.einsum("BThbnr,habr->BThabn", column_scores, column_vector)
+        logits = torch.stack([rows, columns], dim=2).flatten(0, 1).flatten(1, -2)  # [S, 2 * H * h * h, n]
+        loss = self.options.balance_coef * key_balance(logits, self.options.side)
+        if self.options.penalty_coef:
+            loss = loss + self.options.penalty_coef * core_penalty(self.core, self.options.penalty_margin)
+        report.tell(logits.flatten(0, 1), loss)
+
+    def _shuffled(self, slots: torch.Tensor) -> torch.Tensor:
+        """Virtual slots in another order, so that those that read one row lie neither in one row nor in one column of keys."""
+        count = self.options.num_virtual_slots
+        return slots if count == self.num_slots else slots * _coprime(count) % count
+
+    def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
+        """The rows of a stored table that virtual slots read."""
+        own = self.options.n**2
+        first = self.options.sharing.first(self.index, table_rows // own) * own
+        return (self._shuffled(slots) % self.num_slots + first) % table_rows
+
+    def _by_projection(self, weights: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Weights of the slots of each part that has a projection of its own, zero for all others."""
+        parts = self.options.num_projected
+        if parts == 1:
+            return [weights]
+        part_of_slot = self._shuffled(slots) // self.num_slots
+        return [weights.where(part_of_slot == part, 0) for part in range(parts)]
+
+    def extra_repr(self) -> str:
+        names = ("n", "key_pairs", "rank", "k", "heads", "share")
+        return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
+
+
+def _rms_normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + _EPS) * gain
+
+
+def _coprime(count: int) -> int:
+    """A number near the golden section of `count` without a common divisor: multiplying by it permutes the numbers below `count`."""
+    candidate = max(1, round(count * (math.sqrt(5) - 1) / 2))
+    while math.gcd(candidate, count) != 1:
+        candidate += 1
+    return candidate

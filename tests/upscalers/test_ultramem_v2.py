@@ -1,0 +1,160 @@
+"""The method ultramem-v2: the base computes the same with it, all of it trains, `strip` gives the base back, misfits are refused."""
+
+import json
+
+import pytest
+import torch
+from tiny import prompt, save_tiny_model
+
+from tests.upscalers.checkpoints import load, logits, read_tensors
+from upscalers import strip, upscale
+
+SMALL = {"n": 8, "k": 4}
+KINDS = {
+    "own": {},
+    "zero-projection": {"zero": "projection"},
+    "ring": {"share": "ring:4"},
+    "noring": {"share": "noring:2", "layers": [0, 1, 3]},
+    "block": {"share": "block:2"},
+    "expanded": {"key_pairs": 2, "projections": "per-block"},
+    "heads": {"heads": 2, "rank": 3, "activation": "gelu", "side_k": 5},
+    "no-pre-values": {"pre_value_width": 0},
+    "skip": {"site": "skip", "span": 2},
+    "memory-plus": {"preset": "memory-plus", "n": 8, "k": 3, "key_width": 4},
+    "losses": {"balance_coef": 0.1, "penalty_coef": 0.1, "penalty_margin": 0.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_base_and_strip_gives_it_back(native_family, kind, dtype, tmp_path):
+    base = save_tiny_model(native_family, tmp_path / "base", dtype)
+    report = upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options={**SMALL, **KINDS[kind]})
+    assert report.identity.checked == "logits" and report.identity.max_abs_diff == 0.0
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is True
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "stripped" / name).read_bytes() == (base / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_three_steps_every_new_tensor_has_moved(native_family, kind, tmp_path):
+    base = save_tiny_model(native_family, tmp_path / "base", torch.float32)
+    upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options={**SMALL, **KINDS[kind]}, verify=False)
+    model, native = load(tmp_path / "out").train(), dict(load(base).named_parameters())
+    before = {name: value.clone() for name, value in model.named_parameters() if name not in native}
+    optimizer = torch.optim.AdamW([value for name, value in model.named_parameters() if name in before], lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(prompt(), labels=prompt()).loss.backward()
+        optimizer.step()
+    assert before
+    still = [name for name, value in model.named_parameters() if name in before and torch.equal(value, before[name])]
+    assert not still
+
+
+@pytest.mark.parametrize("kind", ["own", "ring", "expanded", "memory-plus"])
+def test_what_is_made_block_by_block_is_checked_too(kind, base, tmp_path):
+    options = {**SMALL, **KINDS[kind]}
+    report = upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=options, verify=False)
+    assert report.identity.checked == "blocks" and report.identity.max_abs_diff == 0.0
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+@pytest.mark.parametrize(
+    ("options", "of_layer", "of_model"),
+    [
+        ({}, {"value_table": [64, 6], "pre_value_table": [64, 2], "row_keys": [1, 1, 8, 2, 16]}, {}),
+        (
+            {"share": "all"},
+            {"column_keys": [1, 1, 8, 2, 16]},
+            {"0.value_table": [64, 6], "0.pre_value_table": [64, 2]},
+        ),
+        (
+            {"share": "ring:4"},
+            {"row_keys": [1, 1, 16, 2, 16]},
+            {"0.value_table": [256, 6], "0.pre_value_table": [256, 2]},
+        ),
+        (
+            {"share": "block:2", "pre_value_width": 0},
+            {"row_keys": [1, 1, 11, 2, 16]},
+            {"0.value_table": [128, 6], "1.value_table": [128, 6]},
+        ),
+        (
+            {"key_pairs": 2, "projections": "per-block"},
+            {"core": [1, 2, 2, 2, 2], "value_projection.weight": [32, 24], "value_table": [64, 6]},
+            {},
+        ),
+    ],
+    ids=["own", "all", "ring", "block", "expanded"],
+)
+def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
+    upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options={**SMALL, **options}, verify=False)
+    tensors = {name: list(value.shape) for name, value in read_tensors(tmp_path / "out").items()}
+    prefix = "model.layers.1.memories.ultramem."
+    found = {name.removeprefix(prefix): shape for name, shape in tensors.items() if name.startswith(prefix)}
+    assert {name: found[name] for name in of_layer} == of_layer
+    tables = "model.memory_tables.ultramem."
+    assert {name.removeprefix(tables): shape for name, shape in tensors.items() if name.startswith(tables)} == of_model
+    assert ("value_table" in found) == (not of_model)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "n=40000 share=ring:4",
+            "n is 40000, key_pairs 1 and share 'ring:4', which make 6,400,000,000 slots; expected at most",
+        ),
+        (
+            "key_pairs=3000 n=64",
+            "n is 64, key_pairs 3000 and share 'none', which make 36,864,000,000 slots; expected at most",
+        ),
+        ("rank=17", "rank is 17, more than the 16 features of a key; expected fewer. Lower rank."),
+        ("share=ring:5", "share is 'ring:5', but 4 layers have the memory; expected a group of at most as many."),
+        (
+            "share=block:3",
+            "share is 'block:3', which does not divide the 4 layers that have the memory; expected a divisor.",
+        ),
+        ("share=rings:2", "share is 'rings:2'; expected none, all, noring:G, ring:G or block:G, such as ring:4."),
+        (
+            "value_width=1/3",
+            "value_width is 1/3 of hidden_size = 32, which is 10.6667; expected a whole number from 1 to the hidden",
+        ),
+        ("value_width=0", "value_width is 0; expected 1 or more."),
+        ("pre_value_width=-1", "pre_value_width is -1; expected 0 or more."),
+        ("key_width=wide", "key_width is 'wide'; expected a number, or a fraction of the hidden size such as 3/16."),
+        (
+            "value_width=2/1",
+            "value_width is 2/1 of hidden_size = 32, which is 64; expected a whole number from 1 to the hidden",
+        ),
+        (
+            "k=100 side_k=4",
+            "k is 100; expected at most 16, the pairs of 4 rows and 4 columns that the first stage keeps.",
+        ),
+        ("side_k=9 n=8", "side_k is 9; expected 1 <= side_k <= 8, the keys of a set, or null."),
+        ("heads=0", "heads is 0; expected 1 or more."),
+        ("scoring=sum", "scoring is 'sum', which has no core, with rank 2 and key_pairs 1; expected 1 for both."),
+        (
+            "zero=none",
+            "zero is 'none', with which the new memory changes what the base computes; expected values or projection.",
+        ),
+        ("balance_coef=-1", "balance_coef is -1.0; expected 0 or more."),
+        ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(command, base, tmp_path, words, message):
+    options = [word for pair in words.split() for word in ("--set", pair)]
+    done = command("--base", base, "--method", "ultramem-v2", "--output", tmp_path / "out", *options)
+    assert done.status == 2 and len(done.err.strip().splitlines()) == 1
+    assert message in done.err and not (tmp_path / "out").exists()
+
+
+def test_a_model_from_a_config_trains_from_scratch_without_zeros(base, tmp_path):
+    upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=SMALL, verify=False)
+    config = load(tmp_path / "out").config
+    config.memory = [{**config.memory[0], "zero": "none"}]
+    model = type(load(tmp_path / "out"))(config)
+    memory = model.get_decoder().layers[0].memories["ultramem"]
+    assert memory.value_table.abs().min() > 0 and memory.value_projection.weight.abs().min() > 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["memory"][0]["zero"] == "values"

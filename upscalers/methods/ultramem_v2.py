@@ -1,0 +1,27 @@
+"""UltraMemV2: a large table of values beside every feed-forward network."""
+
+from midus_config.memories.ultramem import UltraMemOptions
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.attached_memory import AttachedMemoryMethod
+from upscalers.methods.contract import register_method
+from upscalers.methods.papers import ULTRAMEM_V2
+from upscalers.request.errors import RequestError
+
+
+@register_method("ultramem-v2")
+class UltraMemV2(AttachedMemoryMethod):
+    """Every feed-forward network has a memory beside it, which retrieves slots of a large table."""
+
+    summary = "a large value table beside every feed-forward network, retrieved by Tucker-decomposed keys (identity at start)"
+    paper = ULTRAMEM_V2
+    identity = True
+    memory_options = UltraMemOptions
+    default_layers = "all"
+
+    def check(self, base: BaseModel) -> None:
+        super().check(base)
+        if self.options.zero == "none":
+            raise RequestError(
+                "zero is 'none', with which the new memory changes what the base computes; expected values or projection. It is for "
+                "models that are trained from scratch, whose config has it."
+            )
