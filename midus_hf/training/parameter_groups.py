@@ -18,9 +18,9 @@ _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     """Split the parameters that train into groups for an optimizer.
 
-    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule;
-    everything else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not biases.
-    Which parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
+    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or keys
+    count as weights; everything else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not
+    biases. Which parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
     group.
 
     Args:
@@ -102,13 +102,15 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
     keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
     norms = _ids_of(model, "norm")  # they have a row per head, and still do not decay
     rest = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
+    if rates.memory_keys == "weights":
+        keys, rest = set(), rest | keys
     together = (
         rates.value_learning_rate is None and rates.value_schedule == "constant" and not rates.value_weight_decay
     )
 
     def name_of(parameter: nn.Parameter) -> str:
         if id(parameter) in keys | values:
-            return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
+            return "keys_and_values" if together and keys else "values" if id(parameter) in values else "keys"
         decays = parameter.dim() > 1 and id(parameter) not in norms
         if rates.memory_learning_rate is not None and id(parameter) in rest:
             return "memory" if decays else "memory_no_decay"

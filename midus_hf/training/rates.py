@@ -10,6 +10,9 @@ ValueSchedule = Literal["constant", "fixed", "4x-to-1x"]
 ValueTransforms = Literal["weights", "values"]
 """What the tensors count as that make values from others: see `Rates`."""
 
+MemoryKeys = Literal["constant", "weights"]
+"""What memory keys count as: see `Rates`."""
+
 Schedule = Literal["cosine", "linear", "constant_with_warmup", "warmup_stable_decay"]
 """The course of every other rate: see `Rates`."""
 
@@ -33,7 +36,10 @@ class Rates:
             and decay, as all that is no key or value (MIDUS, appendix B.1). `"values"`: they have the values' rate,
             course and decay (appendix F.3, which gives the fixed rate to the memory layer as a whole). Default:
             `"weights"`.
-        weight_decay: Decay of matrices; norms, biases and keys have none. Default: 0.
+        memory_keys: What memory keys count as. `"constant"`: they keep one rate and do not decay (MIDUS). `"weights"`: they
+            follow the schedule and decay, as all that is no value (Memory Layers at Scale, UltraMemV2). Default: `"constant"`.
+        weight_decay: Decay of matrices; norms, biases and, if they are constant, keys have none.
+            Default: 0.
         value_weight_decay: Decay of memory values. Default: 0.
         warmup_ratio: Share of the steps in which the rate rises from zero. Default: 0.1.
         schedule: Course of the rate after that: `"cosine"` or `"linear"` to zero, `"constant_with_warmup"`, or
@@ -52,6 +58,7 @@ class Rates:
     value_learning_rate: float | None = None
     value_schedule: ValueSchedule = "constant"
     value_transforms: ValueTransforms = "weights"
+    memory_keys: MemoryKeys = "constant"
     weight_decay: float = 0.0
     value_weight_decay: float = 0.0
     warmup_ratio: float = 0.1
@@ -63,6 +70,7 @@ class Rates:
         for name, choices in (
             ("value_schedule", ValueSchedule),
             ("value_transforms", ValueTransforms),
+            ("memory_keys", MemoryKeys),
             ("schedule", Schedule),
         ):
             _check_one_of(name, getattr(self, name), choices)

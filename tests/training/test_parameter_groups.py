@@ -135,6 +135,20 @@ def test_what_memories_have_beside_keys_and_values_can_have_a_rate_of_its_own(mo
     assert [group["name"] for group in groups] == ["decay", "no_decay", "keys_and_values"]
 
 
+def test_keys_may_follow_the_schedule_and_decay_as_weights_do(model):
+    groups = parameter_groups(model, Rates(weight_decay=0.1, memory_keys="weights"))
+    assert [(group["name"], group["course"]) for group in groups] == [
+        ("decay", "schedule"),
+        ("no_decay", "schedule"),
+        ("values", "constant"),
+    ]
+    assert memory_parameters(model, KEYS) <= names_in(model, groups[0]) and groups[0]["weight_decay"] == 0.1
+    assert names_in(model, groups[2]) == memory_parameters(model, ["value_bank"])
+    groups = parameter_groups(model, Rates(memory_learning_rate=2e-3, memory_keys="weights"))
+    assert names_in(model, groups[2]) == memory_parameters(model, [*KEYS, "value_transform"])
+    assert (groups[2]["name"], groups[2]["lr"]) == ("memory", 2e-3)
+
+
 def test_norms_and_biases_of_memories_with_a_rate_of_their_own_do_not_decay():
     memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
     groups = parameter_groups(memory, Rates(memory_learning_rate=2e-3, weight_decay=0.1))

@@ -32,6 +32,7 @@ def course(rates: Rates, steps: int) -> list[float]:
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
         ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
+        ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
         (
             {"schedule": "polynomial"},
             "schedule is 'polynomial'; expected one of 'cosine', 'linear', 'constant_with_warmup', 'warmup_stable_decay'.",
