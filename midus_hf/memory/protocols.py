@@ -25,6 +25,14 @@ class RetrievesSlots(Protocol):
 
 
 @runtime_checkable
+class ReadsFewRows(Protocol):
+    """A memory that reads few rows of a large table: the gradient of the table can be a sparse tensor of these rows."""
+
+    sparse_gradient: bool
+    """Whether it is."""
+
+
+@runtime_checkable
 class ScoresSubKeys(Protocol):
     """A memory whose queries are compared with sub-keys: their selection can be balanced."""
 

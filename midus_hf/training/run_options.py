@@ -31,6 +31,8 @@ class RunOptions:
         frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
             `memory.balance.balance_loss`. Default: 0, none.
+        sparse_values: Whether gradients of large value tables are of the rows that a step has read, and AdamW updates these alone;
+            see `TrainsTables`. Default: false.
         adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
@@ -72,6 +74,7 @@ class RunOptions:
     trainable: Trainable = "auto"
     frozen: list[Role] = dataclasses.field(default_factory=list)
     balance_loss: float = 0.0
+    sparse_values: bool = False
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     max_steps: int | None = None

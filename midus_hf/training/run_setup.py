@@ -29,6 +29,7 @@ from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
+from midus_hf.training.trains_tables import memories_of_few_rows
 from midus_hf.training.written_files import LOG_NAME
 
 Chosen = tuple[Any, RenderableType]
@@ -102,6 +103,8 @@ def make_run(
     set_seed(config.seed)
     model, accompanying_files = model_of_run(config, request.model_config)
     use_cache = model.config.use_cache
+    if config.sparse_values:
+        memories_of_few_rows(model)
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
@@ -123,6 +126,7 @@ def make_run(
         early_stop=config.early_stop,
         rates=rates,
         balance_loss=config.balance_loss,
+        sparse_values=config.sparse_values,
         usage_every=config.usage_every,
         **trainer_options,
     )

@@ -1,6 +1,6 @@
 """What any Trainer needs to train memories as MIDUS does: parameter groups, and a course of the rate for each."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,15 +8,10 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 
 from midus_hf.training.parameter_groups import group_schedules, parameter_groups, schedule_factor, schedule_groups
 from midus_hf.training.rates import Rates
-
-if TYPE_CHECKING:
-    # What the mixin stands before, for all that it asks of itself.
-    from transformers import Trainer as AnyTrainer
-else:
-    AnyTrainer = object
+from midus_hf.training.trains_tables import TrainsTables
 
 
-class TrainsMemory(AnyTrainer):
+class TrainsMemory(TrainsTables):
     """Mixin for a `Trainer` of any kind: keys and values keep a constant rate, or values a course of their own.
 
     It stands before the class that it is mixed into, as in `class MemorySFTTrainer(TrainsMemory, SFTTrainer)`. The
@@ -27,7 +22,7 @@ class TrainsMemory(AnyTrainer):
         rates: Rates, decay, warm-up and schedule, which are written into the `TrainingArguments` as far as these have
             them. Default: none, and the `TrainingArguments` say the maximum rate of all tensors, the decay, the warm-up
             and the schedule.
-        kwargs: What the Trainer takes.
+        kwargs: What `TrainsTables` and the Trainer take.
     """
 
     def __init__(self, *args: Any, rates: Rates | None = None, **kwargs: Any):
@@ -49,7 +44,7 @@ class TrainsMemory(AnyTrainer):
             groups = parameter_groups(target, rates)
             given = self.optimizer_cls_and_kwargs
             optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
-            self.optimizer = optimizer_class(groups, **options)
+            self.optimizer = self.get_optimizer_class(optimizer_class)(groups, **options)
         return super().create_optimizer(model)
 
     def create_scheduler(

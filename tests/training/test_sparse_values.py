@@ -1,0 +1,162 @@
+"""Tables of which a step reads few rows: gradients, updates and norms of these rows, as dense ones have them."""
+
+import copy
+import json
+
+import pytest
+import torch
+from tiny import save_tiny_model
+from training.tiny_run import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from midus_hf.training import MemoryTrainer, train
+from midus_hf.training.row_adamw import RowAdamW, clip_rows
+from midus_hf.training.run import prepare
+from upscalers import upscale
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def ultramem(tmp_path_factory):
+    """A tiny upscaled model with tables that layers share; nobody may change it."""
+    folder = tmp_path_factory.mktemp("ultramem")
+    base = save_tiny_model("llama", folder / "base")
+    options = {"n": 16, "k": 2, "share": "ring:2"}
+    upscale(base=base, method="ultramem-v2", output=folder / "model", options=options, verify=False)
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def sparse(gradient: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), gradient[rows], gradient.shape)
+
+
+def run(optimizer_class, table, gradients):
+    table = torch.nn.Parameter(table.clone())
+    optimizer = optimizer_class([table], **OPTIONS)
+    for gradient in gradients:
+        table.grad = gradient
+        optimizer.step()
+    return table.detach()
+
+
+def test_where_every_row_is_read_the_update_is_that_of_adamw():
+    generator = torch.Generator().manual_seed(0)
+    table, *gradients = torch.randn(5, 6, 3, dtype=torch.float64, generator=generator)
+    dense = run(torch.optim.AdamW, table, [gradient.clone() for gradient in gradients])
+    by_rows = run(RowAdamW, table, [sparse(gradient, [3, 1, 0, 5, 4, 2]) for gradient in gradients])
+    torch.testing.assert_close(by_rows, dense, rtol=1e-13, atol=0)
+
+
+def test_rows_that_nobody_read_stay_as_they_are_and_others_do_not():
+    table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(1))
+    after = run(RowAdamW, table, [sparse(gradient, [1, 4]), sparse(gradient, [4])])
+    assert torch.equal(after[[0, 2, 3, 5]], table[[0, 2, 3, 5]])
+    assert (after[[1, 4]] != table[[1, 4]]).all()
+
+
+def test_a_row_that_is_named_twice_has_the_sum():
+    table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(
+        run(RowAdamW, table, [sparse(gradient, [2, 2])]), run(RowAdamW, table, [sparse(2 * gradient, [2])])
+    )
+
+
+def test_dense_and_sparse_gradients_train_side_by_side_and_after_a_restart():
+    generator = torch.Generator().manual_seed(3)
+    start, gradients = torch.randn(6, 3, generator=generator), torch.randn(4, 6, 3, generator=generator)
+
+    def steps(optimizer, matrix, table, some):
+        for gradient in some:
+            matrix.grad, table.grad = gradient.clone(), sparse(gradient, [0, 5])
+            optimizer.step()
+            assert table.grad.is_sparse and not matrix.grad.is_sparse
+
+    matrix, table = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    optimizer = RowAdamW([matrix, table], **OPTIONS)
+    steps(optimizer, matrix, table, gradients[:2])
+    other = [torch.nn.Parameter(parameter.detach().clone()) for parameter in (matrix, table)]
+    resumed = RowAdamW(other, **OPTIONS)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(optimizer, matrix, table, gradients[2:])
+    steps(resumed, *other, gradients[2:])
+    assert torch.equal(matrix, other[0]) and torch.equal(table, other[1])
+    assert torch.equal(matrix, run(torch.optim.AdamW, start, [gradient.clone() for gradient in gradients]))
+
+
+def test_rows_are_clipped_to_a_norm_that_they_have_together():
+    tables = [torch.nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
+    for table in tables:
+        table.grad = sparse(torch.full((4, 2), 3.0), [1, 2])
+    norm = clip_rows(tables, 1.0)
+    assert norm.item() == pytest.approx(3 * 8**0.5)
+    values = torch.cat([table.grad.values() for table in tables])
+    assert values.norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert clip_rows(tables, 5.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert torch.equal(torch.cat([table.grad.values() for table in tables]), values)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2}, {"max_grad_norm": 0}], ids=str)
+def test_a_run_whose_tables_start_at_zero_reads_the_rows_that_a_dense_one_reads(ultramem, corpus, tmp_path, changes):
+    """In the first step rows that are read move alike; the others keep their bytes."""
+    trained = {}
+    for is_sparse in (False, True):
+        output = tmp_path / str(is_sparse)
+        words = {"max_steps": 1, "warmup_ratio": 0, "sparse_values": is_sparse, "precision": "fp32", **changes}
+        train(tiny_config(ultramem, corpus, output, **words))
+        trained[is_sparse] = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(ultramem).state_dict()
+    tables = [name for name in start if name.endswith("value_table")]
+    assert len(tables) == 2
+    for name in tables:
+        torch.testing.assert_close(trained[True][name], trained[False][name], rtol=1e-4, atol=1e-6)
+        moved = (trained[True][name] != start[name]).any(-1)
+        if not name.endswith("pre_value_table"):
+            assert moved.any() and not moved.all()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(ultramem, corpus, tmp_path):
+    words = {"max_steps": 4, "sparse_values": True, "precision": "fp32"}
+    train(tiny_config(ultramem, corpus, tmp_path / "whole", **words))
+    train(tiny_config(ultramem, corpus, tmp_path / "parts", **words, save_every=2))
+    for path in tmp_path.glob("parts/checkpoint-4"):
+        path.rename(tmp_path / "away")
+    train(tiny_config(ultramem, corpus, tmp_path / "parts", **words, save_every=2, resume=True))
+    whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(ultramem)
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no", use_cpu=True)
+    rows = [{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)} for _ in range(8)]
+    MemoryTrainer(model, arguments, train_dataset=rows, sparse_values=True).train()
+    model(rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()
+    tables = [value for name, value in model.named_parameters() if name.endswith("value_table")]
+    assert tables and not any(table.grad.is_sparse for table in tables)
+
+
+def test_runs_that_have_no_such_tables_are_refused(upscaled, corpus, tmp_path):
+    message = "no memory of this model reads few rows of a large table; expected one of type ultramem. Leave it out"
+    with pytest.raises(ValueError, match=message):
+        prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", sparse_values=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_optimizers_are_refused(ultramem, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), optim="adafactor", report_to="none", use_cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(ultramem)
+    with pytest.raises(ValueError, match="sparse_values is true, and optim is 'adafactor'; expected adamw_torch"):
+        MemoryTrainer(model, arguments, sparse_values=True)
+
+
+def test_the_log_has_the_norm_of_all_gradients(ultramem, corpus, tmp_path):
+    norms = []
+    for is_sparse in (False, True):
+        output = tmp_path / str(is_sparse)
+        words = {"max_steps": 1, "sparse_values": is_sparse, "precision": "fp32", "log_every": 1}
+        train(tiny_config(ultramem, corpus, output, **words))
+        events = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+        norms.append(next(event["grad_norm"] for event in events if "grad_norm" in event))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[0] > 0
