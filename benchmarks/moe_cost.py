@@ -1,0 +1,190 @@
+"""Feed-forward network and UltraMemV2 against a mixture of experts of the same size: bytes read and time, by batch size (figure 5).
+
+    python -m benchmarks.moe_cost
+    python -m benchmarks.moe_cost --device cuda --dtype bfloat16 --shape 1b-7b
+
+One layer decodes one token of each sequence. The shapes are those of the paper's table 7: a network of width D with its memory, and
+Transformers' OLMoE block with 64 experts, 8 for a token, which have nearly as many parameters, in all and for a token. Bytes are
+those of the weights that the batch reads, each once: of all experts that a token of the batch chose, and of all rows that one
+retrieved. Inputs and weights are random, so experts and rows are chosen nearly evenly. Experts are computed by each way that
+Transformers has, and the fastest counts.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, OlmoeConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+
+from benchmarks.timing import Task, interleaved
+from benchmarks.tracked import RESULTS, Run, append, this_run
+from midus_config.memories.ultramem import UltraMemOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.registry import build_memory
+
+MOE_RESULTS = RESULTS / "moe_cost.csv"
+EXPERTS, CHOSEN = 64, 8
+WAYS = ("eager", "grouped_mm", "batched_mm")
+"""Of Transformers, to compute experts."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one row of table 7; `inner` and `expert` are hidden units of the network and of each expert."""
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    expert: int
+    memory: dict[str, Any]
+
+
+SHAPES = {
+    "227m-1.2b": Shape(
+        768, 20, 12, 2496, 384, {"n": 360, "k": 32, "key_width": 192, "value_width": 192, "pre_value_width": 192}
+    ),
+    "1b-7b": Shape(
+        2048, 16, 16, 6976, 1024, {"n": 528, "k": 128, "key_width": 512, "value_width": 768, "pre_value_width": 384}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """Both layers at one batch size; times in milliseconds, medians, of runs in turns; `experts` is the fastest way for these."""
+
+    shape: str
+    dtype: str
+    batch: int
+    experts: str
+    moe_mb: float
+    ultramem_mb: float
+    moe_ms: float
+    ultramem_ms: float
+
+
+class UltraMemLayer(nn.Module):
+    """A feed-forward network with a memory beside it."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        sizes = ModelSizes(
+            hidden_size=shape.hidden,
+            num_heads=shape.heads,
+            intermediate_size=shape.inner,
+            num_layers=shape.layers,
+        )
+        config = LlamaConfig(hidden_size=shape.hidden, intermediate_size=shape.inner, num_attention_heads=shape.heads)
+        self.mlp = LlamaMLP(config)
+        self.memory: Any = build_memory(UltraMemOptions(**shape.memory, zero="none"), sizes)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, 1, D]` to the same."""
+        return self.mlp(hidden_states) + self.memory(hidden_states)
+
+    def bytes_read(self, hidden_states: torch.Tensor) -> int:
+        """Of all weights but rows that nobody retrieves."""
+        _, rows = self.memory.retrieve(hidden_states)
+        tables = {name: value for name, value in self.named_parameters() if name.endswith("value_table")}
+        others = sum(value.nbytes for name, value in self.named_parameters() if name not in tables)
+        return others + len(rows.unique()) * sum(table[0].nbytes for table in tables.values())
+
+
+class MoeLayer(nn.Module):
+    """Transformers' OLMoE block."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        config = OlmoeConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.expert,
+            num_attention_heads=shape.heads,
+            num_experts=EXPERTS,
+            num_experts_per_tok=CHOSEN,
+        )
+        config._experts_implementation = WAYS[0]
+        self.config = config
+        self.block: Any = OlmoeSparseMoeBlock(config)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, 1, D]` to the same."""
+        return self.block(hidden_states)
+
+    def computed_by(self, way: str, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As `forward`, in one of `WAYS`."""
+        self.config._experts_implementation = way
+        return self(hidden_states)
+
+    def bytes_read(self, hidden_states: torch.Tensor) -> int:
+        """Of the router and of all experts that a token chose."""
+        chosen = len(self.block.gate(hidden_states.flatten(0, 1))[2].unique())
+        experts = sum(parameter.nbytes for parameter in self.block.experts.parameters())
+        return sum(parameter.nbytes for parameter in self.block.gate.parameters()) + experts * chosen // EXPERTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--shape", default="227m-1.2b", choices=SHAPES)
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="joined by commas (default: 1 to 256)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each batch size (default: 10)")
+    parser.add_argument("--no-append", action="store_true", help="print alone")
+    arguments = parser.parse_args()
+    run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
+    shape = SHAPES[arguments.shape]
+    torch.manual_seed(0)
+    layers = {
+        name: made(shape).to(arguments.device, dtype).eval()
+        for name, made in (("moe", MoeLayer), ("ultramem", UltraMemLayer))
+    }
+    sizes = ", ".join(f"{name} {sum(p.numel() for p in layer.parameters()):,}" for name, layer in layers.items())
+    print(f"parameters: {sizes}\n")
+    print(
+        "| batch | MoE MB | UltraMemV2 MB | MB, MoE / UltraMemV2 | experts by | MoE ms | UltraMemV2 ms | ms, MoE / UltraMemV2 |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for batch in map(int, arguments.batches.split(",")):
+        row = _measured(run, layers, arguments, batch, torch.randn(batch, 1, shape.hidden).to(arguments.device, dtype))
+        print(
+            f"| {batch} | {row.moe_mb:,.1f} | {row.ultramem_mb:,.1f} | {row.moe_mb / row.ultramem_mb:.2f} | {row.experts} | "
+            f"{row.moe_ms:.3f} | {row.ultramem_ms:.3f} | {row.moe_ms / row.ultramem_ms:.2f} |",
+            flush=True,
+        )
+        if not arguments.no_append:
+            append([row], MOE_RESULTS)
+
+
+@torch.no_grad()
+def _measured(
+    run: Run, layers: dict[str, Any], arguments: argparse.Namespace, batch: int, hidden_states: torch.Tensor
+) -> Row:
+    moe, ultramem = layers["moe"], layers["ultramem"]
+    tasks = {way: Task(lambda _, way=way: moe.computed_by(way, hidden_states)) for way in WAYS}
+    tasks["ultramem"] = Task(lambda _: ultramem(hidden_states))
+    times = interleaved(tasks, arguments.device, seconds=arguments.seconds)
+    fastest = min(WAYS, key=lambda way: times[way].median_ms)
+    read = {name: layer.bytes_read(hidden_states) / 1e6 for name, layer in layers.items()}
+    return Row(
+        **asdict(run),
+        shape=arguments.shape,
+        dtype=arguments.dtype,
+        batch=batch,
+        experts=fastest,
+        moe_mb=read["moe"],
+        ultramem_mb=read["ultramem"],
+        moe_ms=times[fastest].median_ms,
+        ultramem_ms=times["ultramem"].median_ms,
+    )
+
+
+if __name__ == "__main__":
+    main()
