@@ -106,7 +106,7 @@ def _change(plan: Plan, memories: Memories) -> str:
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[str]:
-    header, *rows = summary_table(measurements)
+    header, *rows = summary_table(measurements, with_seconds=False)  # the same request gives the same card
     lines = [header, ["---"] * len(header), *rows]
     return [
         "## What was measured while making the new layers",

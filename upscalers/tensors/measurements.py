@@ -7,12 +7,15 @@ from upscalers.tensors.solver import Measurement
 _NOT_NUMBERS = ("layer", "tensor")
 
 
-def summary_table(measurements: Sequence[Measurement]) -> list[list[str]]:
+def summary_table(measurements: Sequence[Measurement], with_seconds: bool = True) -> list[list[str]]:
     """A header and one row per kind of tensor: for each number its mean, and in brackets its lowest and highest value.
 
-    Seconds are summed instead.
+    Args:
+        measurements: Of each tensor.
+        with_seconds: Whether seconds are a column, summed: they differ from run to run. Default: true.
     """
-    columns = [key for key in measurements[0] if key not in _NOT_NUMBERS]
+    left_out = (*_NOT_NUMBERS, *(() if with_seconds else ("seconds",)))
+    columns = [key for key in measurements[0] if key not in left_out]
     rows = [["tensor", "layers", *(column.replace("_", " ") for column in columns)]]
     for tensor in dict.fromkeys(row["tensor"] for row in measurements):
         group = [row for row in measurements if row["tensor"] == tensor]

@@ -24,7 +24,7 @@ COUNTS = {
 """Parameters that are new and in all, and what MIDUS says of them (tables 12 and 4): billions trained and in all."""
 
 DENSE = ["llama-pro", "solar", "avg-deus", "linear-combination", "attenuated-copy", "lesa", "opt-deus"]
-ATTACHING = ["moc"]
+ATTACHING = ["moc", "ultramem-v2"]
 """Methods that add no layers."""
 
 

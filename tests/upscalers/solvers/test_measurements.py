@@ -22,3 +22,9 @@ def test_kinds_keep_their_order_and_what_was_not_measured_is_left_empty():
     table = summary_table(rows)
     assert [row[0] for row in table] == ["tensor", "query", "gate", "up"]
     assert table[-1] == ["up", "1", "", "", "2.0"]
+
+
+def test_seconds_are_left_out_where_two_runs_shall_say_the_same():
+    with_seconds, without = summary_table(ROWS), summary_table(ROWS, with_seconds=False)
+    column = with_seconds[0].index("seconds")
+    assert without == [row[:column] + row[column + 1 :] for row in with_seconds]
