@@ -244,7 +244,7 @@ class UltraMemOptions(MemoryOptions):
         mean_square = 1.0
         if self.scoring == "tucker":
             statistics = self.score_statistics()
-            mean_square = 1 + statistics.variance / statistics.mean**2
+            mean_square = (statistics.mean**2 + statistics.variance) / self._score_scale() ** 2
         pre_width, layers = self.width("pre_value_width", sizes), max(1, sizes.num_layers)
         inner = (sizes.intermediate_size or 4 * sizes.hidden_size) / sizes.hidden_size
         slots = 1 if self.weights == "softmax" else self.k
@@ -283,7 +283,11 @@ class UltraMemOptions(MemoryOptions):
 
     def _gain(self, key_width: int) -> float:
         """Of the norms of queries and keys, by which the mean score of the best slots starts at one (appendix B.2)."""
-        return (key_width * self.score_statistics().mean) ** -0.25
+        return (key_width * self._score_scale()) ** -0.25
+
+    def _score_scale(self) -> float:
+        """What scores are divided by: their mean, unless so many slots are chosen that it is below their deviation."""
+        return max(self.score_statistics().mean, 1.0)
 
     def _value_tables(self, sizes: ModelSizes, tables: int) -> dict[str, DeclaredTensor]:
         """As many tables, stored as one."""

@@ -1,0 +1,250 @@
+"""The memory layer of UltraMemV2 against its equations, token by token; what training keeps of it; how it starts."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from midus_config.memories.ultramem import UltraMemOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.analysis.usage import Usage, summarise
+from midus_hf.memory import build_memory
+from midus_hf.memory.protocols import ReadsFewRows, RetrievesSlots
+from midus_hf.memory.tucker_losses import core_penalty, key_balance
+
+SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
+SMALL = {"n": 4, "k": 3, "key_width": 5, "value_width": 6, "pre_value_width": 2, "zero": "none"}
+KINDS = {
+    "plain": {},
+    "peer": {"activation": "gelu"},
+    "no-pre-values": {"pre_value_width": 0},
+    "heads": {"heads": 2, "rank": 3},
+    "rank-1": {"rank": 1},
+    "expanded": {"key_pairs": 2},
+    "per-block": {"key_pairs": 2, "projections": "per-block"},
+    "gated": {"output_gate": True, "weights": "softmax"},
+    "memory-plus": {"scoring": "sum", "rank": 1, "weights": "softmax", "output_gate": True, "pre_value_width": 0, "heads": 2},
+}  # fmt: skip
+
+
+def build(index=0, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    memory = build_memory(UltraMemOptions(**{**SMALL, **options}), SIZES, index)
+    with torch.no_grad():
+        for name, parameter in memory.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return memory.to(dtype).eval()
+
+
+def normalised(vector, gain):
+    return vector / (vector.square().mean() + 1e-6).sqrt() * gain
+
+
+def by_equations(memory, state, value_table, pre_value_table, first=0):
+    """What is added to one token; every pair of keys is scored."""
+    options, weights = memory.options, dict(memory.named_parameters())
+    keys, sets = options.keys, options.key_pairs
+    query = (weights["query_projection.weight"] @ state).view(2, options.heads, options.rank, -1)
+    parts = options.num_projected
+    summed = [torch.zeros(value_table.shape[1], dtype=state.dtype) for _ in range(parts)]
+    for head in range(options.heads):
+        scored = []
+        for a, b, i, j in itertools.product(range(sets), range(sets), range(keys), range(keys)):
+            slot = ((a * sets + b) * keys + i) * keys + j
+            row, column = memory.row_keys[head, a, i], memory.column_keys[head, b, j]  # [r, D_k]
+            if options.scoring == "sum":
+                score = query[0, head, 0] @ row[0] + query[1, head, 0] @ column[0]
+            else:
+                by_rank = [
+                    torch.stack(
+                        [
+                            normalised(query[side, head, r], memory.query_norm_weight)
+                            @ normalised(key[r], memory.key_norm_weight)
+                            for r in range(options.rank)
+                        ]
+                    )
+                    for side, key in enumerate((row, column))
+                ]
+                score = by_rank[0] @ memory.core[head, a, b] @ by_rank[1]
+            scored.append((score, slot))
+        best = sorted(scored, key=lambda pair: -pair[0].item())[: options.k]
+        factors = torch.stack([score for score, _ in best])
+        factors = factors.softmax(0) if options.weights == "softmax" else factors
+        for factor, (_, slot) in zip(factors, best, strict=True):
+            shuffled = memory._shuffled(torch.tensor(slot)).item()
+            place = (shuffled % options.num_rows + first) % len(value_table)
+            if pre_value_table is not None:
+                product = pre_value_table[place] @ (weights["pre_projection.weight"] @ state)
+                factor = factor * (torch.nn.functional.gelu(product) if options.activation == "gelu" else product)
+            summed[shuffled // options.num_rows if parts > 1 else 0] += factor * value_table[place]
+    values = torch.cat(summed)
+    if options.output_gate:
+        values = values * torch.nn.functional.silu(weights["gate_projection.weight"] @ state)
+    return weights["value_projection.weight"] @ values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_the_equations_say(kind):
+    memory = build(**KINDS[kind], side_k=None if kind == "memory-plus" else 4)
+    states = torch.randn(2, 3, 16, dtype=torch.float64)
+    pre_values = getattr(memory, "pre_value_table", None)
+    expected = [by_equations(memory, state, memory.value_table, pre_values) for state in states.flatten(0, 1)]
+    torch.testing.assert_close(memory(states), torch.stack(expected).view(2, 3, 16), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("share", "index", "first"),
+    [("ring:4", 0, 3), ("ring:4", 3, 2), ("noring:4", 3, 0), ("block:2", 1, 0), ("all", 2, 0)],
+)
+def test_a_layer_reads_its_stretch_of_a_shared_table(share, index, first):
+    memory = build(index, share=share, side_k=4)
+    tables = memory.options.tables(SIZES, (0, 1, 2, 3))[index // 2 if share == "block:2" else 0]
+    shapes = {name: tensor.shape for name, tensor in tables.tensors.items()}
+    given = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    state = torch.randn(16, dtype=torch.float64)
+    memory.options.side_k = memory.options.keys
+    expected = by_equations(memory, state, given["value_table"], given["pre_value_table"], first * 16)
+    torch.testing.assert_close(memory(state[None, None], tables=given)[0, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_right(kind):
+    memory = build(**KINDS[kind])
+    state = torch.randn(1, 2, 16, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*memory.named_parameters(), strict=True)
+
+    def output(state, *values):
+        return torch.func.functional_call(memory, dict(zip(names, values, strict=True)), (state,))
+
+    assert torch.autograd.gradcheck(output, (state, *parameters), eps=1e-7, atol=1e-5, rtol=1e-4, fast_mode=True)
+
+
+def test_virtual_slots_share_rows_evenly_and_each_block_has_every_row():
+    memory = build(key_pairs=3, n=5)
+    rows = memory._shuffled(torch.arange(memory.options.num_virtual_slots))
+    assert sorted(rows.tolist()) == list(range(9 * 25))
+    assert (rows % 25).bincount().tolist() == [9] * 25
+
+
+def test_what_it_retrieves_can_be_counted():
+    memory = build(heads=2, key_pairs=2)
+    assert isinstance(memory, RetrievesSlots) and isinstance(memory, ReadsFewRows)
+    weights, rows = memory.retrieve(torch.randn(2, 3, 16, dtype=torch.float64))
+    assert weights.shape == rows.shape == (2, 3, 2, 3) and (memory.num_heads, memory.num_slots) == (2, 16)
+    assert 0 <= rows.min() and rows.max() < 16
+    usage = Usage({(0, "x"): torch.zeros(2, 16, dtype=torch.int64)})
+    usage.count((0, "x"), rows)
+    assert 0 < summarise(usage.counts)[0, "x"].used <= 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_training_keeps_the_singular_vectors_once_and_nothing_else_does(use_reentrant):
+    memory, states = build(), torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
+    start = memory.row_vector.clone()
+    memory(states)
+    memory.train().retrieve(states)
+    assert torch.equal(memory.row_vector, start)
+    memory(states)
+    kept = memory.row_vector.clone()
+    u = torch.linalg.svd(memory.core)[0][..., 0]
+    assert torch.allclose(kept.abs(), u.abs()) and not torch.equal(kept, start)
+    with torch.no_grad():
+        memory.row_vector.copy_(start)
+    output = checkpoint(memory, states, use_reentrant=use_reentrant)
+    with torch.no_grad():
+        memory.row_vector.fill_(0.5)  # so that it shows if the pass that is repeated keeps its own
+    output.sum().backward()
+    assert (memory.row_vector == 0.5).all()
+
+
+def test_stale_singular_vectors_do_not_matter():
+    """Whoever changes a core, by any route, changes what the first stage keeps at once."""
+    memory, states = build(rank=3), torch.randn(4, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        memory.core.copy_(torch.rand_like(memory.core))
+        expected = memory(states)
+        memory.row_vector.copy_(memory.row_vector + 0.3 * torch.rand_like(memory.row_vector))
+        torch.testing.assert_close(memory(states), expected)
+
+
+def test_two_passes_before_one_backward_have_the_gradients_of_both():
+    memory, states = build().train(), torch.randn(2, 2, 3, 16, dtype=torch.float64)
+    (memory(states[0]).square().sum() + memory(states[1]).square().sum()).backward()
+    together = {name: parameter.grad.clone() for name, parameter in memory.named_parameters()}
+    memory.zero_grad()
+    for part in states:
+        memory(part).square().sum().backward()
+    for name, parameter in memory.named_parameters():
+        torch.testing.assert_close(parameter.grad, together[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_dtypes_and_autocast_stay_near(dtype):
+    memory, states = (
+        build(k=16, side_k=4),
+        torch.randn(2, 3, 16, dtype=torch.float64),
+    )  # all slots: none is chosen otherwise
+    expected = memory(states)
+    narrow = build(k=16, side_k=4, dtype=dtype)(states.to(dtype))
+    assert narrow.dtype == dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = build(k=16, side_k=4, dtype=torch.float32)(states.float())
+    limit = 0.05 if dtype == torch.bfloat16 else 1e-5
+    assert (narrow.double() - expected).norm() / expected.norm() < limit
+    assert (cast.double() - expected).norm() / expected.norm() < 0.05
+
+
+def test_balance_is_what_is_counted_by_hand():
+    logits = torch.tensor(
+        [[[1.0, 0.0, -1.0]], [[0.0, 2.0, -3.0]]], dtype=torch.float64
+    )  # two tokens, one set, three keys
+    p = logits.softmax(-1).mean(0)[0]
+    assert key_balance(logits, 1).item() == pytest.approx(3 * (0.5 * p[0] + 0.5 * p[1]).item())
+    assert key_balance(logits, 2).item() == pytest.approx(3 * (1.0 * p[0] + 1.0 * p[1]).item())
+    assert key_balance(torch.zeros(7, 2, 5), 5).item() == pytest.approx(5)
+
+
+def test_penalty_is_what_is_counted_by_hand():
+    core = torch.diag(torch.tensor([2.0, 0.55, 0.1], dtype=torch.float64)).expand(2, 3, 3)
+    assert core_penalty(core, 0.15).item() == pytest.approx(0.4**2 / 2)
+    assert core_penalty(torch.ones(1, 1), 0.15).item() == 0
+
+
+@pytest.mark.parametrize("depth", [4, 16, 64])
+def test_it_starts_with_the_variance_that_appendix_b_sets(depth):
+    """Mean score 1, and the output variance of equation 20, the paper's estimate for a feed-forward network."""
+    sizes = ModelSizes(hidden_size=128, num_heads=4, intermediate_size=256, num_layers=depth)
+    options = UltraMemOptions(n=64, k=16, value_width=64, pre_value_width=64, zero="none")
+    scores, squares = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        memory, states = build_memory(options, sizes), torch.randn(1, 1024, 128)
+        with torch.no_grad():
+            scores.append(memory.retrieve(states)[0].mean().item())
+            squares.append(memory(states).square().mean().item())
+    assert sum(scores) / 4 == pytest.approx(1, rel=0.1)
+    assert sum(squares) / 4 == pytest.approx(0.064 * 2 / (2 * depth), rel=0.1)
+
+
+def test_where_all_slots_are_chosen_scores_start_as_far_apart_as_one():
+    options = UltraMemOptions(n=4, k=16, side_k=4, value_width=64, pre_value_width=64, zero="none")
+    memory = build_memory(options, ModelSizes(hidden_size=128, num_heads=4, intermediate_size=256, num_layers=8))
+    with torch.no_grad():
+        weights, _ = memory.retrieve(torch.randn(1, 512, 128))
+    assert options.score_statistics().mean < 0.5
+    assert weights.std().item() == pytest.approx(1, rel=0.3)
+
+
+def test_equation_20_is_above_what_a_network_has():
+    """It takes the activated gate for a normal truncated at zero: an actual network has about a third of that variance."""
+    torch.manual_seed(0)
+    width, inner, depth, states = 256, 512, 8, torch.randn(4096, 256)
+    gate, up, down = (
+        torch.randn(shape) * math.sqrt(2 / (5 * width)) for shape in ((inner, width), (inner, width), (width, inner))
+    )
+    output = (torch.nn.functional.silu(states @ gate.T) * (states @ up.T)) @ (down / math.sqrt(2 * depth)).T
+    estimate = 0.064 * (inner / width) / (2 * depth)
+    assert output.square().mean().item() / estimate == pytest.approx(1 / 3, rel=0.15)
