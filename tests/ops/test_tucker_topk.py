@@ -60,8 +60,8 @@ def test_with_rank_one_and_positive_scores_as_many_keys_as_slots_suffice():
 
 
 def test_two_stages_find_half_of_the_best_of_random_keys():
-    """Measured over five seeds: 0.45 to 0.51 of the 32 best of 128 * 128, with 0.85 to 0.87 of their scores, and no more with 64 keys of
-    a side kept: the others are pairs of two keys with negative leading scores, which no rank-1 stage can find.
+    """Measured over five seeds: 0.45 to 0.51 of the 32 best of 128 * 128, with 0.85 to 0.87 of their scores, and no more with 64 keys
+    of a side kept: the others are pairs of two keys with negative leading scores, which no rank-1 stage can find.
     """
     rows, columns, core, left, right = drawn(heads=1, sets=1, n=128, tokens=64)
     scores, slots = tucker_topk(rows, columns, core, left, right, k=32, side=32)

@@ -1,0 +1,112 @@
+"""Models with UltraMemV2 attached: they generate what one pass computes, compile, and are saved with what training kept."""
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import AutoModelForCausalLM
+
+from midus_hf.models import FAMILIES
+
+KINDS = {
+    "own": {},
+    "ring": {"share": "ring:2"},
+    "expanded": {"key_pairs": 2, "projections": "per-block", "heads": 2},
+    "skip": {"site": "skip", "into": [2, 3]},
+    "memory-plus": {"scoring": "sum", "weights": "softmax", "rank": 1, "output_gate": True, "pre_value_width": 0},
+}
+
+
+def ultramem_model(family="llama", kind="own", dtype=torch.float64, **options):
+    """A tiny model with a memory that acts, in eval mode."""
+    entry = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3, "zero": "none", **KINDS[kind], **options}
+    if kind == "skip":
+        entry["layers"] = [1, 2]
+    native = tiny_model(family, dtype)
+    fields = {
+        key: value for key, value in native.config.to_dict().items() if key not in ("model_type", "architectures")
+    }
+    torch.manual_seed(0)
+    model_class = FAMILIES[native.config.model_type]
+    model = model_class(model_class.config_class(**fields, memory=[entry])).to(dtype)
+    model.load_state_dict(native.state_dict(), strict=False)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("value_table"):
+                value.mul_(4)  # so that it shows
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model, tokens, **given):
+    return model(tokens, use_cache=False, **given).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_one_by_one_have_the_logits_of_one_pass(native_family, kind):
+    model, tokens = ultramem_model(native_family, kind), prompt(length=9)
+    expected = logits(model, tokens)
+    assert not torch.allclose(expected, logits(tiny_model(native_family, torch.float64), tokens))
+    cache, steps = None, []
+    for position in range(tokens.shape[1]):
+        with torch.no_grad():
+            output = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected)
+
+
+@pytest.mark.parametrize("kind", ["own", "ring"])
+def test_padding_on_the_left_and_beams_change_nothing(kind):
+    model, tokens = ultramem_model("llama", kind), prompt(length=6, batch=1)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(tokens, **settings)
+    padded = torch.nn.functional.pad(tokens, (3, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(tokens), (3, 0))
+    assert torch.equal(model.generate(padded, attention_mask=mask, **settings)[:, 3:], alone)
+    static = model.generate(tokens, cache_implementation="static", **settings)
+    assert torch.equal(static, alone)
+    beams = [model.generate(tokens, num_beams=3, use_cache=use_cache, **settings) for use_cache in (True, False)]
+    assert torch.equal(*beams)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_compiles_as_one_graph(kind):
+    torch._dynamo.reset()
+    model, tokens = ultramem_model("llama", kind, torch.float32), prompt(length=6)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled, tokens), logits(model, tokens))
+    trained = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
+    trained(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_training_kept_is_saved_and_loaded(kind, tmp_path):
+    model, tokens = ultramem_model("llama", kind, torch.float32).train(), prompt(length=6)
+    model(tokens)
+    kept = {name: buffer for name, buffer in model.named_buffers() if name.endswith("_vector")}
+    assert bool(kept) == (kind != "memory-plus") and not any((buffer == 2**-0.5).all() for buffer in kept.values())
+    model.eval().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(loaded, tokens), logits(model, tokens))
+    found = dict(loaded.named_buffers())
+    assert all(torch.equal(found[name], buffer) for name, buffer in kept.items())
+
+
+@pytest.mark.parametrize("options", [{"balance_coef": 0.5}, {"penalty_coef": 0.5, "penalty_margin": 0.0}, {}], ids=str)
+def test_losses_join_the_models_own_once_also_under_checkpointing(options):
+    tokens, gradients, losses = prompt(length=6), [], []
+    for checkpointing in (False, True):
+        model = ultramem_model("llama", "own", **options).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        output = model(tokens, labels=tokens)
+        output.loss.backward()
+        losses.append(output.loss.detach())
+        gradients.append({name: value.grad for name, value in model.named_parameters()})
+    torch.testing.assert_close(losses[0], losses[1])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+    plain = ultramem_model("llama", "own").train()(tokens, labels=tokens).loss
+    assert (losses[0] > plain).item() == bool(options)
+    assert (losses[0] == plain).item() == (not options)
