@@ -79,12 +79,15 @@ def test_the_config_is_the_bases_but_for_layers_and_record_and_no_code_is_added(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_this_project_every_result_loads_as_the_native_class_and_generates_with_its_cache(tmp_path, dtype):
+    """Every method on every family in float32; in bfloat16 each method, and each family, on some of the others."""
     assert prompt().shape[1] > WINDOW
     expected = {}
-    for family in NATIVE_FAMILIES:
+    for row, family in enumerate(NATIVE_FAMILIES):
         base = save_base(tmp_path / family, family, getattr(torch, dtype))
         (class_name,) = json.loads((base / "config.json").read_text())["architectures"]
-        for method in REQUESTS:
+        for column, method in enumerate(REQUESTS):
+            if dtype == "bfloat16" and (row + column) % 4:
+                continue
             report = upscaled(base, tmp_path / f"{family} {method}", method)
             expected[f"{family} {method}"] = {
                 "class": ["transformers", class_name],
