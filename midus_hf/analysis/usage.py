@@ -113,7 +113,7 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
         others = ", ".join(uncounted_memories(bare))
         raise ValueError(
             f"this {bare.config.model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
-            "expected an upscaled model with memory layers of type headwise, product-key or linear."
+            "expected an upscaled model with memory layers of type headwise, product-key, linear or ultramem."
         )
     for place, memory in memories:
         if any(parameter.device.type == "meta" for parameter in memory.parameters()):

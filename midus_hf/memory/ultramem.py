@@ -132,7 +132,7 @@ class UltraMem(MemoryModule):
                 for side, keys in enumerate((self.row_keys, self.column_keys))
             )  # [B, T, H, h, n, r]
             row_vector, column_vector = self._leading_vectors(wide, keep_vectors and self.training)
-            if report is not None:
+            if report is not None and self.options.has_losses:
                 self._report(row_scores, column_scores, row_vector, column_vector, report)
             return tucker_topk(
                 row_scores, column_scores, self.core, row_vector, column_vector, options.k, options.side

@@ -141,7 +141,7 @@ def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, te
     assert main([str(tmp_path / "moc"), "--text", str(text)]) == 2
     assert (
         "error: this midus_llama model has no memory that retrieves slots, only memory of type chapters; expected an upscaled model "
-        "with memory layers of type headwise, product-key or linear.\n"
+        "with memory layers of type headwise, product-key, linear or ultramem.\n"
     ) in capsys.readouterr().err
 
 

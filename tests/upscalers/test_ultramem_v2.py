@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from models.fresh_process import run_python
 from tiny import prompt, save_tiny_model
 
 from tests.upscalers.checkpoints import load, logits, read_tensors
@@ -158,3 +159,29 @@ def test_a_model_from_a_config_trains_from_scratch_without_zeros(base, tmp_path)
     memory = model.get_decoder().layers[0].memories["ultramem"]
     assert memory.value_table.abs().min() > 0 and memory.value_projection.weight.abs().min() > 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["memory"][0]["zero"] == "values"
+
+
+def test_a_folder_computes_generates_and_is_saved_where_this_project_is_not_installed(tmp_path):
+    """Its code comes along, whatever the options need of it."""
+    kinds = {"llama": {"share": "ring:2", "key_pairs": 2}, "gemma3": KINDS["memory-plus"], "qwen3": KINDS["losses"]}
+    for family, options in kinds.items():
+        base = save_tiny_model(family, tmp_path / f"base-{family}")
+        upscale(base=base, method="ultramem-v2", output=tmp_path / family, options={**SMALL, **options}, verify=False)
+    code = """
+import sys
+from transformers import AutoModelForCausalLM
+tokens = torch.arange(3, 12)[None]
+for family in ("llama", "gemma3", "qwen3"):
+    base = AutoModelForCausalLM.from_pretrained(f"base-{family}").eval()
+    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
+    model.save_pretrained(f"{family}-again")
+    again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True).eval()
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    with torch.no_grad():
+        same = all(torch.equal(one(tokens).logits, base(tokens).logits) for one in (model, again))
+    same = same and torch.equal(model.generate(tokens, **settings), base.generate(tokens, **settings))
+    model.train()(tokens, labels=tokens).loss.backward()
+    print(same, type(model).__module__.startswith("transformers_modules."))
+assert not {"midus_hf", "midus_config", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
+"""
+    assert run_python(code, tmp_path, package_present=False).split() == ["True", "True"] * 3
