@@ -151,6 +151,17 @@ def test_requests_that_do_not_fit_are_refused(command, base, tmp_path, words, me
     assert message in done.err and not (tmp_path / "out").exists()
 
 
+def test_tables_of_zeros_take_no_room_on_the_disk(base, tmp_path):
+    """Of 6.3 MB per layer that hold values of zero, the file has holes."""
+    options = {"n": 256, "k": 2, "value_width": 24, "pre_value_width": 0, "layers": 2}
+    upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=options, verify=False)
+    file = (tmp_path / "out" / "model.safetensors").stat()
+    assert file.st_size > 12e6 and file.st_blocks * 512 < 2e6
+    assert not any(
+        value.any() for name, value in read_tensors(tmp_path / "out").items() if name.endswith("value_table")
+    )
+
+
 def test_a_model_from_a_config_trains_from_scratch_without_zeros(base, tmp_path):
     upscale(base=base, method="ultramem-v2", output=tmp_path / "out", options=SMALL, verify=False)
     config = load(tmp_path / "out").config

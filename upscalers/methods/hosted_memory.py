@@ -2,14 +2,14 @@
 
 from abc import abstractmethod
 
-from midus_config.declared_tensors import DeclaredTensor
+from midus_config.declared_tensors import ZEROS, DeclaredTensor
 from midus_config.memory_entries import MemoryEntry
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX, Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
-from upscalers.tensors.recipes import Initialise, tensor_seed
+from upscalers.tensors.recipes import Fill, Initialise, Recipe, tensor_seed
 
 
 class HostedMemoryMethod(Method):
@@ -34,6 +34,8 @@ class HostedMemoryMethod(Method):
         return config
 
 
-def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Initialise:
-    """The recipe of a new tensor of a memory: what its declaration says that it starts as."""
+def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
+    """The recipe of a new tensor of a memory: what its declaration says that it starts as; zeros are a hole in the file."""
+    if tensor.initial == ZEROS:
+        return Fill(tensor.shape, 0.0)
     return Initialise(tensor.shape, tensor.initial.fill, tensor_seed(seed, full_name))
