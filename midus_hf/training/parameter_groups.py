@@ -105,12 +105,15 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
     if rates.memory_keys == "weights":
         keys, rest = set(), rest | keys
     together = (
-        rates.value_learning_rate is None and rates.value_schedule == "constant" and not rates.value_weight_decay
+        rates.memory_keys == "constant"
+        and rates.value_learning_rate is None
+        and rates.value_schedule == "constant"
+        and not rates.value_weight_decay
     )
 
     def name_of(parameter: nn.Parameter) -> str:
         if id(parameter) in keys | values:
-            return "keys_and_values" if together and keys else "values" if id(parameter) in values else "keys"
+            return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
         decays = parameter.dim() > 1 and id(parameter) not in norms
         if rates.memory_learning_rate is not None and id(parameter) in rest:
             return "memory" if decays else "memory_no_decay"

@@ -14,6 +14,7 @@ from peft.utils import constants
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
+from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.analysis.usage import record_usage
 from midus_hf.memory import MemoryModule
 from midus_hf.training import Rates, lora_config, parameter_groups, set_trainable
@@ -104,7 +105,7 @@ def test_slots_are_counted_of_the_layers_that_train():
     wrapped = get_peft_model(model, lora_config(model))
     with record_usage(wrapped) as usage:
         logits(wrapped)
-    assert list(usage.counts) == NEW_LAYERS
+    assert list(usage.counts) == [MemoryPlace(layer) for layer in NEW_LAYERS]
     assert all(torch.equal(counts, plain.counts[layer]) and counts.any() for layer, counts in usage.counts.items())
 
 

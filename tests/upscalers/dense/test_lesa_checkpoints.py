@@ -117,11 +117,16 @@ def test_measurements_stand_in_the_record_the_card_and_inspect(base, tmp_path, c
     report, _ = predicted(base, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "upscale.json").read_text())["measurements"] == report.measurements
     assert inspect_checkpoint(tmp_path / "out")["measurements"] == report.measurements
-    columns = ["norm ratio", "cosine to mean", "directions left out", "seconds"]
-    assert f"| tensor | layers | {' | '.join(columns)} |" in (tmp_path / "out" / "README.md").read_text()
+    columns = ["norm ratio", "cosine to mean", "directions left out"]
+    assert f"| tensor | layers | {' | '.join(columns)} |\n" in (tmp_path / "out" / "README.md").read_text()
     shown = command("inspect", tmp_path / "out").out
     assert all(word in shown for word in ("norm", "cosine", "directions", "seconds"))
-    assert list(report.measurements[0]) == ["layer", "tensor", *(column.replace(" ", "_") for column in columns)]
+    assert list(report.measurements[0]) == [
+        "layer",
+        "tensor",
+        *(column.replace(" ", "_") for column in columns),
+        "seconds",
+    ]
 
 
 @pytest.mark.parametrize("chosen", [{}, {"preset": "release"}], ids=str)

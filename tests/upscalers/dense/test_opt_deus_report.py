@@ -95,7 +95,7 @@ def test_the_record_the_card_the_command_and_inspect_tell_them(base, tmp_path, c
     ):
         assert [{key: value for key, value in row.items() if key != "seconds"} for row in told] == without_time
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| tensor | layers | norm ratio | effective sources | iterations | residual | seconds |" in card
+    assert "| tensor | layers | norm ratio | effective sources | iterations | residual |" in card
     shown = command("inspect", tmp_path / "out").out
     ratios = [row["norm_ratio"] for row in report.measurements if row["tensor"] == "key"]
     assert f"| key | 2 | {sum(ratios) / 2:.3g} ({min(ratios):.3g} to {max(ratios):.3g}) |" in card
