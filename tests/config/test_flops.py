@@ -258,9 +258,9 @@ def test_what_other_memories_do_with_slots_has_its_price():
     assert ultramem(output_gate=True)["gate"] == 2 * ROWS * 32 * 10 + ROWS * 10 * (4 + 1)
     assert ultramem(pre_value_width=0)["pre-values"] == 0
     assert ultramem(activation="gelu")["pre-values"] - plain["pre-values"] == ROWS * 4 * 8
-    summed = ultramem(scoring="sum", rank=1)
+    summed = ultramem(scoring="sum", rank=1, side_k=None)
     assert summed["queries"] == 2 * ROWS * 32 * 2 * 6
-    assert summed["choice"] == ROWS * (2 * 8 * 2 + 9 + 9 * 2)
+    assert summed["choice"] == ROWS * (2 * 8 * 2 + 16 + 16 * 2)
     assert ultramem(share="ring:4", n=4) == plain  # twice as many keys for four tables of a quarter
 
 

@@ -137,6 +137,14 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
         ("heads=0", "heads is 0; expected 1 or more."),
         ("scoring=sum", "scoring is 'sum', which has no core, with rank 2 and key_pairs 1; expected 1 for both."),
         (
+            "scoring=sum rank=1 n=8 k=9",
+            "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected k of at most 8,",
+        ),
+        (
+            "scoring=sum rank=1 n=8 k=4 side_k=3",
+            "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3; expected k of at most 8,",
+        ),
+        (
             "zero=none",
             "zero is 'none', with which the new memory changes what the base computes; expected values or projection.",
         ),
