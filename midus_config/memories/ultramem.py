@@ -114,6 +114,11 @@ class UltraMemOptions(MemoryOptions):
             raise ValueError(
                 f"scoring is 'sum', which has no core, with rank {self.rank} and key_pairs {self.key_pairs}; expected 1 for both."
             )
+        if self.scoring == "sum" and (self.side_k is not None or self.k > self.keys):
+            raise ValueError(
+                f"scoring is 'sum', which keeps k keys of each side, with k {self.k} and side_k {self.side_k or 'null'}; expected k "
+                f"of at most {self.keys}, the keys of a set, and side_k null."
+            )
         for name in ("balance_coef", "penalty_coef", "penalty_margin"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
@@ -131,6 +136,8 @@ class UltraMemOptions(MemoryOptions):
     @property
     def side(self) -> int:
         """Rows, and columns, that the first stage keeps."""
+        if self.scoring == "sum":
+            return self.k
         return min(self.k, _MOST_ON_A_SIDE, self.keys) if self.side_k is None else self.side_k
 
     @property

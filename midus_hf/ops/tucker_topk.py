@@ -116,20 +116,24 @@ def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch
     """The leading singular vectors of cores, on the side of those that there were: a sign must not turn over while cores change.
 
     Which rows and columns the first stage keeps depends on the sign: those with large products, both positive. Found by
-    squaring, so the device waits for nothing.
+    squaring, so the device waits for nothing. The vectors so far decide the sign alone, so a pass that is repeated finds the same.
 
     Args:
         core: `[..., r, r]`.
         row_vector: `[..., r]`, the left vectors so far.
 
     Returns:
-        Left and right vectors `[..., r]`, of length one, in the dtype of `core`.
+        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros those so far, and zeros.
     """
     power = core @ core.transpose(-1, -2)
     for _ in range(_SQUARINGS):
         power = power / power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(_TINY)
         power = power @ power
-    row = _unit((power @ row_vector.to(core.dtype).unsqueeze(-1)).squeeze(-1))
+    longest = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    row = power.gather(-1, longest.expand(*power.shape[:-1], 1)).squeeze(-1)  # all columns are multiples of the vector
+    before = row_vector.to(core.dtype)
+    row = torch.where((row * before).sum(-1, keepdim=True) < 0, -row, row)
+    row = torch.where((row == 0).all(-1, keepdim=True), before, _unit(row))
     return row, _unit((core.transpose(-1, -2) @ row.unsqueeze(-1)).squeeze(-1))
 
 

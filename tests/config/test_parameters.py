@@ -24,6 +24,33 @@ MEMORIES: list[tuple[dict[str, Any], int]] = [
     ({"type": "chapters", "share": "every:2", "kv_heads": 2, "bank_rank": 4, "layers": [0, 2, 3]}, 2 * 4096 * 4),
     ({"type": "chapters", "share": "none", "bank_width": 8, "layers": [0, 2]}, 2 * 4096 * 8),
     ({"type": "chapters", "bank_bits": 8, "layers": [0, 2]}, 0),
+    ({"type": "ultramem", "n": 8, "k": 2, "layers": [0, 1, 3]}, 3 * 64 * (6 + 2)),
+    ({"type": "ultramem", "n": 8, "k": 2, "pre_value_width": 0, "share": "all", "layers": [0, 2]}, 64 * 6),
+    (
+        {
+            "type": "ultramem",
+            "n": 8,
+            "k": 2,
+            "share": "ring:3",
+            "key_pairs": 2,
+            "projections": "per-block",
+            "layers": [0, 1, 3],
+        },
+        3 * 64 * 8,
+    ),
+    (
+        {
+            "type": "ultramem",
+            "n": 8,
+            "k": 2,
+            "share": "block:2",
+            "heads": 2,
+            "output_gate": True,
+            "layers": [0, 1, 2, 3],
+        },
+        4 * 64 * 8,
+    ),
+    ({"type": "ultramem", "n": 8, "k": 2, "scoring": "sum", "rank": 1, "weights": "softmax", "layers": [2]}, 64 * 8),
 ]
 """Entries of memories, and how many numbers their banks hold."""
 

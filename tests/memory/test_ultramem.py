@@ -181,20 +181,101 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both():
         torch.testing.assert_close(parameter.grad, together[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_narrow_dtypes_and_autocast_stay_near(dtype):
-    memory, states = (
-        build(k=16, side_k=4),
-        torch.randn(2, 3, 16, dtype=torch.float64),
-    )  # all slots: none is chosen otherwise
-    expected = memory(states)
-    narrow = build(k=16, side_k=4, dtype=dtype)(states.to(dtype))
-    assert narrow.dtype == dtype
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = build(k=16, side_k=4, dtype=torch.float32)(states.float())
-    limit = 0.05 if dtype == torch.bfloat16 else 1e-5
-    assert (narrow.double() - expected).norm() / expected.norm() < limit
-    assert (cast.double() - expected).norm() / expected.norm() < 0.05
+@pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory-plus"])
+def test_narrow_dtypes_and_autocast_stay_near(kind, way):
+    options = {
+        **KINDS[kind],
+        "side_k": 4,
+        "k": 16 * KINDS[kind].get("key_pairs", 1) ** 2,
+    }  # all: none is chosen otherwise
+    exact, states = build(**options), torch.randn(2, 3, 16, dtype=torch.float64)
+    expected = exact(states)
+    expected.square().sum().backward()
+    dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
+    narrow = build(**options, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
+        found = narrow(states.to(dtype))
+    assert found.dtype == (torch.float32 if way == "float32" else torch.bfloat16)
+    found.float().square().sum().backward()
+    limit = 1e-5 if way == "float32" else 0.06
+    assert (found.double() - expected).norm() / expected.norm() < limit
+    for (name, parameter), wide in zip(narrow.named_parameters(), exact.parameters(), strict=True):
+        assert parameter.grad.dtype == dtype, name
+        assert (parameter.grad.double() - wide.grad).norm() / wide.grad.norm() < limit, name
+
+
+def test_a_repeated_pass_chooses_the_same_slots_where_singular_values_are_near():
+    gradients = []
+    for repeated in (False, True):
+        memory, states = (
+            build(n=8, side_k=3).train(),
+            torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).double(),
+        )
+        with torch.no_grad():
+            memory.core.copy_(torch.diag(torch.tensor([1.0, 0.999])))
+        output = checkpoint(memory, states, use_reentrant=False) if repeated else memory(states)
+        output.square().sum().backward()
+        gradients.append([parameter.grad for parameter in memory.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+class Told(list):
+    """A report that keeps what it is told."""
+
+    def tell(self, logits, loss):
+        self.append((logits, loss))
+
+
+def losses_by_loops(memory, states):
+    """Equations 22 to 26: balance of keys, the mean over sides, heads and pairs of sets, and penalty of cores, the mean over them."""
+    options, (count, weight) = memory.options, (len(states), memory.query_projection.weight)
+    balances, penalties = [], []
+    for head, a, b in itertools.product(range(options.heads), range(options.key_pairs), range(options.key_pairs)):
+        u, values, vh = torch.linalg.svd(memory.core[head, a, b])
+        u, vh = (u[:, 0], vh[0]) if u[:, 0].sum() > 0 else (-u[:, 0], -vh[0])
+        penalties.append((values[1:] - options.penalty_margin).clamp_min(0).square().sum() / (options.rank - 1))
+        for side, keys, vector in ((0, memory.row_keys[head, a], u), (1, memory.column_keys[head, b], vh)):
+            chosen, probabilities = [0] * options.keys, torch.zeros(options.keys, dtype=torch.float64)
+            for state in states:
+                query = (weight @ state).view(2, options.heads, options.rank, -1)[side, head]
+                scores = torch.stack(
+                    [
+                        sum(
+                            vector[r]
+                            * (
+                                normalised(query[r], memory.query_norm_weight)
+                                @ normalised(key[r], memory.key_norm_weight)
+                            )
+                            for r in range(options.rank)
+                        )
+                        for key in keys
+                    ]
+                )
+                probabilities = probabilities + scores.softmax(0) / count
+                for key in sorted(range(options.keys), key=lambda key: -scores[key].item())[: options.side]:
+                    chosen[key] += 1
+            balances.append(
+                options.keys * sum(times / count * p for times, p in zip(chosen, probabilities, strict=True))
+            )
+    return torch.stack(balances).mean(), torch.stack(penalties).mean()
+
+
+@pytest.mark.parametrize("kind", ["plain", "heads", "expanded"])
+def test_it_tells_the_losses_of_appendix_e(kind):
+    options = {**KINDS[kind], "side_k": 2, "balance_coef": 0.7, "penalty_coef": 3.0, "penalty_margin": 0.05}
+    memory, states, told = build(**options), torch.randn(2, 3, 16, dtype=torch.float64), Told()
+    memory(states, report=told)
+    ((_, loss),) = told
+    balance, penalty = losses_by_loops(memory, states.flatten(0, 1))
+    assert penalty > 0
+    torch.testing.assert_close(loss, 0.7 * balance + 3.0 * penalty)
+    keys = [memory.query_projection.weight, memory.row_keys, memory.column_keys]
+    *into_keys, into_core = torch.autograd.grad(loss, [*keys, memory.core])
+    for found, expected in zip(into_keys, torch.autograd.grad(balance, keys, retain_graph=True), strict=True):
+        torch.testing.assert_close(found, 0.7 * expected)
+    (expected,) = torch.autograd.grad(penalty, memory.core)  # the singular vectors of the balance are constants
+    torch.testing.assert_close(into_core, 3.0 * expected)
 
 
 def test_balance_is_what_is_counted_by_hand():

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
+from midus_hf.analysis.usage import record_usage
 from midus_hf.models import FAMILIES
 
 KINDS = {
@@ -110,3 +113,60 @@ def test_losses_join_the_models_own_once_also_under_checkpointing(options):
     plain = ultramem_model("llama", "own").train()(tokens, labels=tokens).loss
     assert (losses[0] > plain).item() == bool(options)
     assert (losses[0] == plain).item() == (not options)
+
+
+@pytest.mark.parametrize("kind", ["own", "ring", "expanded", "memory-plus"])
+def test_usage_is_what_layers_retrieve(kind):
+    model, tokens, seen = ultramem_model("llama", kind), prompt(length=6), {}
+    memories = {layer: model.get_decoder().layers[layer].memories["ultramem"] for layer in (1, 3)}
+    hooks = [
+        memory.register_forward_pre_hook(lambda memory, given, layer=layer: seen.update({layer: given[0]}))
+        for layer, memory in memories.items()
+    ]
+    with record_usage(model) as usage:
+        logits(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    assert {place[0] for place in usage.counts} == {1, 3}
+    for (layer, _), counts in usage.counts.items():
+        with torch.no_grad():
+            _, rows = memories[layer].retrieve(seen[layer])
+        expected = torch.stack([of_head.flatten().bincount(minlength=counts.shape[1]) for of_head in rows.unbind(2)])
+        assert torch.equal(counts, expected)
+        assert counts.sum() == tokens.numel() * memories[layer].num_heads * 3
+
+
+@pytest.mark.parametrize("kind", ["own", "ring", "skip"])
+def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_logits(kind, tmp_path):
+    model, tokens = ultramem_model("gemma3", kind, torch.float32), prompt(length=6)
+    model.save_pretrained(tmp_path / "model")
+    expected = logits(model, tokens)
+    device_map = {name: "cpu" for name, _ in model.model.named_children() if name != "layers"}
+    device_map = {f"model.{name}": place for name, place in device_map.items()} | {"lm_head": "cpu"}
+    device_map |= {f"model.layers.{layer}": "disk" for layer in range(len(model.model.layers))}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    assert loaded.model.layers[1].memories["ultramem"].query_projection.weight.is_meta
+    assert torch.equal(logits(loaded, tokens), expected)
+    assert torch.equal(logits(cpu_offload(model, execution_device=torch.device("cpu")), tokens), expected)
+
+
+@pytest.mark.parametrize("kind", ["own", "expanded"])
+def test_adapters_on_all_projections_change_nothing_and_are_merged(kind):
+    model, tokens = ultramem_model("llama", kind), prompt(length=6)
+    expected = logits(model, tokens)
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")).eval()
+    assert torch.equal(logits(adapted, tokens), expected)
+    names = [
+        name for name, _ in adapted.named_modules() if "memories.ultramem" in name and name.endswith(".lora_B.default")
+    ]
+    assert {name.split(".")[-3] for name in names} == {"query_projection", "pre_projection", "value_projection"}
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    changed = logits(adapted, tokens)
+    assert not torch.allclose(changed, expected)
+    torch.testing.assert_close(logits(adapted.merge_and_unload(), tokens), changed)

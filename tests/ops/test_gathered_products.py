@@ -25,10 +25,13 @@ def test_products_are_those_of_loops(backend, sparse_gradient):
                 assert found[b, t, m].item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_gradients_are_right():
+@pytest.mark.parametrize("backward", ["sorted", "atomic", "dedup"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_gradients_are_right(backend, backward):
     vectors, bank, slots = drawn()
     inputs = vectors.requires_grad_(), bank.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *given: gathered_products(*given, slots, backend="torch"), inputs)
+    options = {"backend": backend, "backward": backward}
+    assert torch.autograd.gradcheck(lambda *given: gathered_products(*given, slots, **options), inputs)
 
 
 def test_sparse_gradients_are_the_dense_ones_of_the_rows_that_were_read():
@@ -54,6 +57,22 @@ def test_narrow_tables_are_summed_in_float32(dtype):
     assert found.dtype == torch.float32
     wide = gathered_products(vectors.double(), bank.double(), slots)
     torch.testing.assert_close(found.double(), wide, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_autocast_does_not_narrow_the_products(backend):
+    vectors, bank, slots = drawn(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gathered_products(vectors, bank, slots, backend=backend)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, gathered_products(vectors, bank, slots, backend=backend))
+
+
+def test_vectors_are_rounded_to_the_dtype_of_the_table():
+    vectors, bank, slots = drawn(torch.float32)
+    found = gathered_products(vectors, bank.bfloat16(), slots)
+    assert torch.equal(found, gathered_products(vectors.bfloat16(), bank.bfloat16(), slots))
+    assert found.dtype == torch.float32
 
 
 def test_the_op_is_registered_and_compiles_to_one_node():

@@ -39,6 +39,52 @@ def by_loops(rows, columns, core, k):
     return torch.tensor(scores, dtype=torch.float64).view(shape), torch.tensor(slots).view(shape)
 
 
+def two_stages_by_loops(rows, columns, core, k, side):
+    """Rows and columns kept for each pair of sets by the vectors of a decomposition of its core, and the best of their pairs."""
+    tokens, heads, sets, n, _ = rows.shape
+    u, _, vh = torch.linalg.svd(core)
+    found_scores, found_slots = [], []
+    for token, head in itertools.product(range(tokens), range(heads)):
+        found = []
+        for a, b in itertools.product(range(sets), range(sets)):
+            left, right = u[head, a, b, :, 0], vh[head, a, b, 0]
+            sign = left.sum().sign()  # entries of the core are positive, so all of its leading vectors' have one sign
+            kept_rows = sorted(range(n), key=lambda i: -(rows[token, head, a, i] @ left * sign).item())[:side]
+            kept_columns = sorted(range(n), key=lambda j: -(columns[token, head, b, j] @ right * sign).item())[:side]
+            for i, j in itertools.product(kept_rows, kept_columns):
+                score = rows[token, head, a, i] @ core[head, a, b] @ columns[token, head, b, j]
+                found.append((score.item(), ((a * sets + b) * n + i) * n + j))
+        best = sorted(found, reverse=True)[:k]
+        found_scores.append([score for score, _ in best])
+        found_slots.append([slot for _, slot in best])
+    shape = (tokens, heads, k)
+    return torch.tensor(found_scores, dtype=torch.float64).view(shape), torch.tensor(found_slots).view(shape)
+
+
+@pytest.mark.parametrize("sets", [1, 2, 3])
+@pytest.mark.parametrize(("rank", "side"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_each_pair_of_sets_keeps_keys_by_the_vectors_of_its_core(rank, side, sets):
+    rows, columns, core, left, right = drawn(rank=rank, sets=sets, tokens=4)
+    k = min(5, sets**2 * side**2)
+    scores, slots = tucker_topk(rows, columns, core, left, right, k=k, side=side)
+    expected_scores, expected_slots = two_stages_by_loops(rows, columns, core, k, side)
+    torch.testing.assert_close(scores, expected_scores, rtol=1e-12, atol=1e-12)
+    assert torch.equal(slots, expected_slots)
+    assert side == 3 or not torch.equal(slots, by_loops(rows, columns, core, k)[1])  # the first stage matters here
+
+
+def test_with_cores_of_rank_one_and_positive_scores_as_many_keys_as_slots_suffice():
+    rows, columns, _, _, _ = drawn(rank=3, n=9)
+    rows, columns = rows.abs(), columns.abs()
+    outer = torch.rand(2, 2, 2, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    core = outer[0].unsqueeze(-1) * outer[1].unsqueeze(-2)
+    vectors = leading_vectors(core, torch.ones(2, 2, 2, 3))
+    scores, slots = tucker_topk(rows, columns, core, *vectors, k=4, side=4)
+    expected_scores, expected_slots = by_loops(rows, columns, core, 4)
+    torch.testing.assert_close(scores, expected_scores, rtol=1e-12, atol=1e-12)
+    assert torch.equal(slots, expected_slots)
+
+
 @pytest.mark.parametrize("sets", [1, 2])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_where_all_keys_are_kept_it_finds_what_loops_find(rank, sets):
@@ -71,8 +117,9 @@ def test_two_stages_find_half_of_the_best_of_random_keys():
     assert recall > 0.4 and share > 0.8, (recall, share)
 
 
-def test_gradients_are_those_of_the_scores_of_the_chosen_slots():
-    rows, columns, core, left, right = drawn(heads=1, tokens=2)
+@pytest.mark.parametrize(("sets", "heads", "rank"), [(1, 2, 1), (1, 2, 3), (2, 1, 2)])
+def test_gradients_are_those_of_the_scores_of_the_chosen_slots(sets, heads, rank):
+    rows, columns, core, left, right = drawn(heads=heads, sets=sets, rank=rank, tokens=2)
     slots = select(rows, columns, core, left, right, k=3, side=3)
     inputs = [tensor.clone().requires_grad_() for tensor in (rows, columns, core)]
     assert torch.autograd.gradcheck(lambda *given: slot_scores(*given, slots), inputs)
@@ -96,13 +143,36 @@ def test_leading_dimensions_are_kept():
     assert all(torch.equal(a, b.flatten(0, 1)) for a, b in zip(flat, shaped, strict=True))
 
 
+@pytest.mark.parametrize("leading", [(0,), (2, 0)], ids=str)
+def test_no_tokens_have_no_slots(leading):
+    rows, _, core, left, right = drawn()
+    empty = rows[:0].reshape(*leading, *rows.shape[1:])
+    scores, slots = tucker_topk(empty, empty, core, left, right, k=4, side=3)
+    assert scores.shape == slots.shape == (*leading, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_keep_their_dtype(dtype):
+    rows, columns, core, left, right = drawn()
+    scores, slots = tucker_topk(rows.to(dtype), columns.to(dtype), core, left, right, k=4, side=3)
+    assert scores.dtype == dtype and slots.dtype == torch.int64
+    exact = slot_scores(rows, columns, core, slots)
+    torch.testing.assert_close(scores.double(), exact, rtol=0, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"rows": torch.zeros(2, 2, 5, 2), "columns": torch.zeros(2, 2, 5, 2)},
+            r"row_scores is \(2, 2, 5, 2\) and column_scores",
+        ),
         ({"columns": torch.zeros(3, 2, 2, 4, 2)}, r"column_scores \(3, 2, 2, 4, 2\); expected equal shapes"),
         ({"core": torch.zeros(2, 2, 2, 2, 3)}, r"core is \(2, 2, 2, 2, 3\); expected \(2, 2, 2, 2, 2\)"),
         ({"left": torch.zeros(2, 2, 2, 3)}, r"row_vector is \(2, 2, 2, 3\); expected \(2, 2, 2, 2\)"),
         ({"right": torch.zeros(2, 2, 2)}, r"column_vector is \(2, 2, 2\); expected"),
+        ({"side": 0}, "side is 0; expected 1 <= side <= n = 5"),
+        ({"k": 0}, "k is 0; expected 1 <= k <= 36, the pairs that the first stage keeps"),
         ({"side": 6}, "side is 6; expected 1 <= side <= n = 5"),
         ({"k": 37}, "k is 37; expected 1 <= k <= 36, the pairs that the first stage keeps"),
     ],
@@ -137,8 +207,37 @@ def test_signs_last_along_a_path_of_cores():
         left = new
 
 
-def test_a_core_of_zeros_or_without_a_leading_value_gives_numbers():
-    for core in (torch.zeros(2, 2), torch.eye(2)):
-        left, right = leading_vectors(core, torch.tensor([0.6, 0.8]))
-        assert left.isfinite().all() and right.isfinite().all()
-    assert torch.allclose(left, torch.tensor([0.6, 0.8]))
+@pytest.mark.parametrize(
+    "core",
+    [torch.zeros(2, 2), torch.eye(2), torch.tensor([[0.0, 3.0], [0.0, 0.0]])],
+    ids=["zeros", "eye", "nilpotent"],
+)
+def test_a_core_of_zeros_or_without_a_leading_value_gives_numbers(core):
+    before = torch.tensor([0.6, 0.8])
+    left, right = leading_vectors(core, before)
+    assert left.norm().item() == pytest.approx(1) and left @ before > 0
+    assert right.norm().item() == pytest.approx(1 if core.any() else 0)
+    assert (left @ core @ right).item() == pytest.approx(torch.linalg.matrix_norm(core, 2).item())
+    rows, columns = torch.randn(2, 3, 1, 1, 4, 2, generator=torch.Generator().manual_seed(0))
+    vectors = (vector[None, None, None] for vector in (core, left, right))
+    scores, _ = tucker_topk(rows, columns, *vectors, k=2, side=2)
+    assert scores.isfinite().all()
+
+
+def test_vectors_are_found_again_after_a_core_was_zero_or_turned_by_a_right_angle():
+    left, _ = leading_vectors(torch.zeros(2, 2), torch.tensor([0.6, 0.8]))
+    assert leading_vectors(torch.tensor([[0.2, 0.9], [0.4, 0.3]]), left)[0].norm().item() == pytest.approx(1)
+    left = torch.tensor([1.0, 0.0])
+    for second in (1.0, 1.01, 1.1, 1.5):
+        left, right = leading_vectors(torch.diag(torch.tensor([1.0, second])), left)
+    assert torch.equal(left.abs(), torch.tensor([0.0, 1.0])) and torch.equal(left, right)
+
+
+def test_vectors_found_again_from_themselves_are_the_same():
+    """Activation checkpointing repeats a pass after its vectors were kept; it must choose the same slots."""
+    core = torch.diag(torch.tensor([1.0, 0.999])) + 0.001 * torch.rand(
+        8, 2, 2, generator=torch.Generator().manual_seed(0)
+    )
+    found = leading_vectors(core, torch.full((8, 2), 2**-0.5))
+    for again, before in zip(leading_vectors(core, found[0]), found, strict=True):
+        assert torch.equal(again, before)

@@ -7,7 +7,7 @@ import torch
 from models.fresh_process import run_python
 from tiny import prompt, save_tiny_model
 
-from tests.upscalers.checkpoints import load, logits, read_tensors
+from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors
 from upscalers import strip, upscale
 
 SMALL = {"n": 8, "k": 4}
@@ -137,6 +137,14 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
         ("heads=0", "heads is 0; expected 1 or more."),
         ("scoring=sum", "scoring is 'sum', which has no core, with rank 2 and key_pairs 1; expected 1 for both."),
         (
+            "scoring=sum rank=1 n=8 k=9",
+            "scoring is 'sum', which keeps k keys of each side, with k 9 and side_k null; expected k of at most 8,",
+        ),
+        (
+            "scoring=sum rank=1 n=8 k=4 side_k=3",
+            "scoring is 'sum', which keeps k keys of each side, with k 4 and side_k 3; expected k of at most 8,",
+        ),
+        (
             "zero=none",
             "zero is 'none', with which the new memory changes what the base computes; expected values or projection.",
         ),
@@ -196,3 +204,28 @@ for family in ("llama", "gemma3", "qwen3"):
 assert not {"midus_hf", "midus_config", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
 """
     assert run_python(code, tmp_path, package_present=False).split() == ["True", "True"] * 3
+
+
+@pytest.mark.parametrize(
+    "second",
+    [("midus-hml", SMALL_MEMORY), ("llama-pro", {}), ("ultramem-v2", {**SMALL, "layers": [0, 2]})],
+    ids=lambda second: second[0],
+)
+@pytest.mark.parametrize("kind", ["own", "ring", "skip"])
+def test_a_trained_one_keeps_acting_below_another_method_and_comes_back(kind, second, base, tmp_path):
+    upscale(base=base, method="ultramem-v2", output=tmp_path / "new", options={**SMALL, **KINDS[kind]})
+    model = load(tmp_path / "new")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("value_table"):
+                value.normal_()
+    model.save_pretrained(tmp_path / "once")
+    assert not torch.equal(logits(tmp_path / "once"), logits(base))
+    method, options = second
+    report = upscale(base=tmp_path / "once", method=method, output=tmp_path / "twice", options=options)
+    assert report.identity.max_abs_diff == 0.0
+    assert torch.equal(logits(tmp_path / "twice"), logits(tmp_path / "once"))
+    assert strip(tmp_path / "twice", tmp_path / "stripped")["base_confirmed"] is True
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "stripped" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()

@@ -1,0 +1,96 @@
+"""How the best scores of a Tucker-decomposed retrieval start, against a simulation in torch, and what memories then add."""
+
+import random
+
+import pytest
+import torch
+
+from midus_config.memories.ultramem import UltraMemOptions
+from midus_config.memories.ultramem_statistics import UniformCores, best_scores
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory import build_memory
+
+RETRIEVALS = {
+    "default": (128, 1, 2, 32, 32),
+    "rank-1": (64, 1, 1, 16, 16),
+    "rank-4": (64, 1, 4, 16, 16),
+    "expanded": (32, 2, 2, 8, 16),
+    "few-keys-kept": (64, 2, 3, 4, 8),
+    "every-slot": (8, 1, 2, 8, 64),
+    "every-pair-that-is-kept": (40, 1, 2, 5, 25),
+}
+"""n, h, r, keys of a side that are kept, k."""
+
+
+def simulated(n: int, h: int, r: int, side: int, k: int, trials: int = 300) -> tuple[float, float]:
+    """Mean and variance of the chosen scores (appendix B.2): keys score as standard normals, cores have singular values up to 1."""
+    generator = torch.Generator().manual_seed(1)
+    chosen = []
+    for _ in range(trials):
+        rows, columns = torch.randn(2, h, n, r, generator=generator)
+        scores = []
+        for a in range(h):
+            for b in range(h):
+                u, values, vh = torch.linalg.svd(torch.rand(r, r, generator=generator))
+                core, sign = u @ torch.diag(values / values[0]) @ vh, u[:, 0].sum().sign()
+                kept_rows = rows[a, (rows[a] @ u[:, 0] * sign).topk(side).indices]
+                kept_columns = columns[b, (columns[b] @ vh[0] * sign).topk(side).indices]
+                scores.append((kept_rows @ core @ kept_columns.T).flatten())
+        chosen.append(torch.cat(scores).topk(k).values)
+    every = torch.stack(chosen)
+    return every.mean().item(), every.var().item()
+
+
+@pytest.mark.parametrize("retrieval", RETRIEVALS)
+def test_mean_and_variance_are_those_of_a_simulation(retrieval):
+    found, (mean, variance) = best_scores(*RETRIEVALS[retrieval]), simulated(*RETRIEVALS[retrieval])
+    assert found.mean == pytest.approx(mean, rel=0.06, abs=0.06)
+    assert found.variance == pytest.approx(variance, rel=0.2)
+
+
+def test_every_call_finds_the_same_whatever_was_drawn_before():
+    expected = best_scores(16, 2, 2, 4, 8)
+    best_scores.cache_clear()
+    random.seed(5), torch.manual_seed(5)
+    state = random.getstate()
+    assert best_scores(16, 2, 2, 4, 8) == expected
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_cores_start_positive_with_singular_values_up_to_one(rank):
+    core = torch.empty(3, 2, 2, rank, rank)
+    UniformCores().fill(core, torch.Generator().manual_seed(0))
+    assert (core >= 0).all()
+    torch.testing.assert_close(torch.linalg.matrix_norm(core, 2), torch.ones(3, 2, 2))
+    again = torch.empty(3, 2, 2, rank, rank, dtype=torch.bfloat16)
+    UniformCores().fill(again, torch.Generator().manual_seed(0))
+    assert torch.equal(again, core.bfloat16())
+
+
+KINDS = {
+    "rank-1": {"rank": 1},
+    "rank-4": {"rank": 4},
+    "heads": {"heads": 2},
+    "expanded": {"key_pairs": 2},
+    "per-block": {"key_pairs": 2, "projections": "per-block"},
+    "no-pre-values": {"pre_value_width": 0},
+    "more-keys-kept": {"side_k": 40},
+    "more-slots": {"n": 128, "k": 32},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memories_of_every_kind_start_with_mean_score_one_and_the_variance_of_equation_20(kind):
+    depth, inner, hidden = 24, 3, 128
+    sizes = ModelSizes(hidden_size=hidden, num_heads=4, intermediate_size=inner * hidden, num_layers=depth)
+    sides = {"n": 64, "k": 16, "value_width": 64, "pre_value_width": 64, "zero": "none"}
+    options, scores, squares = UltraMemOptions(**{**sides, **KINDS[kind]}), [], []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        memory, states = build_memory(options, sizes), torch.randn(1, 256, hidden)
+        with torch.no_grad():
+            scores.append(memory.retrieve(states)[0].mean().item())
+            squares.append(memory(states).square().mean().item())
+    assert sum(scores) / len(scores) == pytest.approx(1, rel=0.1)
+    assert sum(squares) / len(squares) == pytest.approx(0.064 * inner / (2 * depth), rel=0.12)
