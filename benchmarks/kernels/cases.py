@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
+from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
+from midus_hf.ops.chapter_segments_triton import triton_segments
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
@@ -29,6 +31,22 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in (torch.bfloat16, torch.float32):
         name = f"32 heads of 4 over width 2048, {str(dtype).removeprefix('torch.')}"
         yield name, lambda dtype=dtype: _gather(2048, 128, dtype)
+    for name, dim, memory_tokens, weighed, dtype in (
+        ("chapters of llama-3.2-1b", 64, 64, "scales", torch.bfloat16),
+        ("chapters of llama-3.1-8b", 128, 64, "scales", torch.bfloat16),
+        ("chapters of llama-3.2-1b, logit bias", 64, 64, "biases", torch.bfloat16),
+        ("chapters of llama-3.2-1b, float32", 64, 64, "", torch.float32),
+        ("chapters of llama-3.2-1b, float16", 64, 64, "", torch.float16),
+        ("chapters of 3, head 80", 80, 3, "scales", torch.bfloat16),
+        ("chapters of 1000, head 256", 256, 1000, "scales", torch.bfloat16),
+        ("chapters of 1000, head 256, float32", 256, 1000, "scales", torch.float32),
+    ):
+        yield (
+            name,
+            lambda dim=dim, memory_tokens=memory_tokens, weighed=weighed, dtype=dtype: _attend(
+                dim, memory_tokens, weighed, dtype
+            ),
+        )
 
 
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -52,6 +70,18 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
     triton_weight_gradients(output, bank, slots)
     for atomic in (False, True):
         triton_row_sums(output, slots, weights, 4096, atomic=atomic)
+
+
+def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> None:
+    tokens, chosen, heads, kv_heads, chapters = 2048, 8, 32, 8, 64
+    query, table = (
+        torch.zeros(tokens, heads, dim, dtype=dtype),
+        torch.zeros(chapters, memory_tokens, kv_heads, dim, dtype=dtype),
+    )
+    read = torch.zeros(tokens, chosen, dtype=torch.int64)
+    extra = [torch.zeros(tokens, chosen) if weighed == name else None for name in ("scales", "biases")]
+    output, *rest = triton_segments(query, table, table, read, *extra)
+    triton_segment_gradients(output, query, table, table, *extra, output, *rest, True, True)
 
 
 def launches() -> list[Launch]:

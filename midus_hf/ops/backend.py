@@ -63,7 +63,9 @@ def op_choices(**changes: str) -> Iterator[None]:
         _standing = before
 
 
-def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -> OpChoices:
+def resolve(
+    backend: str, selection: str, backward: str, tensor: torch.Tensor, refusal: str | None = None
+) -> OpChoices:
     """Name the bodies that an op runs.
 
     Args:
@@ -71,6 +73,7 @@ def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -
         selection: As in `OpChoices`.
         backward: As in `OpChoices`.
         tensor: One of the op's, for its device and dtype. Kernels do not compute in float64.
+        refusal: What kernels cannot take of this call's sizes, and what they expect. Default: they take it.
 
     Returns:
         Choices without `"auto"`.
@@ -81,7 +84,8 @@ def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -
     asked = OpChoices(backend, selection, backward)
     body = _standing.backend if asked.backend == "auto" else asked.backend
     if body == "auto":
-        body = "triton" if HAS_TRITON and tensor.is_cuda and _multiplies(tensor) else "torch"
+        takes = HAS_TRITON and tensor.is_cuda and refusal is None
+        body = "triton" if takes and _multiplies(tensor) else "torch"
     if body == "triton":
         if not HAS_TRITON:
             raise ValueError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
@@ -93,6 +97,8 @@ def resolve(backend: str, selection: str, backward: str, tensor: torch.Tensor) -
             raise ValueError(
                 "backend is 'triton', but the tensors are float64; expected float32 or less, or choose 'torch'."
             )
+        if refusal is not None:
+            raise ValueError(f"backend is 'triton', but {refusal}, or choose 'torch'.")
     way = _standing.selection if asked.selection == "auto" else asked.selection
     order = _standing.backward if asked.backward == "auto" else asked.backward
     return OpChoices(body, "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order)

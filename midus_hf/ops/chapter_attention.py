@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.backend import resolve
 from midus_hf.ops.chapter_segments import segment_attention
+from midus_hf.ops.chapter_segments_triton import segment_refusal
 from midus_hf.ops.precision import without_autocast
 
 _MOST_GATHERED = 1 << 25
@@ -33,7 +34,8 @@ def chapter_attention(
 
     Scores are accumulated in float32 at least. Where stretches are long, the keys of a stretch are gathered, some stretches at a
     time and again in the backward pass; where they are short, tokens are sorted by chapter instead, so that the keys of a chapter
-    meet all of its tokens at once and no tensor has a key per token.
+    meet all of its tokens at once and no tensor has a key per token. The latter is done by kernels under `"triton"`, in the same
+    order at every run; the former by torch's own attention on every backend but the reference.
 
     Args:
         query: `[B, T, H, d]`, floating point.
@@ -42,22 +44,25 @@ def chapter_attention(
         chapters: `[B, U, n]`, int64, from 0 to C - 1; U divides T.
         scales: `[B, U, n]`, what the keys and values of a chapter are multiplied by. Default: 1.
         biases: `[B, U, n]`, what is added to the attention logits of a chapter. Default: 0.
-        backend: As in `OpChoices`; matrix products on every one. Default: `"auto"`.
+        backend: As in `OpChoices`. Default: `"auto"`, which takes PyTorch where kernels refuse the sizes.
 
     Returns:
         `[B, T, H, d]`, in the dtype of `query`.
 
     Raises:
-        ValueError: If shapes disagree.
+        ValueError: If shapes disagree; if kernels are asked for where tokens are sorted, and a head is wider than 256 or there are
+            more than 2^30 pairs of a token and a chapter for all heads together.
     """
-    body = resolve(backend, "auto", "auto", query).backend
     _check_shapes(query, keys, values, chapters, scales, biases)
     batch, tokens, heads, width = query.shape
     stretches, chosen = chapters.shape[1:]
+    length = tokens // max(stretches, 1)
+    sorts = length < _FEWEST_TOGETHER and batch * stretches > 1
+    refusal = segment_refusal(heads, width, batch * tokens * chosen) if sorts else None
+    body = resolve(backend, "auto", "auto", query, refusal).backend
     if query.numel() == 0:
         return query * 1
     keys, values = keys.to(query.dtype), values.to(query.dtype)
-    length = tokens // stretches
     flat_query = query.reshape(batch * stretches, length, heads, width)  # [S, Q, H, d]
     flat_chapters = chapters.reshape(-1, chosen)
     flat_scales = None if scales is None else scales.reshape(-1, chosen)
@@ -65,7 +70,7 @@ def chapter_attention(
     with without_autocast(query.device.type):
         if body == "reference":
             output = _attend(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
-        elif length >= _FEWEST_TOGETHER or batch * stretches == 1:
+        elif not sorts:
             output = _gathered(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
         else:
             per_token = [
@@ -73,7 +78,9 @@ def chapter_attention(
                 for of_stretch in (flat_chapters, flat_scales, flat_biases)
             ]
             assert per_token[0] is not None
-            output = segment_attention(flat_query.flatten(0, 1), keys, values, per_token[0], *per_token[1:])
+            output = segment_attention(
+                flat_query.flatten(0, 1), keys, values, per_token[0], *per_token[1:], backend=body
+            )
     return output.reshape(query.shape)
 
 

@@ -1,9 +1,13 @@
 """Cross-attention of single tokens, sorted by the chapters that they read."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
+
+from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
+from midus_hf.ops.chapter_segments_triton import triton_segments
+from midus_hf.ops.library import custom_op
 
 _ROWS = 32
 """Tokens that meet the keys of a chapter in one matrix product."""
@@ -30,6 +34,8 @@ def segment_attention(
     chapters: torch.Tensor,
     scales: torch.Tensor | None = None,
     biases: torch.Tensor | None = None,
+    *,
+    backend: str = "torch",
 ) -> torch.Tensor:
     """Each token over the memory tokens of its own chapters, in one softmax.
 
@@ -43,10 +49,14 @@ def segment_attention(
         chapters: `[N, n]`, int64.
         scales: `[N, n]`. Default: 1.
         biases: `[N, n]`. Default: 0.
+        backend: `"torch"` or `"triton"`. Default: `"torch"`.
 
     Returns:
         `[N, H, d]`.
     """
+    if backend == "triton":
+        wide = (None if of_pair is None else of_pair.float() for of_pair in (scales, biases))
+        return segment_attention_op(query, keys, values, chapters, *wide)[0]
     tokens, num_chosen = chapters.shape
     score_dtype = torch.promote_types(query.dtype, torch.float32)
     num_kv_heads = keys.shape[2]
@@ -118,3 +128,106 @@ def _per_row(of_pair: torch.Tensor, segments: Segments) -> torch.Tensor:
     """What each row has, `[blocks, _ROWS]`, of what each pair has, `[N, n]`; 0 for padding."""
     rows = of_pair.new_zeros(len(segments.token_of_row))
     return rows.index_put((segments.row_of_pair,), of_pair.flatten()).view(-1, _ROWS)
+
+
+@custom_op("chapter_segments")
+def segment_attention_op(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chapters: torch.Tensor,
+    scales: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
+    biases: Optional[torch.Tensor],  # noqa: UP045
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`segment_attention` by kernels, with scales and biases in float32.
+
+    The output, and for the gradient the log-sum-exps `[N, H]` of tokens, pairs in the order of their chapters `[N * n]`, and where
+    chapters begin among them `[C + 1]`.
+    """
+    return triton_segments(query, keys, values, chapters, scales, biases)
+
+
+@segment_attention_op.register_fake
+def _(query, keys, values, chapters, scales, biases):  # type: ignore[no-untyped-def]
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(query.shape[:2], dtype=torch.float32),
+        query.new_empty(chapters.numel(), dtype=torch.int32),
+        query.new_empty(keys.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+@custom_op("chapter_segments_backward")
+def segment_gradients_op(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: Optional[torch.Tensor],  # noqa: UP045
+    biases: Optional[torch.Tensor],  # noqa: UP045
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    wants_rows: bool,
+    wants_tables: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, keys, values, scales and biases.
+
+    Empty are those of query, scales and biases where `wants_rows` is false, those of keys and values where `wants_tables` is, and
+    those of scales and biases that there are not.
+    """
+    found = triton_segment_gradients(
+        gradient, query, keys, values, scales, biases, output, log_sums, order, offsets, wants_rows, wants_tables
+    )
+    into_query, into_keys, into_values, into_scales, into_biases = (
+        query.new_empty(0) if part is None else part for part in found
+    )
+    return into_query, into_keys, into_values, into_scales, into_biases
+
+
+@segment_gradients_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    gradient,
+    query,
+    keys,
+    values,
+    scales,
+    biases,
+    output,
+    log_sums,
+    order,
+    offsets,
+    wants_rows,
+    wants_tables,
+):
+    wanted = (
+        (query, wants_rows),
+        (keys, wants_tables),
+        (values, wants_tables),
+        (scales, wants_rows),
+        (biases, wants_rows),
+    )
+    return tuple(
+        tensor.new_empty(tensor.shape) if wants and tensor is not None else query.new_empty(0)
+        for tensor, wants in wanted
+    )
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, keys, values, _, scales, biases = inputs
+    ctx.save_for_backward(query, keys, values, scales, biases, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
+    query, keys, values, _, scales, biases = ctx.needs_input_grad
+    found = segment_gradients_op(gradient, *ctx.saved_tensors, query or scales or biases, keys or values)
+    wanted = (query, keys, values, scales, biases)
+    into_query, into_keys, into_values, *rest = (
+        part if wants else None for part, wants in zip(found, wanted, strict=True)
+    )
+    return into_query, into_keys, into_values, None, *rest
+
+
+segment_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -149,7 +149,9 @@ def test_long_stretches_are_gathered_and_short_ones_sorted(monkeypatch):
     called = []
     for name in ("_gathered", "segment_attention"):
         whole = getattr(op, name)
-        monkeypatch.setattr(op, name, lambda *args, name=name, whole=whole: called.append(name) or whole(*args))
+        monkeypatch.setattr(
+            op, name, lambda *args, name=name, whole=whole, **rest: called.append(name) or whole(*args, **rest)
+        )
     for shape in (
         {"tokens": 32, "stretches": 2},
         {"tokens": 30, "stretches": 2},

@@ -1,13 +1,15 @@
 """What the op on chapters refuses, and how it sorts tokens by chapter."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ops.chapter_loops import made
 
-from midus_hf.ops import chapter_segments
+from midus_hf.ops import backend, chapter_segments, op_choices
 from midus_hf.ops.chapter_attention import chapter_attention
+from midus_hf.ops.chapter_segments_triton import segment_refusal
 
 
 def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
@@ -21,7 +23,7 @@ def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
         assert torch.equal(segments.chapter_of_block[rows // 32], chapters.flatten())
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("body", ["reference", "torch"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -40,14 +42,55 @@ def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
     ],
     ids=str,
 )  # fmt: skip
-def test_shapes_that_disagree_are_refused(changes, message, backend):
+def test_shapes_that_disagree_are_refused(changes, message, body):
     arguments = made()
     for name, shape in changes.items():
         arguments[name] = torch.zeros(shape, dtype=arguments[name].dtype)
     with pytest.raises(ValueError, match=re.escape(message)):
-        chapter_attention(**arguments, backend=backend)
+        chapter_attention(**arguments, backend=body)
 
 
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="backend is 'cuda'; expected"):
         chapter_attention(**made(), backend="cuda")
+
+
+def wide_heads(length: int) -> dict[str, torch.Tensor]:
+    """Two stretches of queries of so many tokens, with heads that no kernel takes."""
+    query, table = torch.randn(1, 2 * length, 1, 257), torch.randn(3, 2, 1, 257)
+    return {"query": query, "keys": table, "values": table, "chapters": torch.tensor([[[0, 1], [1, 2]]])}
+
+
+def test_heads_that_are_too_wide_for_kernels_are_refused_where_kernels_are_asked_for():
+    arguments, message = (
+        wide_heads(1),
+        "backend is 'triton', but heads are 257 wide; expected 256 or less, or choose 'torch'.",
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chapter_attention(**arguments, backend="triton")
+    with op_choices(backend="triton"), pytest.raises(ValueError, match=re.escape(message)):
+        chapter_attention(**arguments)
+    torch.testing.assert_close(chapter_attention(**arguments), chapter_attention(**arguments, backend="reference"))
+
+
+def test_long_stretches_are_read_by_matrix_products_whatever_is_asked_for():
+    arguments = wide_heads(16)
+    assert torch.equal(
+        chapter_attention(**arguments, backend="triton"), chapter_attention(**arguments, backend="torch")
+    )
+
+
+def test_more_pairs_than_kernels_can_number_are_refused():
+    assert segment_refusal(32, 64, 1 << 25) is None
+    assert segment_refusal(32, 64, (1 << 25) + 1) == (
+        "there are 33554433 pairs of a token and a chapter, with 32 heads each; expected 1073741824 or less together"
+    )
+
+
+def test_what_kernels_refuse_is_left_to_pytorch_where_nobody_asks_for_kernels(monkeypatch):
+    monkeypatch.setattr(backend, "_multiplies", lambda tensor: True)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    assert backend.resolve("auto", "auto", "auto", on_gpu).backend == "triton"
+    assert backend.resolve("auto", "auto", "auto", on_gpu, "heads are wide").backend == "torch"
+    assert backend.resolve("torch", "auto", "auto", on_gpu, "heads are wide").backend == "torch"

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-import midus_hf.ops  # noqa: F401 - registers them
+import midus_hf.ops.chapter_attention  # noqa: F401 - registers them
 
 
 @pytest.mark.parametrize(
-    "name", ["headwise_lookup", "headwise_lookup_backward", "product_key_select", "weighted_gather"]
+    "name",
+    [
+        "headwise_lookup",
+        "headwise_lookup_backward",
+        "product_key_select",
+        "weighted_gather",
+        "chapter_segments",
+        "chapter_segments_backward",
+    ],
 )
 def test_ops_of_the_package_have_its_name_and_no_suffix(name):
     """Which only copies of the code that checkpoints bring along have."""

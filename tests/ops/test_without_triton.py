@@ -17,6 +17,11 @@ arguments = torch.eye(3), torch.tensor([[2, 0]]), torch.tensor([[0.5, 2.0]])
 assert torch.equal(weighted_gather(*arguments), torch.tensor([[2.0, 0.0, 0.5]]))
 with pytest.raises(ValueError, match="backend is 'triton', but triton is not installed; install it, or choose 'torch'"):
     weighted_gather(*arguments, backend="triton")
+
+from midus_hf.ops.chapter_attention import chapter_attention
+
+tokens = torch.randn(1, 2, 1, 4), *torch.randn(2, 3, 2, 1, 4), torch.tensor([[[0], [2]]])
+torch.testing.assert_close(chapter_attention(*tokens), chapter_attention(*tokens, backend="reference"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,8 @@ import torch
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
+from midus_hf.ops.chapter_attention import chapter_attention
+from midus_hf.ops.chapter_segments import segment_attention_op
 from midus_hf.ops.headwise_lookup import headwise_lookup_op
 from midus_hf.ops.product_key import select_op
 from midus_hf.ops.weighted_gather import weighted_gather_op
@@ -44,6 +46,31 @@ def test_selection_is_registered_rightly():
     torch.library.opcheck(select_op, (torch.randn(5, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE), 3))
 
 
+def chapters_of_tokens(weighed=("scales", "biases")):
+    """Arguments of `chapter_attention` for one sequence whose tokens have chapters of their own."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (1, 6, 2, 8), "keys": (4, 3, 1, 8), "values": (4, 3, 1, 8)} | dict.fromkeys(weighed, (1, 6, 2))
+    made = {
+        name: torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for name, shape in shapes.items()
+    }
+    return made | {"chapters": torch.rand(1, 6, 4, generator=generator).argsort(-1)[..., :2].to(DEVICE)}
+
+
+@pytest.mark.parametrize("weighed", [(), ("scales",), ("scales", "biases")], ids="-".join)
+@pytest.mark.parametrize("wanted", ["all", "query", "values"])
+def test_attention_to_chapters_is_registered_rightly(weighed, wanted):
+    made = chapters_of_tokens(weighed)
+    arguments = []
+    for name in ("query", "keys", "values", "chapters", "scales", "biases"):
+        tensor = made.get(name)
+        if tensor is not None and name not in ("keys", "values"):
+            tensor = tensor.squeeze(0)
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.detach().requires_grad_(wanted in ("all", name))
+        arguments.append(tensor)
+    torch.library.opcheck(segment_attention_op, tuple(arguments))
+
+
 def nodes_of(function, arguments):
     """Names of the ops in the graph of a function, compiled as one."""
     names = []
@@ -75,6 +102,30 @@ def test_gathering_is_one_node(backend):
 def test_selecting_by_a_kernel_is_one_node():
     names = nodes_of(lambda *tensors: product_key_topk(*tensors, 2, backend="triton"), tables()[:3])
     assert sum("product_key_select" in name for name in names) == 1 and not any("topk" in name for name in names)
+
+
+def test_attention_to_chapters_by_kernels_is_one_node_and_views():
+    made = chapters_of_tokens()
+    names = nodes_of(
+        lambda *tensors: chapter_attention(**dict(zip(made, tensors, strict=True)), backend="triton"), made.values()
+    )
+    assert sum("chapter_segments" in name for name in names) == 1
+    assert not any(word in name for name in names for word in ("sort", "softmax", "einsum", "matmul", "index"))
+
+
+def test_compiled_attention_to_chapters_computes_the_same_gradients():
+    made = chapters_of_tokens()
+    leaves = [tensor for tensor in made.values() if tensor.requires_grad]
+
+    def attend(*tensors):
+        return chapter_attention(**dict(zip(made, tensors, strict=True)), backend="triton")
+
+    upstream = torch.randn(made["query"].shape, device=DEVICE)
+    eager, compiled = (
+        torch.autograd.grad(call(*made.values()), leaves, upstream)
+        for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
 def test_a_compiled_call_computes_the_same_gradients(backend):
