@@ -12,8 +12,7 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled for all targets with the newest triton, and with the oldest, which is that of a GPU's machine, for its own.
-OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks --ignore=tests/models/test_peft.py --ignore=tests/models/test_kept_chapters.py \
-	-k 'not sm_80 and not sm_100 and not gfx942'
+OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks -k 'not sm_80 and not sm_100 and not gfx942'
 
 .PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
 

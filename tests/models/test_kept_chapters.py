@@ -6,27 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from models.chapter_models import act, chapter_model, memories_of
-from peft import LoraConfig, get_peft_model
+from models.generated_logits import CLOSE, generated, passed
 from tiny import prompt
 from transformers import PreTrainedModel
 
 from midus_hf.memory.kept_values import kept_values
 
-SETTINGS = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-"""`generate` gives logits in float32."""
-
 SHARES = {"shared": {}, "own": {"share": "none"}, "factors": {"bank_rank": 5}, "neighbours": {"share": "every:1"}}
-
-
-def generated(model: PreTrainedModel) -> torch.Tensor:
-    """Logits `[B, 3, V]` that `generate` gives."""
-    return torch.stack(model.generate(input_ids=prompt(7), **SETTINGS).logits, dim=1).double()
-
-
-def passed(model: PreTrainedModel) -> torch.Tensor:
-    """Logits `[B, V]` of the first token that is generated, by a pass with gradients, which keeps nothing."""
-    return model(input_ids=prompt(7), use_cache=False).logits[:, -1].detach()
 
 
 def bank_of(model: PreTrainedModel) -> torch.nn.Parameter:
@@ -130,44 +116,6 @@ def test_what_is_read_is_what_was_kept():
         assert memory.kept.num_bytes == 2 * 24 * 32 * 8
         memory.kept._derived.mul_(2)
         assert not torch.allclose(model(prompt(7)).logits, before, atol=1e-4)
-
-
-@pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)
-def test_an_adapter_beside_a_projection_is_heeded(targets):
-    model = get_peft_model(
-        chapter_model(), LoraConfig(target_modules=targets, r=2, task_type="CAUSAL_LM", init_lora_weights=False)
-    ).eval()
-    model.to(torch.float64)
-    adapted = generated(model)
-    torch.testing.assert_close(adapted[:, 0], passed(model), **CLOSE)
-    with model.disable_adapter():
-        bare = generated(model)
-        torch.testing.assert_close(bare[:, 0], passed(model), **CLOSE)
-    assert not torch.allclose(adapted[:, 0], bare[:, 0], atol=1e-4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.mul_(-2)
-    torch.testing.assert_close(generated(model)[:, 0], passed(model), **CLOSE)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(generated(merged)[:, 0], passed(merged), **CLOSE)
-
-
-def test_copies_that_peft_trains_are_read():
-    whole = ["layers.1.memories.chapters", "layers.3.memories.chapters", "memory_tables.chapters.0"]
-    config = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", modules_to_save=whole)
-    model = get_peft_model(chapter_model(), config).eval()
-    before = generated(model)
-    torch.testing.assert_close(before[:, 0], passed(model), **CLOSE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name and name.endswith(("bank", "key_projection.weight")):
-                parameter.add_(1)
-    after = generated(model)
-    assert not torch.allclose(after[:, 0], before[:, 0], atol=1e-4)
-    torch.testing.assert_close(after[:, 0], passed(model), **CLOSE)
-    with model.disable_adapter():
-        torch.testing.assert_close(generated(model), before, **CLOSE)
 
 
 def test_it_serves_no_pass_with_gradients_and_no_stand_in():

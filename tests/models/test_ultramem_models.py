@@ -3,45 +3,11 @@
 import pytest
 import torch
 from accelerate import cpu_offload
-from peft import LoraConfig, get_peft_model
+from models.ultramem_models import KINDS, logits, ultramem_model
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.usage import record_usage
-from midus_hf.models import FAMILIES
-
-KINDS = {
-    "own": {},
-    "ring": {"share": "ring:2"},
-    "expanded": {"key_pairs": 2, "projections": "per-block", "heads": 2},
-    "skip": {"site": "skip", "into": [2, 3]},
-    "memory-plus": {"scoring": "sum", "weights": "softmax", "rank": 1, "output_gate": True, "pre_value_width": 0},
-}
-
-
-def ultramem_model(family="llama", kind="own", dtype=torch.float64, **options):
-    """A tiny model with a memory that acts, in eval mode."""
-    entry = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3, "zero": "none", **KINDS[kind], **options}
-    if kind == "skip":
-        entry["layers"] = [1, 2]
-    native = tiny_model(family, dtype)
-    fields = {
-        key: value for key, value in native.config.to_dict().items() if key not in ("model_type", "architectures")
-    }
-    torch.manual_seed(0)
-    model_class = FAMILIES[native.config.model_type]
-    model = model_class(model_class.config_class(**fields, memory=[entry])).to(dtype)
-    model.load_state_dict(native.state_dict(), strict=False)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if name.endswith("value_table"):
-                value.mul_(4)  # so that it shows
-    return model.eval()
-
-
-@torch.no_grad()
-def logits(model, tokens, **given):
-    return model(tokens, use_cache=False, **given).logits
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,23 +116,3 @@ def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same_logits(kind
     assert loaded.model.layers[1].memories["ultramem"].query_projection.weight.is_meta
     assert torch.equal(logits(loaded, tokens), expected)
     assert torch.equal(logits(cpu_offload(model, execution_device=torch.device("cpu")), tokens), expected)
-
-
-@pytest.mark.parametrize("kind", ["own", "expanded"])
-def test_adapters_on_all_projections_change_nothing_and_are_merged(kind):
-    model, tokens = ultramem_model("llama", kind), prompt(length=6)
-    expected = logits(model, tokens)
-    torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")).eval()
-    assert torch.equal(logits(adapted, tokens), expected)
-    names = [
-        name for name, _ in adapted.named_modules() if "memories.ultramem" in name and name.endswith(".lora_B.default")
-    ]
-    assert {name.split(".")[-3] for name in names} == {"query_projection", "pre_projection", "value_projection"}
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    changed = logits(adapted, tokens)
-    assert not torch.allclose(changed, expected)
-    torch.testing.assert_close(logits(adapted.merge_and_unload(), tokens), changed)

@@ -1,4 +1,4 @@
-"""LoRA on models with memory blocks. Needs peft, which is an extra."""
+"""PEFT's adapters on models with inserted memory blocks."""
 
 import pytest
 import torch

@@ -1,0 +1,45 @@
+"""PEFT's adapters on Mixture of Chapters: what generation keeps of projected chapters heeds them."""
+
+import pytest
+import torch
+from models.chapter_models import chapter_model
+from models.generated_logits import CLOSE, generated, passed
+from peft import LoraConfig, get_peft_model
+
+
+@pytest.mark.parametrize("targets", [["key_projection"], ["value_projection"], ["query_projection"]], ids=str)
+def test_an_adapter_beside_a_projection_is_heeded(targets):
+    model = get_peft_model(
+        chapter_model(), LoraConfig(target_modules=targets, r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    ).eval()
+    model.to(torch.float64)
+    adapted = generated(model)
+    torch.testing.assert_close(adapted[:, 0], passed(model), **CLOSE)
+    with model.disable_adapter():
+        bare = generated(model)
+        torch.testing.assert_close(bare[:, 0], passed(model), **CLOSE)
+    assert not torch.allclose(adapted[:, 0], bare[:, 0], atol=1e-4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-2)
+    torch.testing.assert_close(generated(model)[:, 0], passed(model), **CLOSE)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(generated(merged)[:, 0], passed(merged), **CLOSE)
+
+
+def test_copies_that_peft_trains_are_read():
+    whole = ["layers.1.memories.chapters", "layers.3.memories.chapters", "memory_tables.chapters.0"]
+    config = LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", modules_to_save=whole)
+    model = get_peft_model(chapter_model(), config).eval()
+    before = generated(model)
+    torch.testing.assert_close(before[:, 0], passed(model), **CLOSE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name and name.endswith(("bank", "key_projection.weight")):
+                parameter.add_(1)
+    after = generated(model)
+    assert not torch.allclose(after[:, 0], before[:, 0], atol=1e-4)
+    torch.testing.assert_close(after[:, 0], passed(model), **CLOSE)
+    with model.disable_adapter():
+        torch.testing.assert_close(generated(model), before, **CLOSE)
