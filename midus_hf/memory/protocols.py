@@ -1,12 +1,14 @@
 """What tools ask of a memory: whichever module has these methods can be counted, balanced and looked into."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from midus_hf.memory.chapter_pooling import Routing
 from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.table_reading import TableReading
 from midus_hf.memory.token_places import TokenPlaces
 
 
@@ -26,10 +28,18 @@ class RetrievesSlots(Protocol):
 
 @runtime_checkable
 class ReadsFewRows(Protocol):
-    """A memory that reads few rows of a large table: the gradient of the table can be a sparse tensor of these rows."""
+    """A memory that reads few rows of large tables, those of its values: training may change how."""
 
-    sparse_gradient: bool
-    """Whether it is."""
+    table_reading: TableReading
+    """How it does."""
+
+
+@runtime_checkable
+class HostsTables(Protocol):
+    """A model whose memories may share tables."""
+
+    def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
+        """Each memory that reads shared tables, and these by name."""
 
 
 @runtime_checkable

@@ -12,12 +12,11 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import recomputing
 from midus_hf.memory.router_report import RouterReport
+from midus_hf.memory.table_reading import TableReading
 from midus_hf.memory.tucker_losses import core_penalty, key_balance
-from midus_hf.ops.gathered_products import gathered_products
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import product_key_topk
 from midus_hf.ops.tucker_topk import leading_vectors, tucker_topk
-from midus_hf.ops.weighted_gather import weighted_gather
 
 _EPS = 1e-6
 _ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
@@ -54,8 +53,7 @@ class UltraMem(MemoryModule):
         self.num_heads, self.num_slots = options.heads, options.num_rows
         self.key_width = options.width("key_width", sizes)
         self.has_pre_values = options.width("pre_value_width", sizes) > 0
-        self.sparse_gradient = False
-        """Whether gradients of tables are sparse tensors of the rows that were read."""
+        self.table_reading = TableReading()
         if not options.has_losses:
             self.asks = ()
 
@@ -88,16 +86,10 @@ class UltraMem(MemoryModule):
         rows = self._rows(slots, len(value_table))
         if self.has_pre_values:
             pre_values = tables["pre_value_table"] if "pre_value_table" in tables else self.pre_value_table
-            products = gathered_products(
-                self.pre_projection(hidden_states),
-                pre_values,
-                rows,
-                sparse_gradient=self.sparse_gradient,
-                backend=backend,
-            )
+            products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, rows, backend)
             weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
         summed = [
-            weighted_gather(value_table, rows, of_block, sparse_gradient=self.sparse_gradient, backend=backend)
+            self.table_reading.sums(value_table, rows, of_block, backend)
             for of_block in self._by_projection(weights, slots)
         ]
         values = torch.cat(summed, dim=-1).to(hidden_states.dtype)  # [B, T, E * D_v]

@@ -57,12 +57,15 @@ def norm_of_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.coalesce().values().norm() for gradient in gradients]).norm()
 
 
-def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_rows(
+    tables: Iterable[torch.Tensor], max_norm: float, total: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
+) -> torch.Tensor:
     """Scale the sparse gradients of tables down to a norm that they have together.
 
     Args:
         tables: With sparse gradients, which are replaced by coalesced ones.
         max_norm: The norm.
+        total: The norm over all processes, of the norm in this one. Default: there is one process.
 
     Returns:
         The norm before that, a scalar.
@@ -71,7 +74,7 @@ def clip_rows(tables: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     for table in tables:
         assert table.grad is not None
         table.grad = table.grad.coalesce()
-    norm = norm_of_rows(table.grad for table in tables if table.grad is not None)
+    norm = total(norm_of_rows(table.grad for table in tables if table.grad is not None))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for table in tables:
         assert table.grad is not None

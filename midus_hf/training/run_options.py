@@ -33,6 +33,8 @@ class RunOptions:
             `memory.balance.balance_loss`. Default: 0, none.
         sparse_values: Whether gradients of large value tables are of the rows that a step has read, and AdamW updates these alone;
             see `TrainsTables`. Default: false.
+        shard_values: Whether each of several processes holds some columns of these tables, in place of all; see `TrainsTables`.
+            Default: false.
         adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
@@ -75,6 +77,7 @@ class RunOptions:
     frozen: list[Role] = dataclasses.field(default_factory=list)
     balance_loss: float = 0.0
     sparse_values: bool = False
+    shard_values: bool = False
     adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     max_steps: int | None = None

@@ -103,8 +103,9 @@ def make_run(
     set_seed(config.seed)
     model, accompanying_files = model_of_run(config, request.model_config)
     use_cache = model.config.use_cache
-    if config.sparse_values:
-        memories_of_few_rows(model)
+    for option in ("sparse_values", "shard_values"):
+        if getattr(config, option):
+            memories_of_few_rows(model, option)
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
@@ -127,6 +128,7 @@ def make_run(
         rates=rates,
         balance_loss=config.balance_loss,
         sparse_values=config.sparse_values,
+        shard_values=config.shard_values,
         usage_every=config.usage_every,
         **trainer_options,
     )

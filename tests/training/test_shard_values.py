@@ -1,0 +1,144 @@
+"""Tables whose columns two processes share train as they do in one process, and are saved whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+from training.tiny_run import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from midus_hf.training import MemoryTrainer, train
+from midus_hf.training.run import prepare
+from midus_hf.training.table_columns import TableColumns, tables_of_values
+from midus_hf.training.training_log import read_log
+from upscalers import upscale
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
+RUN = {"max_steps": 4, "save_every": 2, "precision": "fp32", "sequence_length": 16, "log_every": 1}
+
+
+@pytest.fixture(scope="module")
+def ultramem(tmp_path_factory):
+    """A tiny upscaled model with a table that layers share and pre-values; nobody may change it."""
+    folder = tmp_path_factory.mktemp("ultramem")
+    base = save_tiny_model("llama", folder / "base")
+    options = {"n": 16, "k": 2, "share": "ring:2", "heads": 2}
+    upscale(base=base, method="ultramem-v2", output=folder / "model", options=options, verify=False)
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def in_two_processes(model, corpus, output, **options) -> None:
+    words = [f"{name}={value}" for name, value in {**RUN, **options, "batch_size": 1, "shard_values": True}.items()]
+    recipe = output.with_suffix(".yaml")
+    recipe.write_text("learning_rate: 1e-2\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run = subprocess.run(
+        [*launcher, SCRIPT, recipe, f"model={model}", f"corpus={corpus}", f"output={output}", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
+
+
+def assert_trained_alike(one: Path, two: Path) -> None:
+    weights, shared = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    assert weights.keys() == shared.keys() and any(name.endswith("value_table") for name in weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(
+            shared[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_two_processes_train_as_one_and_go_on_from_a_checkpoint(ultramem, corpus, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny_config(ultramem, corpus, one, **RUN, shard_values=True, keep_checkpoints=None))
+    in_two_processes(ultramem, corpus, two, eval_text=corpus, keep_checkpoints="null")
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5) and len(logged(one, "loss")) == 4
+    assert logged(two, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
+    perplexities = logged(two, "perplexity")
+    assert len(perplexities) == 2 and perplexities[1] < perplexities[0]
+    assert_trained_alike(one, two)
+    start = load_file(ultramem / "model.safetensors")
+    moved = [name for name in start if not torch.equal(start[name], load_file(two / "model.safetensors")[name])]
+    assert {name.rsplit(".", 1)[-1] for name in moved} >= {"value_table", "pre_value_table", "core", "row_keys"}
+    states = [torch.load(folder / "checkpoint-4" / "optimizer.pt")["state"] for folder in (one, two)]
+    assert states[0].keys() == states[1].keys()
+    for number, state in states[0].items():
+        assert state["exp_avg"].shape == states[1][number]["exp_avg"].shape
+        torch.testing.assert_close(states[1][number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
+
+    (two / "checkpoint-4").rename(tmp_path / "away")
+    in_two_processes(ultramem, corpus, two, eval_text=corpus, keep_checkpoints="null", resume=True)
+    assert len(logged(two, "loss")) == 4
+    assert_trained_alike(one, two)
+
+
+def test_rows_that_were_read_are_updated_alone_in_two_processes_as_in_one(ultramem, corpus, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny_config(ultramem, corpus, one, **RUN, sparse_values=True))
+    in_two_processes(ultramem, corpus, two, sparse_values=True)
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
+    assert_trained_alike(one, two)
+    start, trained = (load_file(folder / "model.safetensors") for folder in (ultramem, two))
+    for name in start:
+        if name.endswith("value_table") and not name.endswith("pre_value_table"):
+            moved = (start[name] != trained[name]).any(-1)
+            assert moved.any() and not moved.all()
+
+
+class OneOfTwo:
+    """Stands for a group of processes of which this is the second."""
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 1
+
+
+def test_a_process_keeps_its_columns_and_a_state_dict_of_them_is_refused(ultramem):
+    whole = AutoModelForCausalLM.from_pretrained(ultramem)
+    model = AutoModelForCausalLM.from_pretrained(ultramem)
+    columns = TableColumns(model, OneOfTwo())
+    assert set(columns.parameters) == set(tables_of_values(whole)) and len(columns.parameters) == 2
+    for name, table in tables_of_values(whole).items():
+        assert torch.equal(model.get_parameter(name), table[:, table.shape[1] // 2 :])
+    for save in (model.state_dict, model.model.memory_tables.state_dict):
+        with pytest.raises(
+            ValueError, match=r"tables of values are split over 2 processes, .* save by Trainer\.save_model"
+        ):
+            save()
+    assert model._ddp_params_and_buffers_to_ignore == list(columns.parameters)
+
+
+def test_columns_that_do_not_divide_are_refused_and_nothing_is_cut(ultramem):
+    class OneOfThree(OneOfTwo):
+        def size(self):
+            return 3
+
+    model = AutoModelForCausalLM.from_pretrained(ultramem)
+    before = {name: table.shape for name, table in tables_of_values(model).items()}
+    with pytest.raises(
+        ValueError, match=r"has \d+ columns for 3 processes; expected a number of processes that divides them"
+    ):
+        TableColumns(model, OneOfThree())
+    assert {name: table.shape for name, table in tables_of_values(model).items()} == before
+
+
+def test_what_cannot_be_split_is_refused(ultramem, upscaled, corpus, tmp_path):
+    with pytest.raises(ValueError, match="shard_values is true, but no memory of this model reads few rows"):
+        prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", shard_values=True))
+    arguments = TrainingArguments(str(tmp_path), torch_compile=True, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match="shard_values is true, for which a model has to run uncompiled"):
+        MemoryTrainer(AutoModelForCausalLM.from_pretrained(ultramem), arguments, shard_values=True)
