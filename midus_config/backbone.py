@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midus_config.model_sizes import ModelSizes
+from midus_config.model_sizes import ModelSizes, activation_of, activation_of
 
 Config = Mapping[str, Any]
 
@@ -127,13 +127,14 @@ def read_backbone(config: Config) -> Backbone:
             num_key_value_heads=size("num_key_value_heads", heads),
             intermediate_size=size("intermediate_size"),
             num_layers=size("num_hidden_layers"),
+            activation=activation_of(values),
         ),
         vocabulary=size("vocab_size"),
         traits=traits,
         attention_bias=has_bias["attention_bias"] or traits.qkv_bias,
         output_bias=has_bias["attention_bias"],
         mlp_bias=has_bias["mlp_bias"],
-        activation=values.get("hidden_activation") or values.get("hidden_act") or "silu",
+        activation=activation_of(values),
         caps_scores=bool(values.get("attn_logit_softcapping")),
         caps_logits=bool(values.get("final_logit_softcapping")),
         tied=bool(values.get("tie_word_embeddings")),

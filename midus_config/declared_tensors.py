@@ -1,5 +1,6 @@
 """Tensors as declarations name them: shape, role, and what they start as."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -51,6 +52,20 @@ class Normal:
     def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
         tensor.normal_(0.0, self.std, generator=generator)
 
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Normal with mean zero and standard deviation `std`, cut off at two standard deviations."""
+
+    std: float
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        # By the inverse of its distribution function, so that every number takes one draw.
+        tensor.uniform_(-_WITHIN_TWO, _WITHIN_TWO, generator=generator).erfinv_().mul_(self.std * math.sqrt(2))
+
+
+_WITHIN_TWO = math.erf(math.sqrt(2))
+"""Share of a normal distribution that lies within two standard deviations."""
 
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 

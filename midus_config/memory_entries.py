@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from midus_config.declared_tensors import DeclaredTensor
+from midus_config.fetched_blocks import BankLayout
 from midus_config.memory_types import (
     MEMORY_TYPES,
     InsertedOptions,
@@ -110,6 +111,16 @@ class Memories:
         """The tables that the layers of an attached memory share."""
         entry = self.attached[name]
         return entry.options.tables(self.sizes, entry.layers)
+
+    @cached_property
+    def banks(self) -> dict[str, BankLayout]:
+        """How the bank of each memory lies in files that fetches blocks from one, by the name of the memory."""
+        fetched = {name: entry.options.fetched(self.sizes) for name, entry in self.attached.items()}
+        return {
+            name: BankLayout(self.attached[name].type, self.attached[name].layers, blocks)
+            for name, blocks in fetched.items()
+            if blocks is not None
+        }
 
     def table_tensors(self) -> dict[str, DeclaredTensor]:
         """The tensors of all tables, by their name within the stack of layers that holds them."""

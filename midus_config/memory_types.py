@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar, get_args
 
 from midus_config.declared_tensors import DeclaredTensor, Role
+from midus_config.fetched_blocks import FetchedBlocks
 from midus_config.model_sizes import ModelSizes
 from midus_config.plugins import is_same_class, load_offered
 
@@ -63,6 +64,10 @@ class MemoryOptions:
             layers: Those that have the memory, ascending. What is shared by which of them follows from their order alone.
         """
         return ()
+
+    def fetched(self, sizes: ModelSizes) -> FetchedBlocks | None:
+        """What each text fetches for a layer from a bank beside the checkpoint. Default: nothing."""
+        return None
 
     def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
         """Floating-point operations of the memory in one layer and forward pass, its part of the residual stream included.

@@ -1,5 +1,6 @@
 """The sizes of a model that memories are built for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ class ModelSizes:
         num_key_value_heads: Key and value heads of each attention. Default: H.
         intermediate_size: Hidden units of each feed-forward network. Default: 0, unknown.
         num_layers: L, memory blocks included. Default: 0, unknown.
+        activation: Of the gated feed-forward network, by transformers' name. Default: `"silu"`.
     """
 
     hidden_size: int
@@ -23,6 +25,7 @@ class ModelSizes:
     num_key_value_heads: int = 0
     intermediate_size: int = 0
     num_layers: int = 0
+    activation: str = "silu"
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -40,4 +43,10 @@ class ModelSizes:
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or 0,
             intermediate_size=config.intermediate_size,
             num_layers=config.num_hidden_layers,
+            activation=activation_of(vars(config)),
         )
+
+
+def activation_of(config: Mapping[str, Any]) -> str:
+    """The activation of the feed-forward network that a raw config names; families call the key by two names."""
+    return config.get("hidden_activation") or config.get("hidden_act") or "silu"

@@ -43,14 +43,17 @@ class MemoryModule(DeclaredModule):
     memory_type: ClassVar[str]
     inputs: tuple[str, ...] = ()
     """Names of keyword arguments of the model's forward pass that the memory asks for; options may make them fewer."""
-    asks: tuple[Literal["tokens", "state", "report"], ...] = ()
+    asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ()
     """What the model tells the memory, by keyword. `tokens`: a `TokenPlaces`. `state`: a `MemoryState`, if the pass has a cache and
-    the memory `keeps_state`. `report`: a `RouterReport`, if somebody wants to know how it routes. Options may make them fewer."""
+    the memory `keeps_state`. `report`: a `RouterReport`, if somebody wants to know how it routes. `fetched`: a `FetchedLayer`, what
+    the texts fetched for the layer; where they fetched nothing, the memory is passed by. Options may make them fewer."""
     projections: ClassVar[tuple[str, ...]] = ()
     """Roles of the projections that a memory inside attention or a feed-forward network changes: `query`, `key`, `value`,
     `output_projection`, `gate`, `up`, `down`."""
     reads_heads: ClassVar[bool] = False
     """Whether a memory inside attention changes what the heads give."""
+    wants_unrotated: ClassVar[bool] = False
+    """Whether a memory that `reads_heads` gets queries `[B, H, T, d]` without their rotation as well, as `unrotated`."""
     keeps_state: bool = False
     """Whether what a token gets depends on earlier tokens: then the cache keeps what the memory needs of them."""
     can_forget: bool = True

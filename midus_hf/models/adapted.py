@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -11,9 +11,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Given what a projection reads and what it gives, what it shall give instead."""
 
-HeadReader = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Given queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and what the heads give
-`[B, T, H, d]`, what they shall give instead."""
+
+class HeadReader(NamedTuple):
+    """What a memory makes of what heads give.
+
+    Args:
+        read: Given queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and what the heads give
+            `[B, T, H, d]`, what they shall give instead.
+        wants_unrotated: Whether it gets queries without their rotation as well, `[B, H, T, d]`, as `unrotated`, and by what scores
+            are multiplied, as `scaling`.
+    """
+
+    read: Callable[..., torch.Tensor]
+    wants_unrotated: bool
+
 
 PROJECTION_NAMES = {
     "query": "q_proj",
@@ -90,7 +101,8 @@ class HostAttention(Adapted):
         # The families look their attention function up in the config and hand it every keyword argument they do not know.
         replaced = {"config": _View(self.config, {"_attn_implementation": _WITH_READERS}), "own_config": self.config}
         view = _View(self, {**replaced, **self._replaced_projections(adapters or {})})
-        return self.family_class.forward(view, *args, memory_readers=readers, **kwargs)
+        rotation = kwargs.get("position_embeddings")
+        return self.family_class.forward(view, *args, memory_readers=readers, memory_rotation=rotation, **kwargs)
 
     def drop_output_projection(self) -> None:
         """Give the heads' outputs side by side."""
@@ -111,6 +123,7 @@ def _attend_with_readers(
     attention_mask: torch.Tensor | None,
     *,
     memory_readers: Sequence[HeadReader],
+    memory_rotation: tuple[torch.Tensor, torch.Tensor] | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The model's own attention function, and what memories make of its output."""
@@ -118,8 +131,23 @@ def _attend_with_readers(
     own = ALL_ATTENTION_FUNCTIONS.get_interface(module.own_config._attn_implementation, eager)
     output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
     for reader in memory_readers:
-        output = reader(query, key, value, output)
+        extra: dict[str, Any] = {}
+        if reader.wants_unrotated:
+            extra = {"unrotated": _unrotated(query, memory_rotation), "scaling": module.scaling}
+        output = reader.read(query, key, value, output, **extra)
     return output, weights
+
+
+def _unrotated(query: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """Queries `[B, H, T, d]` as they were before their rotation, which scaled rotary embeddings make longer as well."""
+    assert rotation is not None, "layers are called with position_embeddings"
+    cos, sin = (
+        part.unsqueeze(1).to(torch.promote_types(query.dtype, torch.float32)) for part in rotation
+    )  # [B, 1, T, d]
+    wide = query.to(cos.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return ((wide * cos - turned * sin) / (cos.square() + sin.square())).to(query.dtype)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_WITH_READERS, _attend_with_readers)

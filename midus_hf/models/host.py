@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache
 from midus_config.memory_entries import Memories, read_memories
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState, states_in
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
@@ -20,6 +21,7 @@ from midus_hf.memory.tables import MemoryTables
 from midus_hf.memory.token_places import TokenPlaces, token_places
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
+from midus_hf.models.fetching import BLOCKS, IDS, Banks, folder_of_checkpoint
 from midus_hf.models.memory_inputs import MemoryInputs, input_names
 from midus_hf.models.peft_targets import register_targets
 
@@ -83,6 +85,55 @@ class HostsMemory:
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy the code a second time and point `auto_map` past the entry module."""
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the family's; the banks that lie beside the checkpoint are opened.
+
+        Raises:
+            BankError: If one is absent, or that of another model.
+        """
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if model.config.memories().banks and pretrained_model_name_or_path is not None:
+            folder = folder_of_checkpoint(pretrained_model_name_or_path, kwargs)
+            if folder is not None:
+                model.open_banks(folder)
+        return loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """As the family's; banks that are open are written beside the weights."""
+        saved = super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.banks.save(save_directory)
+        return saved
+
+    @property
+    def banks(self) -> Banks:
+        """The banks that memories of the model fetch blocks from."""
+        stack: Any = self
+        return (stack if isinstance(stack, MemoryModel) else stack.model).own_banks
+
+    def open_banks(self, folder: str | os.PathLike, **options: Any) -> None:
+        """Open the banks that lie beside a checkpoint.
+
+        Args:
+            folder: The checkpoint's.
+            options: Of `MemoryBank`.
+
+        Raises:
+            BankError: If one is absent, or that of another model.
+        """
+        self.banks.open(folder, **options)
+
+    def fetch_memory(self, memory_ids: torch.Tensor) -> dict[str, FetchedBatch]:
+        """Fetch the blocks of paths ahead of a pass, which takes them as `memory_blocks`: it then asks no bank, and can be compiled.
+
+        Args:
+            memory_ids: `[B, p]`, as for `forward`.
+        """
+        model: Any = self
+        return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeclaredModule):
             module.reset_parameters()
@@ -130,6 +181,9 @@ class MemoryModel(HostsMemory):
         self._stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
         self.reads_ahead = any(memory.reads_ahead for memory in hosted.values())
         self.memory_input_names = input_names(self.layers.modules())
+        self.own_banks = Banks(memories.banks)
+        if memories.banks:
+            self.memory_input_names |= {IDS, BLOCKS}
         self._arguments = list(inspect.signature(super().forward).parameters)
         self._passes_inputs = bool(memories.attached or self.memory_input_names or self._asked)
         self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
@@ -167,9 +221,10 @@ class MemoryModel(HostsMemory):
         for name in given:
             if name not in self._arguments:  # what the family takes as well, it gets as well
                 del kwargs[name]
+        fetched = self._fetched(kwargs, given.pop(IDS, None), given.pop(BLOCKS, None))
         states = self._memory_states(kwargs)
         tokens = self._token_places(kwargs, token_mask)
-        kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables(), tokens, states, memory_reports)
+        kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables(), tokens, states, memory_reports, fetched)
         return super().forward(**kwargs)
 
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
@@ -213,6 +268,30 @@ class MemoryModel(HostsMemory):
                 return {}
             cache = given["past_key_values"] = DynamicCache(config=self.config)
         return states_in(cache, self._stateful, self.config.num_hidden_layers)
+
+    def _fetched(
+        self,
+        given: dict[str, Any],
+        memory_ids: torch.Tensor | None,
+        memory_blocks: Mapping[str, FetchedBatch] | None,
+    ) -> Mapping[str, FetchedBatch]:
+        """What the texts of the pass fetch.
+
+        Raises:
+            ValueError: If both ids and blocks are given, or ids are wrong.
+        """
+        if memory_ids is not None and memory_blocks is not None:
+            raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
+        if memory_blocks is not None or (memory_ids is None and not self.own_banks.read_without_ids):
+            return memory_blocks or {}
+        tokens = given.get("input_ids")
+        tokens = given["inputs_embeds"] if tokens is None else tokens
+        return self._fetch(memory_ids, len(tokens), tokens.device)
+
+    @torch.compiler.disable
+    def _fetch(self, memory_ids: torch.Tensor | None, batch: int, device: torch.device) -> Mapping[str, FetchedBatch]:
+        model: Any = self
+        return self.own_banks.fetch(memory_ids, batch, device, model.dtype)
 
     def _token_places(self, given: dict[str, Any], token_mask: torch.Tensor | None) -> TokenPlaces | None:
         if not self.reads_places:

@@ -175,6 +175,7 @@ def _forward_with_routers(family_forward: Callable[..., Any]) -> Callable[..., A
                 torch.Tensor | None,
             ),  # a Trainer drops the columns of a dataset that the signature does not name
             ("token_mask", torch.Tensor | None),
+            ("memory_ids", torch.Tensor | None),
         )
     ]
     *parameters, last = signature.parameters.values()

@@ -9,7 +9,7 @@ from torch import nn
 
 from midus_config.memory_entries import Memories, inserted_options
 from midus_hf.memory.registry import MemoryModule, build_memory
-from midus_hf.models.adapted import Adapter
+from midus_hf.models.adapted import Adapter, HeadReader
 from midus_hf.models.memory_inputs import MemoryInputs
 
 
@@ -116,7 +116,7 @@ class HostLayer:
         adapters = self._adapters("inside-ffn", memory_inputs)
         mlp_output = self.mlp(mlp_input, adapters=adapters) if adapters else self.mlp(mlp_input)
         mlp_output = self._with_added("beside-ffn", mlp_output, mlp_input, memory_inputs)
-        for name in self._at("skip"):
+        for name in self._at("skip", memory_inputs):
             memory_inputs.carry(name, self.layer_idx, self._read(name, mlp_input, memory_inputs))
         hidden_states = hidden_states + self._normalised(self.mlp_output_norm, mlp_output)
         for name, layer in self.skips_from:
@@ -136,9 +136,10 @@ class HostLayer:
     def _normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states if norm is None else getattr(self, norm)(hidden_states)
 
-    def _at(self, site: str) -> list[str]:
-        """Names of the memories of this layer at a site."""
-        return [name for name, taken in self.sites.items() if taken == site]
+    def _at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
+        """Names of the memories of this layer at a site that have something to do in this pass."""
+        at_site = (name for name, taken in self.sites.items() if taken == site)
+        return [name for name in at_site if memory_inputs.are_there_for(self.classes[name], name)]
 
     def _read(self, name: str, hidden_states: torch.Tensor, memory_inputs: MemoryInputs) -> torch.Tensor:
         return self.memories[name](hidden_states, **self._inputs_of(name, memory_inputs))
@@ -150,17 +151,20 @@ class HostLayer:
         self, site: str, hidden_states: torch.Tensor, read: torch.Tensor, memory_inputs: MemoryInputs
     ) -> torch.Tensor:
         """`hidden_states`, and what each memory at a site adds to it after reading `read`."""
-        for name in self._at(site):
+        for name in self._at(site, memory_inputs):
             hidden_states = hidden_states + self._read(name, read, memory_inputs).to(hidden_states.dtype)
         return hidden_states
 
     def _inside_attention(self, memory_inputs: MemoryInputs) -> dict[str, Any]:
         """What the memories inside attention change of it."""
-        names = self._at("inside-attention")
+        names = self._at("inside-attention", memory_inputs)
         if not names:
             return {}
         readers = [
-            partial(self.memories[name], **self._inputs_of(name, memory_inputs))
+            HeadReader(
+                partial(self.memories[name], **self._inputs_of(name, memory_inputs)),
+                self.classes[name].wants_unrotated,
+            )
             for name in names
             if self.classes[name].reads_heads
         ]
@@ -169,7 +173,7 @@ class HostLayer:
     def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
         """What the memories at a site change of projections, by the role of the projection."""
         adapters: dict[str, Adapter] = {}
-        for name in self._at(site):
+        for name in self._at(site, memory_inputs):
             inputs = self._inputs_of(name, memory_inputs)
             for role in self.classes[name].projections:
                 adapters[role] = _after(adapters.get(role), self.memories[name], role, inputs)

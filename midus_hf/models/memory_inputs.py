@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
@@ -24,6 +25,7 @@ class MemoryInputs:
         tokens: Where the tokens of the pass stand. Default: no padding, one document per row.
         states: What memories keep of the sequences, by name and layer. Default: they begin here, and nothing is kept.
         reports: Where routers tell what they do. Default: nobody wants to know.
+        fetched: What the texts of the pass fetched, by the name of the memory. Default: nothing.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class MemoryInputs:
         tokens: TokenPlaces | None = None,
         states: Mapping[tuple[str, int], MemoryState] | None = None,
         reports: RouterReports | None = None,
+        fetched: Mapping[str, FetchedBatch] | None = None,
     ):
         self._given, self._tables = given or {}, tables or {}
         self._tokens, self._states, self._reports = tokens or TokenPlaces(), states or {}, reports
+        self._fetched = fetched or {}
         self._carried: dict[tuple[str, int], torch.Tensor] = {}
 
     def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
@@ -53,9 +57,15 @@ class MemoryInputs:
             inputs["tokens"] = self._tokens
         if "state" in memory_class.asks and (name, layer) in self._states:
             inputs["state"] = self._states[name, layer]
+        if "fetched" in memory_class.asks:
+            inputs["fetched"] = self._fetched[name].of(layer)
         if "report" in memory_class.asks and self._reports is not None:
             inputs["report"] = self._reports.of(name, layer)
         return inputs
+
+    def are_there_for(self, memory_class: type[MemoryModule], name: str) -> bool:
+        """Whether there is anything for a memory to do: one that fetches has nothing to do where nothing was fetched."""
+        return "fetched" not in memory_class.asks or name in self._fetched
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
         """The same on another device: what accelerate asks for in front of a layer that lies on one of several."""
@@ -70,7 +80,9 @@ class MemoryInputs:
             }
             for name, by_layer in self._tables.items()
         }
-        copy = MemoryInputs(given, tables, self._tokens.to(device, non_blocking), self._states, self._reports)
+        fetched = {name: batch.to(device, non_blocking) for name, batch in self._fetched.items()}
+        tokens = self._tokens.to(device, non_blocking)
+        copy = MemoryInputs(given, tables, tokens, self._states, self._reports, fetched)
         copy._carried = self._carried
         return copy
 

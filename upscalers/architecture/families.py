@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midus_config.model_sizes import ModelSizes
+from midus_config.model_sizes import ModelSizes, activation_of, activation_of
 from midus_config.plugins import load_offered
 from upscalers.request.errors import RequestError, refusing_requests
 
@@ -102,6 +102,7 @@ class Family:
             num_key_value_heads=self.num_key_value_heads(config),
             intermediate_size=_positive(config, "intermediate_size"),
             num_layers=config["num_hidden_layers"],
+            activation=activation_of({**self.defaults, **config}),
         )
 
     def tie_word_embeddings(self, config: Config) -> bool:
@@ -258,6 +259,13 @@ def _gemma3_layer_types(config: Config) -> list[str]:
     ]
 
 
+_GEMMA: Config = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -287,7 +295,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma2",
             "Gemma2",
-            {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+            _GEMMA,
             output_norms=True,
             unit_offset_norms=True,
             layer_types=_gemma2_layer_types,
@@ -296,7 +304,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma3_text",
             "Gemma3",
-            {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+            _GEMMA,
             query_key_norm="head",
             output_norms=True,
             unit_offset_norms=True,

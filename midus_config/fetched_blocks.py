@@ -1,0 +1,120 @@
+"""Parameters that texts fetch from a bank beside the checkpoint: how large the blocks are, and how each lies in one record."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from midus_config.declared_tensors import DeclaredTensor
+
+
+@dataclass(frozen=True)
+class FetchedBlocks:
+    """The blocks of a memory of which each text fetches one per level of a tree (hierarchical memories, section 2.1).
+
+    Args:
+        branching: k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes.
+        levels: For each level the tensors that one block has in one layer, by name; none where a level has no blocks.
+        without_ids: What a text reads that names no blocks: nothing, or those of the generic memory. Default: nothing.
+    """
+
+    branching: int
+    levels: tuple[Mapping[str, DeclaredTensor], ...]
+    without_ids: Literal["none", "generic"] = "none"
+
+    def nodes(self, level: int) -> int:
+        """Nodes of a level, counted from 1, each of which has a block."""
+        return self.branching**level
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """Where a tensor lies in the record of a block.
+
+    Args:
+        layer: Of the model.
+        name: Of the tensor.
+        start: Elements in front of it.
+        tensor: Its declaration.
+    """
+
+    layer: int
+    name: str
+    start: int
+    tensor: DeclaredTensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class BankLayout:
+    """How the bank of a memory lies in files: a record per block, which has the tensors of all layers.
+
+    Beside the blocks of the tree each level has one more, the last, which belongs to the generic memory: what texts read that fetch
+    none of their own (section 4).
+
+    Args:
+        memory_type: Of the memory.
+        layers: That have it, ascending.
+        blocks: Of each layer.
+    """
+
+    memory_type: str
+    layers: tuple[int, ...]
+    blocks: FetchedBlocks
+
+    @property
+    def num_levels(self) -> int:
+        """p, levels of the tree, those without blocks included."""
+        return len(self.blocks.levels)
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """The levels that have blocks, counted from 1."""
+        return [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors]
+
+    @cached_property
+    def records(self) -> dict[int, tuple[BlockPlace, ...]]:
+        """Where tensors lie in a record, for each level that has blocks: layer by layer."""
+        return {level: self._record(level) for level in self.levels}
+
+    def record_numel(self, level: int) -> int:
+        """s_l, elements of the record of a block."""
+        return sum(place.numel for place in self.records[level])
+
+    def num_records(self, level: int) -> int:
+        """Records of a level: one per node, and that of the generic memory, the last."""
+        return self.blocks.nodes(level) + 1
+
+    @property
+    def fetched(self) -> int:
+        """Parameters that a text fetches, `|R(x; W)|`."""
+        return sum(map(self.record_numel, self.levels))
+
+    @property
+    def bank(self) -> int:
+        """Parameters of all blocks, `|W|`, the generic memory not included."""
+        return sum(self.record_numel(level) * self.blocks.nodes(level) for level in self.levels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, to tell the bank of one model from that of another."""
+        return {
+            "type": self.memory_type,
+            "layers": list(self.layers),
+            "branching": self.blocks.branching,
+            "levels": [
+                {name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in self.blocks.levels
+            ],
+        }
+
+    def _record(self, level: int) -> tuple[BlockPlace, ...]:
+        places, start = [], 0
+        for layer in self.layers:
+            for name, tensor in self.blocks.levels[level - 1].items():
+                places.append(BlockPlace(layer, name, start, tensor))
+                start += places[-1].numel
+        return tuple(places)

@@ -1,0 +1,277 @@
+"""A bank of memory blocks in files beside a checkpoint, of which texts fetch some."""
+
+import collections
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus_config.fetched_blocks import BankLayout
+from midus_hf.banks.initial_blocks import initial_block
+from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
+from midus_hf.memory.fetched import FetchedBatch
+
+FOLDER = "memory_bank"
+"""The folder beside a checkpoint that has a folder for the bank of each memory."""
+
+DESCRIPTION = "bank.json"
+_FORMAT = 1
+_CACHE_BYTES = 2**30
+
+GENERIC = -1
+"""As each number of a path: the blocks of the generic memory."""
+
+
+class MemoryBank:
+    """The blocks of a memory: a file per level, read when a text asks for a block, and kept while there is room.
+
+    Args:
+        folder: Of the bank.
+        layout: That the model's config implies.
+        writable: Whether blocks will be written; nobody else can then. Default: false.
+        cache_bytes: Of blocks that were read last, to keep. Default: 1 GB.
+
+    Raises:
+        BankError: If there is no bank, or that of another model, or somebody else writes to it.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, layout: BankLayout, writable: bool = False, cache_bytes: int = _CACHE_BYTES
+    ):
+        self.folder, self.layout = Path(folder), layout
+        self.description = read_description(self.folder, layout)
+        self.seed: int = self.description["seed"]
+        self._lock = _lock(self.folder) if writable else None
+        self._files = {
+            level: LevelFile(
+                level_path(self.folder, level), layout.num_records(level), layout.record_numel(level), writable
+            )
+            for level in layout.levels
+        }
+        self._cache: collections.OrderedDict[tuple[int, int], torch.Tensor] = collections.OrderedDict()
+        self._cache_bytes, self._cached_bytes = cache_bytes, 0
+        self._latest: tuple[Any, FetchedBatch] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That blocks are stored in."""
+        return next(iter(self._files.values())).dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryBank":
+        """Itself: copies of a model read the same bank."""
+        return self
+
+    def block(self, level: int, index: int) -> torch.Tensor:
+        """The record of a block, `[numel]`, on the CPU; not to be changed.
+
+        Args:
+            level: Counted from 1.
+            index: Of the node within the level, or, behind the last, the generic memory's.
+        """
+        key = (level, index)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        record = self._files[level].read(index)
+        if record is None:
+            record = initial_block(self.layout, level, index, self.seed, self.dtype)
+        self._cache[key] = record
+        self._cached_bytes += record.nbytes
+        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= dropped.nbytes
+        return record
+
+    def fetch(
+        self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> FetchedBatch:
+        """Fetch the blocks of the paths of a batch.
+
+        Args:
+            memory_ids: `[B, p]`, integers: for each row its node of each level of the tree, from 0 to `k ** l - 1`; a row of -1
+                fetches the generic memory.
+            device: To put them on. Default: the CPU.
+            dtype: To cast them to. Default: that of the bank.
+
+        Raises:
+            ValueError: If the shape is another, or a number out of range.
+        """
+        paths = self._checked(memory_ids)
+        key = (tuple(map(tuple, paths)), torch.device(device), dtype)
+        if self._latest is not None and self._latest[0] == key:
+            return self._latest[1]  # generation asks for the same at every token
+        records, blocks = {}, {}
+        for level in self.layout.levels:
+            generic = self.layout.blocks.nodes(level)
+            of_row = [generic if path[level - 1] == GENERIC else path[level - 1] for path in paths]
+            there_are = list(dict.fromkeys(of_row))
+            stacked = [self.block(level, index) for index in there_are]
+            records[level] = _stacked(stacked).to(device, dtype)
+            positions = {index: position for position, index in enumerate(there_are)}
+            blocks[level] = torch.tensor([positions[index] for index in of_row], device=device)
+        fetched = FetchedBatch(self.layout, records, blocks)
+        self._latest = (key, fetched)
+        return fetched
+
+    def generic_ids(self, batch: int) -> torch.Tensor:
+        """Paths of the generic memory for all rows, `[batch, p]`."""
+        return torch.full((batch, self.layout.num_levels), GENERIC)
+
+    def write(self, level: int, index: int, record: torch.Tensor) -> None:
+        """Put the record of a block, `[numel]`, in its place."""
+        assert self._lock is not None, "the bank was opened to be read"
+        self._files[level].write(index, record)
+        self._drop(level, index)
+
+    def forget(self, level: int, index: int) -> None:
+        """Let a block be one that was never written, which adds zero."""
+        assert self._lock is not None, "the bank was opened to be read"
+        self._files[level].forget(index)
+        self._drop(level, index)
+
+    def written(self, level: int) -> list[int]:
+        """Indices of the records of a level that were written, ascending."""
+        return self._files[level].checksums().nonzero()[0].tolist()
+
+    def sync(self) -> None:
+        """Force what was written to the disk."""
+        for file in self._files.values():
+            file.sync()
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the bank into another folder: what was never written stays a hole there.
+
+        Args:
+            folder: Made if need be; one that has this very bank is left as it is.
+        """
+        folder = Path(folder)
+        if folder.exists() and folder.resolve() == self.folder.resolve():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for level, file in self._files.items():
+            create_level_file(level_path(folder, level), file.num_records, file.numel, file.dtype)
+        write_description(folder, self.description)
+        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as copy:
+            for level in self.layout.levels:
+                for index in self.written(level):
+                    record = self._files[level].read(index)
+                    assert record is not None
+                    copy.write(level, index, record)
+
+    def close(self) -> None:
+        """Close its files; nothing can be fetched afterwards."""
+        for file in self._files.values():
+            file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def _drop(self, level: int, index: int) -> None:
+        dropped = self._cache.pop((level, index), None)
+        self._cached_bytes -= 0 if dropped is None else dropped.nbytes
+        self._latest = None
+
+    def _checked(self, memory_ids: torch.Tensor) -> list[list[int]]:
+        levels = self.layout.num_levels
+        if memory_ids.dim() != 2 or memory_ids.shape[1] != levels or memory_ids.dtype.is_floating_point:
+            raise ValueError(
+                f"memory_ids is {tuple(memory_ids.shape)}, {memory_ids.dtype}; expected integers [batch, {levels}], for each row a "
+                "node of each level of the tree."
+            )
+        paths: list[list[int]] = memory_ids.tolist()
+        for row, path in enumerate(paths):
+            if all(number == GENERIC for number in path):
+                continue
+            for level, number in enumerate(path, 1):
+                nodes = self.layout.blocks.nodes(level)
+                if not 0 <= number < nodes:
+                    raise ValueError(
+                        f"memory_ids has {number} for level {level} in row {row}; expected 0 to {nodes - 1}, or a row of -1 for the "
+                        "generic memory."
+                    )
+        return paths
+
+
+def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
+    """Make a bank whose blocks were never written: a few pages of the disk, whatever its size.
+
+    Args:
+        folder: Made if need be.
+        layout: Of the bank.
+        dtype: That blocks are stored in.
+        seed: What blocks start as.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in layout.levels:
+        create_level_file(level_path(folder, level), layout.num_records(level), layout.record_numel(level), dtype)
+    write_description(folder, {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed})
+
+
+def level_path(folder: Path, level: int) -> Path:
+    """The file of a level, counted from 1."""
+    return folder / f"level-{level}.safetensors"
+
+
+def write_description(folder: Path, description: dict[str, Any]) -> None:
+    """Write what tells the bank from others."""
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
+    """Read it, and compare it with what the model's config implies.
+
+    Raises:
+        BankError: If there is none, or it is that of another model.
+    """
+    path = folder / DESCRIPTION
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BankError(
+            f"there is no memory bank in {folder} ({error.strerror}: {DESCRIPTION}); expected one beside the model."
+        ) from None
+    except ValueError:
+        raise BankError(f"{path} is no JSON; expected the description of a bank. Copy the bank again.") from None
+    if not isinstance(description, dict) or description.get("format") != _FORMAT:
+        raise BankError(f"{path} has another format than {_FORMAT}; expected a bank that this version reads.")
+    difference = _difference(description.get("layout"), layout.to_dict())
+    if difference:
+        raise BankError(
+            f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
+        )
+    return description
+
+
+def _difference(found: Any, expected: dict[str, Any]) -> str | None:
+    """The first thing that two layouts disagree in; None if they agree."""
+    if not isinstance(found, dict):
+        return f"its layout is {found!r}"
+    for key, value in expected.items():
+        if found.get(key) != value:
+            return f"its {key} is {found.get(key)!r}; expected {value!r}"
+    return None
+
+
+def _stacked(records: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[U, numel]`; no copy where there is one."""
+    return records[0].unsqueeze(0) if len(records) == 1 else torch.stack(list(records))
+
+
+def _lock(folder: Path) -> int:
+    """Hold the bank for writing.
+
+    Raises:
+        BankError: If somebody else does.
+    """
+    file = os.open(folder / DESCRIPTION, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise BankError(f"the memory bank in {folder} is being written by another run. Wait for it.") from None
+    return file

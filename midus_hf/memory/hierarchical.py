@@ -1,0 +1,172 @@
+"""Memories whose parameters a text fetches: hidden units, low-rank factors, keys and values (hierarchical memories, section 2.2)."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+import torch
+from transformers.activations import ACT2FN
+
+from midus_config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.fetched import FetchedLayer
+from midus_hf.memory.registry import MemoryModule, register_memory
+from midus_hf.ops.block_linear import block_linear
+
+
+class FetchingMemory(MemoryModule):
+    """A memory without parameters of its own: whatever it computes with, the texts of the pass fetched."""
+
+    asks: tuple[Literal["tokens", "state", "report", "fetched"], ...] = ("fetched",)
+    options: HierarchicalOptions
+
+
+@register_memory("hier-ffn")
+class HierFFN(FetchingMemory):
+    """Hidden units that are added to a gated feed-forward network (figure 18).
+
+    Args:
+        options: `HierFFNOptions`.
+        sizes: Of the model, whose activation the units have.
+    """
+
+    def __init__(self, options: HierarchicalOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.activation = ACT2FN[sizes.activation]
+
+    def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer, backend: str = "auto") -> torch.Tensor:
+        """What the units add, `W_down (act(W_gate x) * W_up x)`: what the network would give more if it were wider.
+
+        Args:
+            hidden_states: `[B, T, D]`, what the feed-forward network reads.
+            fetched: What the rows fetched for the layer: `gate`, `up` `[U, r, D]`, `down` `[U, D, r]`.
+            backend: Body of the ops. Default: `"auto"`.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        added = None
+        for level in fetched.levels:
+            gate, up, down = (level.tensors[name] for name in ("gate", "up", "down"))
+            units = self.activation(block_linear(hidden_states, gate, level.blocks, backend=backend))
+            units = units * block_linear(hidden_states, up, level.blocks, backend=backend)  # [B, T, r]
+            of_level = block_linear(units, down, level.blocks, backend=backend)
+            added = of_level if added is None else added + of_level
+        assert added is not None, "a memory has at least one level"
+        return added
+
+
+class HierLora(FetchingMemory):
+    """Low-rank factors that are added to projections (figures 14 to 16).
+
+    Args:
+        options: `HierLoraOptions`.
+        sizes: Of the model.
+    """
+
+    options: HierLoraOptions
+
+    def forward(
+        self,
+        read: torch.Tensor,
+        given: torch.Tensor,
+        *,
+        projection: str,
+        fetched: FetchedLayer,
+        backend: str = "auto",
+    ) -> torch.Tensor:
+        """What a projection gives with the factors added, `W x + alpha * sum_l B_l A_l x`.
+
+        Args:
+            read: `[B, T, i]`, what the projection reads.
+            given: `[B, T, o]`, what it gives.
+            projection: Its role.
+            fetched: What the rows fetched: `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
+            backend: Body of the ops. Default: `"auto"`.
+
+        Returns:
+            `[B, T, o]`.
+        """
+        for level in fetched.levels:
+            narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks, backend=backend)
+            wide = block_linear(narrow, level.tensors[f"{projection}_up"], level.blocks, backend=backend)
+            given = given + self.options.alpha * wide.to(given.dtype)
+        return given
+
+
+@register_memory("hier-lora-qk")
+class HierLoraQK(HierLora):
+    """Low-rank factors of the query and key projections."""
+
+    projections: ClassVar[tuple[str, ...]] = ("query", "key")
+
+
+@register_memory("hier-lora-vo")
+class HierLoraVO(HierLora):
+    """Low-rank factors of the value and output projections."""
+
+    projections: ClassVar[tuple[str, ...]] = ("value", "output_projection")
+
+
+@register_memory("hier-lora-ffn")
+class HierLoraFFN(HierLora):
+    """Low-rank factors of the projections of the feed-forward network."""
+
+    projections: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+
+
+@register_memory("hier-kv")
+class HierKV(FetchingMemory):
+    """Keys and values that every token attends to beside the sequence (figure 17).
+
+    Args:
+        options: `HierKVOptions`.
+        sizes: Of the model.
+    """
+
+    reads_heads: ClassVar[bool] = True
+    wants_unrotated: ClassVar[bool] = True
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        unrotated: torch.Tensor,
+        scaling: float,
+        fetched: FetchedLayer,
+    ) -> torch.Tensor:
+        """What heads give, and what they read of all keys and values that were fetched, in one softmax, without a mask.
+
+        Args:
+            query: `[B, H, T, d]`, rotated; not read.
+            key: `[B, K, S, d]`; not read.
+            value: `[B, K, S, d]`; not read.
+            output: `[B, T, H, d]`, what the heads give.
+            unrotated: `[B, H, T, d]`, queries without their rotation.
+            scaling: By what the model multiplies scores.
+            fetched: What the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
+
+        Returns:
+            `[B, T, H, d]`.
+        """
+        batch, heads, tokens, width = unrotated.shape
+        kv_heads = fetched.levels[0].tensors["memory_keys"].shape[2]
+        grouped = unrotated.view(batch, kv_heads, heads // kv_heads, tokens, width)
+        keys, values = (
+            torch.cat([level.to(unrotated.dtype) for level in _rows_of(fetched, name)], dim=1)
+            for name in ("memory_keys", "memory_values")
+        )  # [B, R, K, d]
+        wide = torch.promote_types(unrotated.dtype, torch.float32)
+        scores = torch.einsum("bkgtd,brkd->bkgtr", grouped, keys).to(wide) * scaling
+        shares = scores.softmax(-1).to(values.dtype)
+        read = torch.einsum("bkgtr,brkd->btkgd", shares, values).flatten(2, 3)
+        return output + read.to(output.dtype)
+
+
+def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
+    """A tensor of each level, of the block of each row, `[B, r, K, d]`."""
+    for level in fetched.levels:
+        tensor = level.tensors[name]
+        yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
