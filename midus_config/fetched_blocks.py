@@ -8,6 +8,17 @@ from typing import Any, Literal
 
 from midus_config.declared_tensors import DeclaredTensor
 
+BANKS_FOLDER = "memory_bank"
+"""The folder beside a checkpoint that has a folder for the bank of each memory, by its name."""
+
+BANK_DESCRIPTION = "bank.json"
+"""The file of a bank that tells it from others."""
+
+
+def level_file(level: int) -> str:
+    """What the file of a level is called, counted from 1."""
+    return f"level-{level}.safetensors"
+
 
 @dataclass(frozen=True)
 class FetchedBlocks:
@@ -26,6 +37,11 @@ class FetchedBlocks:
     def nodes(self, level: int) -> int:
         """Nodes of a level, counted from 1, each of which has a block."""
         return self.branching**level
+
+    def path(self, leaf: int) -> tuple[int, ...]:
+        """The node of each level on the way to a leaf."""
+        depth = len(self.levels)
+        return tuple(leaf // self.branching ** (depth - level) for level in range(1, depth + 1))
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class BankLayout:
         """As plain data, to tell the bank of one model from that of another."""
         return {
             "type": self.memory_type,
-            "layers": list(self.layers),
+            "layers": len(self.layers),
             "branching": self.blocks.branching,
             "levels": [
                 {name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in self.blocks.levels

@@ -174,6 +174,7 @@ def read_memories(entries: Any, sizes: ModelSizes) -> Memories:
     _check_layers(memories)
     for name in memories.attached:
         _check_tables(name, memories.tables(name))
+    _check_banks(memories.banks)
     names = [entry.name for entry in memories.entries if entry.is_attached]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
@@ -195,6 +196,17 @@ def _check_layers(memories: Memories) -> None:
             raise ValueError(
                 f"memory {entry.name!r} is attached to layer {min(own)}, which was inserted for a memory; expected layers of the "
                 "base, which have a feed-forward network."
+            )
+
+
+def _check_banks(banks: Mapping[str, BankLayout]) -> None:
+    trees = {name: (layout.blocks.branching, layout.num_levels) for name, layout in banks.items()}
+    for name, tree in trees.items():
+        first, expected = next(iter(trees.items()))
+        if tree != expected:
+            raise ValueError(
+                f"memory {name!r} fetches blocks by a tree of branching {tree[0]} and {tree[1]} levels, and {first!r} by one of "
+                f"branching {expected[0]} and {expected[1]} levels; expected one tree, by whose nodes a text fetches from both."
             )
 
 

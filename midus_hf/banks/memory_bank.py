@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BankLayout
+from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.memory.fetched import FetchedBatch
 
-FOLDER = "memory_bank"
-"""The folder beside a checkpoint that has a folder for the bank of each memory."""
-
-DESCRIPTION = "bank.json"
 _FORMAT = 1
 _CACHE_BYTES = 2**30
 
@@ -49,7 +45,7 @@ class MemoryBank:
         self._lock = _lock(self.folder) if writable else None
         self._files = {
             level: LevelFile(
-                level_path(self.folder, level), layout.num_records(level), layout.record_numel(level), writable
+                self.folder / level_file(level), layout.num_records(level), layout.record_numel(level), writable
             )
             for level in layout.levels
         }
@@ -154,7 +150,7 @@ class MemoryBank:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for level, file in self._files.items():
-            create_level_file(level_path(folder, level), file.num_records, file.numel, file.dtype)
+            create_level_file(folder / level_file(level), file.num_records, file.numel, file.dtype)
         write_description(folder, self.description)
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as copy:
             for level in self.layout.levels:
@@ -208,18 +204,13 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:
-        create_level_file(level_path(folder, level), layout.num_records(level), layout.record_numel(level), dtype)
+        create_level_file(folder / level_file(level), layout.num_records(level), layout.record_numel(level), dtype)
     write_description(folder, {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed})
-
-
-def level_path(folder: Path, level: int) -> Path:
-    """The file of a level, counted from 1."""
-    return folder / f"level-{level}.safetensors"
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write what tells the bank from others."""
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    (folder / BANK_DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
@@ -228,12 +219,12 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
     Raises:
         BankError: If there is none, or it is that of another model.
     """
-    path = folder / DESCRIPTION
+    path = folder / BANK_DESCRIPTION
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BankError(
-            f"there is no memory bank in {folder} ({error.strerror}: {DESCRIPTION}); expected one beside the model."
+            f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
         ) from None
     except ValueError:
         raise BankError(f"{path} is no JSON; expected the description of a bank. Copy the bank again.") from None
@@ -268,7 +259,7 @@ def _lock(folder: Path) -> int:
     Raises:
         BankError: If somebody else does.
     """
-    file = os.open(folder / DESCRIPTION, os.O_RDONLY)
+    file = os.open(folder / BANK_DESCRIPTION, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

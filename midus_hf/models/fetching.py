@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from midus_config.fetched_blocks import BankLayout
+from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.banks.level_file import BankError
-from midus_hf.banks.memory_bank import FOLDER, MemoryBank
+from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.memory.fetched import FetchedBatch
 
 IDS, BLOCKS = "memory_ids", "memory_blocks"
@@ -45,7 +45,8 @@ class Banks:
             BankError: If one is absent, or that of another model.
         """
         self._open = {
-            name: MemoryBank(Path(folder, FOLDER, name), layout, **options) for name, layout in self.layouts.items()
+            name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout, **options)
+            for name, layout in self.layouts.items()
         }
 
     def of(self, name: str) -> MemoryBank:
@@ -64,7 +65,7 @@ class Banks:
     def save(self, folder: str | os.PathLike) -> None:
         """Write those that are open beside a checkpoint in another folder."""
         for name, bank in self._open.items():
-            bank.save(Path(folder, FOLDER, name))
+            bank.save(Path(folder, BANKS_FOLDER, name))
 
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype
@@ -107,5 +108,5 @@ def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) ->
     known = ("revision", "cache_dir", "token", "local_files_only")
     given = {key: options[key] for key in known if options.get(key) is not None}
     with contextlib.suppress(OSError, ValueError):
-        return Path(snapshot_download(str(name), allow_patterns=[f"{FOLDER}/**"], **given))
+        return Path(snapshot_download(str(name), allow_patterns=[f"{BANKS_FOLDER}/**"], **given))
     return None

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from midus_config.fetched_blocks import BANKS_FOLDER
+from upscalers.checkpoint.banks import bank_files
 from upscalers.checkpoint.source import travelling_files
 from upscalers.record.provenance import CONFIG_KEY, RECORD_FILE, has_config_entry, is_record
 from upscalers.request.errors import RequestError
@@ -58,7 +60,7 @@ def is_replaceable(folder: Path) -> bool:
 
 def foreign_files(folder: Path) -> list[str]:
     """What a folder holds that no checkpoint has, sorted; a folder that does not belong there stands for all in it."""
-    travelling = set(travelling_files(folder))
+    travelling, of_banks = set(travelling_files(folder)), bank_files(folder)
     weights = _indexed_files(folder)
 
     def belongs(path: Path) -> bool:
@@ -77,6 +79,8 @@ def foreign_files(folder: Path) -> list[str]:
         if path.is_dir() and path.name in (_TEMPLATES, _DOWNLOAD[0]):
             inside = (inner for inner in path.iterdir() if inner not in travelling and not _is_download(inner))
             found += [_name(inner, folder) for inner in inside]
+        elif path.is_dir() and path.name == BANKS_FOLDER:
+            found += [_name(inner, folder) for inner in path.rglob("*") if inner.is_file() and inner not in of_banks]
         elif not belongs(path):
             found.append(_name(path, folder))
     return sorted(found)

@@ -67,6 +67,16 @@ MIXTURE_OF_CHAPTERS = Paper(
 }""",
 )
 
+HIERARCHICAL_MEMORIES = Paper(
+    title="Pretraining with Hierarchical Memories: Separating Long-Tail and Common Knowledge",
+    reference="arXiv:2510.02375",
+    bibtex="""@inproceedings{hierarchicalmemories,
+  title     = {Pretraining with Hierarchical Memories: Separating Long-Tail and Common Knowledge},
+  author    = {Pouransari, Hadi and Grangier, David and Thomas, C and Kirchhof, Michael and Tuzel, Oncel},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2026}
+}""",
+)
 ULTRAMEM_V2 = Paper(
     title="UltraMemV2: Memory Networks Scaling to 120B Parameters with Superior Long-Context Learning",
     reference="arXiv:2508.18756",

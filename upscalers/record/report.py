@@ -7,12 +7,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters; a tied language head counts once."""
+    """Numbers of parameters; a tied language head counts once.
+
+    Args:
+        base: Of the base.
+        new: In the checkpoint, that the base does not have.
+        total: In the checkpoint.
+        trainable: That the method trains.
+        fetched: That each text fetches from new banks beside the checkpoint; None where there are none.
+        bank: Of new banks, the generic memory not included; None where there are none.
+    """
 
     base: int
     new: int
     total: int
     trainable: int
+    fetched: int | None = None
+    bank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class UpscaleReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, as `--json` prints it; `upscale.json` has the rest as well."""
         values = dataclasses.asdict(self)
+        values["parameters"] = {name: count for name, count in values["parameters"].items() if count is not None}
         return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
 
 

@@ -14,7 +14,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import read_tensor
+from upscalers.runs.streamed_model import ids_of_path, path_of_last_leaf, read_tensor
 
 _BATCH, _TOKENS = 2, 16
 
@@ -51,6 +51,9 @@ class _Layers:
                 "Repair config.json of the base."
             ) from None
         self._stack.norm = torch.nn.Identity()
+        self._path = path_of_last_leaf(config)
+        if self._path is not None:
+            self._stack.open_banks(model.folder)
         self._layers = list(self._stack.layers)
         for index in range(len(self._layers)):
             self._stack.layers[index] = _PassedBy()
@@ -75,7 +78,8 @@ class _Layers:
         self._stack.layers[index] = layer
         try:
             with torch.no_grad():
-                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False).last_hidden_state
+                ids = ids_of_path(self._path, len(hidden_states))
+                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False, **ids).last_hidden_state
         except Exception as error:
             raise RequestError(
                 f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "

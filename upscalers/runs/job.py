@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from midus_config.fetched_blocks import BankLayout
 from upscalers.architecture.families import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.checkpoint.safetensors_format import SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
+from upscalers.checkpoint.safetensors_format import ITEM_BYTES, SAFETENSORS_NAMES, TORCH_NAMES, StoredTensor
 from upscalers.checkpoint.source import Source
 from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
@@ -127,7 +128,19 @@ class Job:
             for tensor in self.tensors
             if tensor.name not in buffers and self.plan.owns(tensor.name)
         )
-        return ParameterCounts(base, new, total, new if self.method.trained == "new" else total)
+        trainable = new if self.method.trained == "new" else total
+        if not self.new_banks:
+            return ParameterCounts(base, new, total, trainable)
+        fetched, bank = (
+            sum(getattr(layout, what) for layout in self.new_banks.values()) for what in ("fetched", "bank")
+        )
+        return ParameterCounts(base, new, total, trainable + bank, fetched, bank)
+
+    @cached_property
+    def new_banks(self) -> dict[str, BankLayout]:
+        """The banks that the upscaled model has and the base has not, by the name of their memory."""
+        banks = memories_of(self.base.family, self.config).banks
+        return {name: layout for name, layout in banks.items() if name in self.plan.new_memories}
 
     def scratch_bytes(self) -> int:
         """Room on the disk that solvers need while they work."""
@@ -155,7 +168,11 @@ class Job:
         from upscalers.runs.verify import comparison_bytes
 
         new = {tensor.name: StoredTensor(tensor.dtype, tensor.recipe.shape) for tensor in self.tensors}
-        needed = comparison_bytes(self.base.tensors, new, self.base.config, self.cast(self.base.dtype))
+        dtype = self.cast(self.base.dtype)
+        needed = comparison_bytes(self.base.tensors, new, self.base.config, dtype)
+        # A path of blocks, drawn in float32, cast, and kept.
+        banks = memories_of(self.base.family, self.config).banks
+        needed += sum(layout.fetched for layout in banks.values()) * (ITEM_BYTES["F32"] + 2 * ITEM_BYTES[dtype])
         free = available_bytes()
         if needed <= free:
             return True

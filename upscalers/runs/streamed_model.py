@@ -35,6 +35,9 @@ class StreamedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         _fill_buffers_outside_checkpoints(model)
         self._model: Any = model.eval()
+        self._path = path_of_last_leaf(config)
+        if self._path is not None:
+            self._model.open_banks(folder)
         self.vocab_size: int = config.vocab_size
         attach_align_device_hook(
             self._model,
@@ -61,10 +64,23 @@ class StreamedModel:
             handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, call[-1])))
         try:
             with torch.no_grad():
-                return self._model(tokens, use_cache=False).logits
+                return self._model(tokens, use_cache=False, **ids_of_path(self._path, len(tokens))).logits
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
+    """The path of the last leaf of the tree that memories fetch blocks by; None where none do."""
+    banks = config.memories().banks if getattr(config, "memory", None) else {}
+    for layout in banks.values():
+        return layout.blocks.path(layout.blocks.nodes(layout.num_levels) - 1)
+    return None
+
+
+def ids_of_path(path: tuple[int, ...] | None, rows: int) -> dict[str, torch.Tensor]:
+    """The argument that lets all rows of a batch fetch the blocks of a path; none where there is no path."""
+    return {} if path is None else {"memory_ids": torch.tensor([path] * rows)}
 
 
 class _StoredWeights(Mapping[str, torch.Tensor]):

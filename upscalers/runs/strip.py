@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.families import MEMORY_PREFIX, Config
+from upscalers.checkpoint.banks import carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
@@ -79,6 +80,8 @@ def strip(
             digests.begin()
             writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
             written = writer.write(partial, shards)
+            kept = {name: bank for name, bank in opened.memories.banks.items() if name not in plan.new_memories}
+            carry_banks(source.folder, partial, kept)
             folder.flush(progress)  # which takes as long as the digests, and no processor
             progress.stage("checking what was written", 1)
             copy_travelling_files(source.folder, partial)

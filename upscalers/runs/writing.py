@@ -9,8 +9,9 @@ from typing import Any
 
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.architecture.layer_tensors import memories_of
+from upscalers.checkpoint.banks import carry_banks, create_banks
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
-from upscalers.checkpoint.safetensors_format import read_header
+from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.landing.output_folder import OutputFolder
@@ -95,6 +96,7 @@ class Writing:
             written = writer.write(partial, shards)
             for concern in job.method.review(written.measurements):
                 progress.warn(concern)
+            self._write_banks(partial)
             if imports.is_alive():
                 progress.stage("loading libraries", 1)
                 imports.join()
@@ -109,6 +111,13 @@ class Writing:
             self.folder.commit()
             progress.advance()
         return outcome
+
+    def _write_banks(self, partial: Path) -> None:
+        """Make the banks of new memories, and carry those of the base along."""
+        job = self.job
+        if job.new_banks:
+            create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
+        carry_banks(job.base.folder, partial, job.base.memories.banks)
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
         """Write what lies beside the weights; returns what `strip` must know of it to undo it."""

@@ -1,0 +1,64 @@
+"""Banks beside a checkpoint: blocks that texts fetch, a folder per memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, level_file
+from upscalers.request.errors import RequestError
+
+_LEVELS = 64
+
+
+def bank_files(folder: Path) -> set[Path]:
+    """The files of banks that a checkpoint has."""
+    names = {BANK_DESCRIPTION, *map(level_file, range(1, _LEVELS + 1))}
+    return {path for path in (folder / BANKS_FOLDER).glob("*/*") if path.is_file() and path.name in names}
+
+
+def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
+    """Make banks whose blocks were never written, which take a few pages of the disk.
+
+    Args:
+        folder: Of the checkpoint.
+        layouts: By the name of the memory.
+        dtype: torch's name of the dtype that blocks are stored in.
+        seed: What blocks start as.
+    """
+    import torch
+
+    from midus_hf.banks.memory_bank import create_bank
+
+    for name, layout in layouts.items():
+        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), seed)
+
+
+def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -> None:
+    """Copy banks from one checkpoint to another; what was never written takes no room there either.
+
+    Args:
+        source: Of the checkpoint that has them.
+        folder: Of the other.
+        layouts: By the name of the memory.
+
+    Raises:
+        RequestError: If one is absent, or not the model's.
+    """
+    if not layouts:
+        return
+    from midus_hf.banks.level_file import BankError
+    from midus_hf.banks.memory_bank import MemoryBank
+
+    for name, layout in layouts.items():
+        try:
+            bank = MemoryBank(source / BANKS_FOLDER / name, layout)
+        except BankError as error:
+            raise RequestError(str(error)) from None
+        try:
+            bank.save(folder / BANKS_FOLDER / name)
+        finally:
+            bank.close()
+
+
+def bytes_of_banks(folder: Path) -> int:
+    """What the banks of a checkpoint take of the disk."""
+    return sum(path.stat().st_blocks * 512 for path in bank_files(folder))
