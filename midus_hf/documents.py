@@ -225,13 +225,29 @@ def _ending(path: Path) -> str:
     return "".join(endings(path)) or "without an ending"
 
 
-def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
+def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[str, Any]] | None:
+    """The rows of a file of JSON lines or Parquet, each with where it is, for messages; None if it is plain text.
+
+    Args:
+        path: The file.
+        encoding: Of JSON lines. Default: `"utf-8"`.
+
+    Raises:
+        DocumentError: When read, as `parquet_rows` and `json_line_rows`.
+    """
     suffix, compression = endings(path)
     if suffix == ".parquet" and not compression:
-        return (text_of_row(row, column, place) for place, row in parquet_rows(path))
+        return parquet_rows(path)
     if suffix == ".jsonl" or (suffix == ".json" and compression):
-        return (text_of_row(row, column, place) for place, row in json_line_rows(path, encoding))
-    return iter([read_text(path, encoding)])
+        return json_line_rows(path, encoding)
+    return None
+
+
+def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
+    rows = rows_of(path, encoding)
+    if rows is None:
+        return iter([read_text(path, encoding)])
+    return (text_of_row(row, column, place) for place, row in rows)
 
 
 @contextlib.contextmanager

@@ -5,25 +5,21 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
+from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
-from midus_hf.memory.fetched import FetchedBatch
 
 _FORMAT = 1
 _CACHE_BYTES = 2**30
 
-GENERIC = -1
-"""As each number of a path: the blocks of the generic memory."""
 
-
-class MemoryBank:
+class MemoryBank(BlockReader):
     """The blocks of a memory: a file per level, read when a text asks for a block, and kept while there is room.
 
     Args:
@@ -39,7 +35,8 @@ class MemoryBank:
     def __init__(
         self, folder: str | os.PathLike, layout: BankLayout, writable: bool = False, cache_bytes: int = _CACHE_BYTES
     ):
-        self.folder, self.layout = Path(folder), layout
+        super().__init__(layout)
+        self.folder = Path(folder)
         self.description = read_description(self.folder, layout)
         self.seed: int = self.description["seed"]
         self._lock = _lock(self.folder) if writable else None
@@ -51,7 +48,6 @@ class MemoryBank:
         }
         self._cache: collections.OrderedDict[tuple[int, int], torch.Tensor] = collections.OrderedDict()
         self._cache_bytes, self._cached_bytes = cache_bytes, 0
-        self._latest: tuple[Any, FetchedBatch] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,41 +78,6 @@ class MemoryBank:
             _, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= dropped.nbytes
         return record
-
-    def fetch(
-        self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> FetchedBatch:
-        """Fetch the blocks of the paths of a batch.
-
-        Args:
-            memory_ids: `[B, p]`, integers: for each row its node of each level of the tree, from 0 to `k ** l - 1`; a row of -1
-                fetches the generic memory.
-            device: To put them on. Default: the CPU.
-            dtype: To cast them to. Default: that of the bank.
-
-        Raises:
-            ValueError: If the shape is another, or a number out of range.
-        """
-        paths = self._checked(memory_ids)
-        key = (tuple(map(tuple, paths)), torch.device(device), dtype)
-        if self._latest is not None and self._latest[0] == key:
-            return self._latest[1]  # generation asks for the same at every token
-        records, blocks = {}, {}
-        for level in self.layout.levels:
-            generic = self.layout.blocks.nodes(level)
-            of_row = [generic if path[level - 1] == GENERIC else path[level - 1] for path in paths]
-            there_are = list(dict.fromkeys(of_row))
-            stacked = [self.block(level, index) for index in there_are]
-            records[level] = _stacked(stacked).to(device, dtype)
-            positions = {index: position for position, index in enumerate(there_are)}
-            blocks[level] = torch.tensor([positions[index] for index in of_row], device=device)
-        fetched = FetchedBatch(self.layout, records, blocks)
-        self._latest = (key, fetched)
-        return fetched
-
-    def generic_ids(self, batch: int) -> torch.Tensor:
-        """Paths of the generic memory for all rows, `[batch, p]`."""
-        return torch.full((batch, self.layout.num_levels), GENERIC)
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
         """Put the record of a block, `[numel]`, in its place."""
@@ -169,27 +130,7 @@ class MemoryBank:
     def _drop(self, level: int, index: int) -> None:
         dropped = self._cache.pop((level, index), None)
         self._cached_bytes -= 0 if dropped is None else dropped.nbytes
-        self._latest = None
-
-    def _checked(self, memory_ids: torch.Tensor) -> list[list[int]]:
-        levels = self.layout.num_levels
-        if memory_ids.dim() != 2 or memory_ids.shape[1] != levels or memory_ids.dtype.is_floating_point:
-            raise ValueError(
-                f"memory_ids is {tuple(memory_ids.shape)}, {memory_ids.dtype}; expected integers [batch, {levels}], for each row a "
-                "node of each level of the tree."
-            )
-        paths: list[list[int]] = memory_ids.tolist()
-        for row, path in enumerate(paths):
-            if all(number == GENERIC for number in path):
-                continue
-            for level, number in enumerate(path, 1):
-                nodes = self.layout.blocks.nodes(level)
-                if not 0 <= number < nodes:
-                    raise ValueError(
-                        f"memory_ids has {number} for level {level} in row {row}; expected 0 to {nodes - 1}, or a row of -1 for the "
-                        "generic memory."
-                    )
-        return paths
+        self.changed()
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
@@ -246,11 +187,6 @@ def _difference(found: Any, expected: dict[str, Any]) -> str | None:
         if found.get(key) != value:
             return f"its {key} is {found.get(key)!r}; expected {value!r}"
     return None
-
-
-def _stacked(records: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`[U, numel]`; no copy where there is one."""
-    return records[0].unsqueeze(0) if len(records) == 1 else torch.stack(list(records))
 
 
 def _lock(folder: Path) -> int:

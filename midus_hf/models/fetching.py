@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.memory.fetched import FetchedBatch
 
 IDS, BLOCKS = "memory_ids", "memory_blocks"
@@ -27,7 +28,9 @@ class Banks:
 
     def __init__(self, layouts: Mapping[str, BankLayout]):
         self.layouts = dict(layouts)
-        self._open: dict[str, MemoryBank] = {}
+        self._open: dict[str, MemoryBank | TrainedBank] = {}
+        self.trainable = False
+        """Whether a Trainer trains their blocks; `set_trainable` says so."""
 
     @property
     def read_without_ids(self) -> bool:
@@ -49,7 +52,23 @@ class Banks:
             for name, layout in self.layouts.items()
         }
 
-    def of(self, name: str) -> MemoryBank:
+    def train(self) -> dict[str, TrainedBank]:
+        """Let blocks be trained from now on: passes that want gradients give them to blocks that were fetched.
+
+        Returns:
+            The banks by the name of the memory; those that were trained before go on from there.
+
+        Raises:
+            BankError: If one is not open.
+        """
+        trained = {}
+        for name in self.layouts:
+            bank = self.of(name)
+            trained[name] = bank if isinstance(bank, TrainedBank) else TrainedBank(bank)
+        self._open |= trained
+        return trained
+
+    def of(self, name: str) -> MemoryBank | TrainedBank:
         """The bank of a memory.
 
         Raises:

@@ -19,6 +19,7 @@ from midus_hf.documents import (
     is_compressed,
     is_text_name,
     iterate_documents,
+    rows_of,
     text_of_row,
 )
 from midus_hf.training.options import CorpusOptions
@@ -43,6 +44,21 @@ class LocalText:
             DocumentError: As `iterate_documents`.
         """
         return iterate_documents(self.files, self.options.column, self.options.encoding)
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """The rows of the documents that `documents` gives, each with where it is.
+
+        Raises:
+            DocumentError: As `iterate_documents`; for plain text, which has no rows.
+        """
+        for file in self.files:
+            rows = rows_of(file, self.options.encoding)
+            if rows is None:
+                raise DocumentError(
+                    f"file {str(file)!r} is plain text, which has no columns; expected JSON lines or Parquet, as midus-cluster "
+                    "assign writes."
+                )
+            yield from (row for row in rows if text_of_row(row[1], self.options.column, row[0]).strip())
 
     def size(self) -> int:
         """About how many bytes of text there are."""
@@ -79,10 +95,15 @@ class LocalText:
 
 @dataclasses.dataclass(frozen=True)
 class HubRows:
-    """A dataset of the Hub: `rows` is what `datasets.load_dataset` gives."""
+    """A dataset of the Hub: `dataset` is what `datasets.load_dataset` gives."""
 
     options: CorpusOptions
-    rows: Any
+    dataset: Any
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """As `LocalText.rows`."""
+        place = f"corpus {self.options.path!r}"
+        return ((place, row) for row in self.dataset if text_of_row(row, self.options.column, place).strip())
 
     def documents(self) -> Iterator[str]:
         """As `LocalText.documents`.
@@ -90,7 +111,7 @@ class HubRows:
         Raises:
             DocumentError: For rows without text in the column.
         """
-        documents = (text_of_row(row, self.options.column, f"corpus {self.options.path!r}") for row in self.rows)
+        documents = (text_of_row(row, self.options.column, f"corpus {self.options.path!r}") for row in self.dataset)
         return (document for document in documents if document.strip())
 
     def size(self) -> int:
@@ -99,7 +120,7 @@ class HubRows:
 
     def identity(self) -> list[str]:
         """What decides which documents are read: the dataset, as its library tells one from another, and the column."""
-        return ["dataset", self.options.column, self.rows._fingerprint]
+        return ["dataset", self.options.column, self.dataset._fingerprint]
 
     def as_dataset(self, folder: Path | None) -> Any:
         """The column of the dataset, which is where it was: nothing is written.
@@ -107,8 +128,8 @@ class HubRows:
         Raises:
             DocumentError: If there is no such column.
         """
-        text_of_row(dict.fromkeys(self.rows.column_names, ""), self.options.column, f"corpus {self.options.path!r}")
-        return self.rows.select_columns([self.options.column])
+        text_of_row(dict.fromkeys(self.dataset.column_names, ""), self.options.column, f"corpus {self.options.path!r}")
+        return self.dataset.select_columns([self.options.column])
 
 
 def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:

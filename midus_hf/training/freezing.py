@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from midus_config.declared_tensors import Role
 from midus_config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.models.fetching import Banks
 from midus_hf.training.run_options import Trainable
 
 _ROLES = tuple(role for role in get_args(Role) if role != "buffer")
@@ -31,6 +32,7 @@ class TrainableReport:
         parameters_of_part: Parameters that train by what they belong to: a part of the layers, such as their
             attention, or a part of the model outside them.
         frozen: Roles of memory tensors that were taken out of what trains. Default: none.
+        blocks: Parameters of the banks beside the checkpoint, whose blocks train when they are fetched. Default: none.
     """
 
     trainable: Literal["new", "all"] | list[int] | list[Role]
@@ -40,6 +42,7 @@ class TrainableReport:
     total_parameters: int
     parameters_of_part: dict[str, int]
     frozen: list[Role] = dataclasses.field(default_factory=list)
+    blocks: int = 0
 
     def __rich__(self) -> RenderableType:
         indices = ", ".join(map(str, self.layers))
@@ -53,10 +56,14 @@ class TrainableReport:
             )
         if self.frozen:
             which += f", without the {' and '.join(self.frozen)} tensors of memories"
+        if self.blocks and not self.parameters:
+            which = "the blocks of the bank alone"
         summary = (
             f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
         )
+        if self.blocks:
+            summary += f"; and, of those that are fetched, {self.blocks:,} parameters of the bank"
         table = Table("part", "parameters", caption=caption)
         table.columns[1].justify = "right"
         for part, count in self.parameters_of_part.items():
@@ -189,6 +196,9 @@ def set_trainable(
             if isinstance(chosen, int):
                 layers[chosen].requires_grad_(True)
         _train_roles(model, [role for role in resolved if not isinstance(role, int)])
+    banks: Banks | None = getattr(model, "banks", None)
+    if banks is not None:
+        banks.trainable = resolved in ("new", "all")
     _freeze_roles(model, frozen)
 
     parameters_of_part: dict[str, int] = {}
@@ -210,6 +220,7 @@ def set_trainable(
         total_parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_of_part=parameters_of_part,
         frozen=list(frozen),
+        blocks=sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0,
     )
 
 

@@ -49,6 +49,13 @@ class MappedTokens:
             place, chunk = until, chunk + 1
         return PackedSequence(torch.from_numpy(tokens), torch.from_numpy(starts))
 
+    def document_bounds(self) -> np.ndarray:
+        """Where each document begins among all tokens, and where the last one ends, `[documents + 1]`, int64."""
+        begins = [
+            offsets[:-1] - offsets[0] + begin for offsets, begin in zip(self._offsets, self._begins[:-1], strict=True)
+        ]
+        return np.concatenate([*begins, self._begins[-1:]]).astype(np.int64)
+
     def largest_id(self) -> int:
         """The largest of the tokens; all are read for it, a chunk at a time."""
         return max(

@@ -24,6 +24,8 @@ class CorpusOptions:
         streaming: Read while training instead of before it; needs `max_steps`. Default: false.
         shuffle_buffer: Documents of a streamed dataset held at a time to draw from in random order; 0 keeps the
             dataset's order. Default: 0.
+        path_column: The column, or JSON key, that holds each document's node of each level of a tree of topics, as `midus-cluster
+            assign` writes it: documents are packed within leaves, and blocks are fetched by the path. Default: none.
         cache_dir: Folder where tokens are kept between runs. Default: `midus_hf_tokens` in the cache of the library
             `datasets`, which the variables HF_HOME and HF_DATASETS_CACHE move.
 
@@ -38,6 +40,7 @@ class CorpusOptions:
     encoding: str = "utf-8"
     streaming: bool = False
     shuffle_buffer: int = 0
+    path_column: str | None = None
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,6 +51,10 @@ class CorpusOptions:
         if self.shuffle_buffer and not self.streaming:
             raise ValueError(
                 "corpus.shuffle_buffer needs corpus.streaming: true; text read beforehand is always shuffled."
+            )
+        if self.path_column is not None and self.streaming:
+            raise ValueError(
+                "corpus.path_column and corpus.streaming are given; expected one of them: documents of a leaf are packed together."
             )
 
 
@@ -84,6 +91,8 @@ class TrainConfig(Rates, RunOptions):
         corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
             corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
         sequence_length: T, tokens per sequence. Default: 2048.
+        generic_share: Of a corpus with `path_column`, share of sequences that read the generic memory instead of the blocks of
+            their path (section 4 of hierarchical memories). Default: 1 / 17.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
 
@@ -94,12 +103,15 @@ class TrainConfig(Rates, RunOptions):
     corpus: CorpusOptions | list[WeightedCorpus]
     sequence_length: int = 2048
     document_mask: bool = False
+    generic_share: float = 1 / 17
 
     def __post_init__(self) -> None:
         Rates.__post_init__(self)
         RunOptions.__post_init__(self)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
+        if not 0 <= self.generic_share <= 1:
+            raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
         if not self.corpora:
             raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
         if self.corpora[0].streaming and self.max_steps is None:

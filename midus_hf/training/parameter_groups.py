@@ -11,6 +11,8 @@ from transformers import get_scheduler
 from midus_config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.training.rates import Rates
+from midus_hf.training.trains_blocks import GROUP as BLOCKS_GROUP
+from midus_hf.training.trains_blocks import banks_that_train
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
 
@@ -30,8 +32,9 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, then
         `memory`, `memory_no_decay` if the rest of memories has a rate of its own, and `keys_and_values`, or `keys`,
-        `values` if these differ. Groups without parameters are left out. `course` is `"schedule"`, `"constant"` or
-        `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first group.
+        `values` if these differ. Groups without parameters are left out; but where blocks of a bank train, which are no
+        parameters, there is a group `blocks` with the rate, the decay and the course of values. `course` is `"schedule"`,
+        `"constant"` or `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first group.
 
     Raises:
         ValueError: If nothing trains.
@@ -41,6 +44,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             members.setdefault(group_of(parameter), []).append(parameter)
+    if banks_that_train(model):
+        members[BLOCKS_GROUP] = []
     if not members:
         raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
     settings = _settings(rates)
@@ -136,6 +141,7 @@ def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
         "keys_and_values": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
         "keys": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
         "values": {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
+        BLOCKS_GROUP: {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
     }
 
 

@@ -2,6 +2,8 @@
 
 from transformers import PreTrainedModel, default_data_collator
 
+from midus_config.fetched_blocks import BankLayout
+from midus_hf.models.host import MemoryConfig
 from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import prepare_held_out
 from midus_hf.training.mixture import Mixture
@@ -39,7 +41,9 @@ def prepare(config: TrainConfig) -> TrainingRun:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
     request = check_request(config, config.sequence_length, config.trainable)
-    corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size)
+    model_config = request.model_config
+    banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
+    corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size, banks)
     arguments = training_arguments(config)
     dataset = build_dataset(config, corpora, arguments.world_size)
     if isinstance(dataset, Mixture):

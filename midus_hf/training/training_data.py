@@ -2,10 +2,13 @@
 
 import importlib.util
 import math
+from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
 
-from midus_hf.documents import describe_files
+from midus_config.fetched_blocks import BankLayout
+from midus_hf.documents import describe_files, import_datasets
+from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths, describe_leaves, read_paths
 from midus_hf.training.corpus import find_corpus
 from midus_hf.training.mapped_tokens import MappedDataset
 from midus_hf.training.mixture import Mixture
@@ -13,11 +16,13 @@ from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
 from midus_hf.training.token_cache import cached_tokens
 
-Part = MappedDataset | PackedDataset | PackedStream
+Part = MappedDataset | PackedDataset | PackedStream | ClusteredDataset
 TrainingData = Part | Mixture
 
 
-def open_corpora(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Part]:
+def open_corpora(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, banks: Mapping[str, BankLayout]
+) -> list[Part]:
     """The sequences of each corpus of a run: of cached tokens, of a stream, or, without `datasets`, held in memory.
 
     To be called before processes know of each other or of a GPU: making tokens forks.
@@ -26,12 +31,13 @@ def open_corpora(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_
         config: The options of the run.
         tokenizer: As in `tokenise`.
         vocab_size: Number of ids the model embeds.
+        banks: Of the model, from which texts fetch blocks, by the name of the memory.
 
     Raises:
         DocumentError: If a corpus cannot be read, is empty or shorter than one sequence, or its tokens cannot be kept.
-        ValueError: As in `tokenise`.
+        ValueError: As in `tokenise`; if a corpus has paths and the model no blocks for them, or the other way round.
     """
-    return [_open(corpus, config, tokenizer, vocab_size) for corpus in config.corpora]
+    return [_open(corpus, config, tokenizer, vocab_size, banks) for corpus in config.corpora]
 
 
 def build_dataset(config: TrainConfig, parts: list[Part], world_size: int) -> TrainingData:
@@ -76,12 +82,30 @@ def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:
     return lines
 
 
-def _open(options: CorpusOptions, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Part:
+def _open(
+    options: CorpusOptions,
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    banks: Mapping[str, BankLayout],
+) -> Part:
     corpus = find_corpus(options, config.seed)
+    if options.path_column is None and any(layout.blocks.without_ids == "none" for layout in banks.values()):
+        raise ValueError(
+            "the model fetches blocks by the path of a text, and corpus.path_column is not given; expected the column that has "
+            "paths. midus-cluster assign writes them."
+        )
 
     def start_pass() -> CorpusPass:
         return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
 
+    if options.path_column is not None:
+        paths = read_paths(corpus, options.path_column)
+        check_paths(paths, banks, options.path_column)
+        import_datasets("a corpus that is packed within the leaves of a tree")
+        tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
+        length, mask, share = config.sequence_length, config.document_mask, config.generic_share
+        return ClusteredDataset(tokens, paths, length, tokenizer.eos_token_id, mask, share, config.seed)
     if options.streaming:
         stream = PackedStream(start_pass, config.document_mask)
         next(iter(stream))
@@ -92,7 +116,9 @@ def _open(options: CorpusOptions, config: TrainConfig, tokenizer: PreTrainedToke
     return MappedDataset(tokens, config.sequence_length, config.document_mask)
 
 
-def _made(dataset: MappedDataset | PackedDataset, sequence_length: int) -> str:
+def _made(dataset: MappedDataset | PackedDataset | ClusteredDataset, sequence_length: int) -> str:
+    if isinstance(dataset, ClusteredDataset):
+        return f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {describe_leaves(dataset)}"
     return (
         f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens: {len(dataset):,} sequences of "
         f"{sequence_length:,} ({dataset.num_tokens % sequence_length:,} tokens left over)"

@@ -45,6 +45,7 @@ class TrainsMemory(TrainsTables):
             given = self.optimizer_cls_and_kwargs
             optimizer_class, options = given or self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = self.get_optimizer_class(optimizer_class)(groups, **options)
+            self.follow_optimizer(self.optimizer)
         return super().create_optimizer(model)
 
     def create_scheduler(

@@ -3,7 +3,7 @@ that are spread over processes."""
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,11 @@ from transformers.training_args import OptimizerNames
 from midus_hf.memory.protocols import ReadsFewRows
 from midus_hf.training.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.table_columns import TableColumns
-
-if TYPE_CHECKING:
-    # What the mixin stands before, for all that it asks of itself.
-    from transformers import Trainer as AnyTrainer
-else:
-    AnyTrainer = object
+from midus_hf.training.trains_blocks import TrainsBlocks
 
 
-class TrainsTables(AnyTrainer):
-    """Mixin for a `Trainer` of any kind.
+class TrainsTables(TrainsBlocks):
+    """Mixin for a `Trainer` of any kind, as `TrainsBlocks`, which it includes.
 
     Args:
         sparse_values: Whether gradients of large value tables are sparse tensors of the rows that were read, and AdamW updates these
@@ -122,14 +117,18 @@ class TrainsTables(AnyTrainer):
             self.columns.cut_moments(self.optimizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self.columns is None and not _with_rows(model):
+        if not self._clips_apart(model):
             return super()._clip_grad_norm(model)  # type: ignore[misc]
         return self._clip_apart(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and (self.columns is not None or _with_rows(model)):
+        if grad_norm is None and self._clips_apart(model):
             grad_norm = self._clip_apart(model, float("inf"))
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    def _clips_apart(self, model: nn.Module) -> bool:
+        """Whether there are gradients that the Trainer cannot clip: of rows, of columns, of blocks."""
+        return self.columns is not None or bool(self.trained_banks) or bool(_with_rows(model))
 
     def _clip_apart(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients of rows, and all others together; their norm before that, over all processes."""
@@ -139,7 +138,8 @@ class TrainsTables(AnyTrainer):
         tables = _with_rows(model)
         taken = {id(table) for table in tables}
         split = {id(table) for table in self.columns.parameters.values()} if self.columns is not None else set()
-        others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+        others: list[torch.Tensor] = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+        others += self.block_leaves()
         self.accelerator.unscale_gradients()
         here = [parameter.grad for parameter in others if id(parameter) in split and parameter.grad is not None]
         everywhere = [

@@ -1,0 +1,243 @@
+"""A bank whose blocks train: each keeps its own state of the optimizer, and is updated when it was fetched."""
+
+import collections
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from midus_config.fetched_blocks import level_file
+from midus_hf.banks.block_reader import BlockReader
+from midus_hf.banks.level_file import LevelFile, create_level_file
+from midus_hf.banks.memory_bank import MemoryBank
+
+_TOUCHED = "touched.json"
+_BYTES_IN_MEMORY = 8 * 2**30
+
+
+@dataclass
+class BlockState:
+    """A block that trains.
+
+    Args:
+        master: `[numel]`, float32, a leaf that gathers gradients.
+        mean: `[numel]`, AdamW's mean of gradients.
+        square: `[numel]`, its mean of squared gradients.
+        step: Updates that the block has had.
+    """
+
+    master: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+    step: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return 3 * self.master.nbytes
+
+    def packed(self) -> torch.Tensor:
+        """As one record `[3 * numel + 1]`, float32."""
+        step = torch.tensor([float(self.step)])
+        return torch.cat([self.master.detach(), self.mean, self.square, step])
+
+    @classmethod
+    def unpacked(cls, record: torch.Tensor) -> "BlockState":
+        """What `packed` gave."""
+        numel = (len(record) - 1) // 3
+        master, mean, square, step = record.split([numel, numel, numel, 1])
+        return cls(master.clone().requires_grad_(), mean.clone(), square.clone(), int(step))
+
+
+class TrainedBank(BlockReader):
+    """The blocks of a bank as training has left them; those that were never fetched are the bank's.
+
+    A block that was fetched in a pass with gradients has a master in float32 and moments of its own. The blocks that were fetched
+    last stay in memory, others wait in a temporary folder (`TMPDIR` says where), so a step takes memory for what it fetches, and
+    not for the bank.
+
+    Args:
+        bank: That is trained; its files stay as they are.
+        bytes_in_memory: Of blocks and moments, to keep. Default: 8 GB.
+    """
+
+    trains = True
+
+    def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
+        super().__init__(bank.layout)
+        self.bank = bank
+        self._states: collections.OrderedDict[tuple[int, int], BlockState] = collections.OrderedDict()
+        self._bytes_in_memory = bytes_in_memory
+        self._folder: tempfile.TemporaryDirectory | None = None
+        self._waiting: dict[int, LevelFile] = {}
+        self._resumed: dict[tuple[int, int], tuple[LevelFile, int]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainedBank":
+        """Itself: copies of a model read the same bank."""
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That blocks are stored in."""
+        return self.bank.dtype
+
+    def block(self, level: int, index: int) -> torch.Tensor:
+        """As `BlockReader.block`; where gradients are wanted, the master, which gathers them."""
+        if torch.is_grad_enabled() or self._is_touched(level, index):
+            master = self._state(level, index).master
+            return master if torch.is_grad_enabled() else master.detach()
+        return self.bank.block(level, index)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The masters that have a gradient, in the order of their levels and nodes."""
+        return [self._states[key].master for key in sorted(self._states) if self._states[key].master.grad is not None]
+
+    def average_gradients(self) -> None:
+        """Let every process have the mean of the gradients of all, of every block that any of them fetched; all call it."""
+        own = sorted(key for key, state in self._states.items() if state.master.grad is not None)
+        of_all: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all, own)
+        for level, index in sorted({key for keys in of_all for key in keys}):
+            master = self._state(level, index).master
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            dist.all_reduce(master.grad)
+            master.grad /= dist.get_world_size()
+
+    @torch.no_grad()
+    def step(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Update the blocks that have a gradient, as `torch.optim.AdamW` would if it had seen the steps alone that fetched them.
+
+        Args:
+            lr: Learning rate.
+            betas: Of both means.
+            eps: That the root is not zero.
+            weight_decay: Decoupled, of these blocks alone.
+        """
+        for state in self._states.values():
+            gradient = state.master.grad
+            if gradient is None:
+                continue
+            state.step += 1
+            state.mean.lerp_(gradient, 1 - betas[0])
+            state.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+            root = state.square.div(1 - betas[1] ** state.step).sqrt_().add_(eps)
+            state.master.mul_(1 - lr * weight_decay)
+            state.master.addcdiv_(state.mean, root, value=-lr / (1 - betas[0] ** state.step))
+            state.master.grad = None
+        self.changed()
+        self._put_aside()
+
+    def forget_gradients(self) -> None:
+        """Drop what masters have gathered."""
+        for state in self._states.values():
+            state.master.grad = None
+
+    def touched(self) -> list[tuple[int, int]]:
+        """Level and index of every block that was updated, ascending."""
+        waiting = {(level, index) for level, file in self._waiting.items() for index in _written(file)}
+        trained = {key for key, state in self._states.items() if state.step}
+        return sorted({*trained, *waiting, *self._resumed})
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write a bank with what was trained into another folder, in the dtype of the bank."""
+        self.bank.save(folder)
+        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as copy:
+            for level, index in self.touched():
+                copy.write(level, index, self._read_state(level, index).master)
+            copy.sync()
+
+    def save_state(self, folder: Path) -> None:
+        """Write masters, moments and steps of every block that was touched, to go on from."""
+        folder.mkdir(parents=True, exist_ok=True)
+        by_level: dict[int, list[int]] = {}
+        for level, index in self.touched():
+            by_level.setdefault(level, []).append(index)
+        for level, indices in by_level.items():
+            numel = 3 * self.layout.record_numel(level) + 1
+            path = folder / level_file(level)
+            create_level_file(path, len(indices), numel, torch.float32)
+            with contextlib.closing(LevelFile(path, len(indices), numel, writable=True)) as file:
+                for place, index in enumerate(indices):
+                    file.write(place, self._read_state(level, index).packed())
+                file.sync()
+        (folder / _TOUCHED).write_text(json.dumps({str(level): found for level, found in by_level.items()}))
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from what `save_state` wrote; blocks are read when they are fetched.
+
+        Raises:
+            BankError: If a file is absent, or another bank's.
+        """
+        self._states.clear()
+        self._waiting.clear()
+        self._resumed.clear()
+        self.changed()
+        for word, indices in json.loads((folder / _TOUCHED).read_text()).items():
+            level = int(word)
+            file = LevelFile(folder / level_file(level), len(indices), 3 * self.layout.record_numel(level) + 1)
+            self._resumed |= {(level, index): (file, place) for place, index in enumerate(indices)}
+
+    def close(self) -> None:
+        """Close the files of the bank, and remove the temporary folder."""
+        self.bank.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _is_touched(self, level: int, index: int) -> bool:
+        key = (level, index)
+        if key in self._states or key in self._resumed:
+            return True
+        return level in self._waiting and self._waiting[level].checksum(index) != 0
+
+    def _state(self, level: int, index: int) -> BlockState:
+        """The state of a block, which stays in memory until `step`."""
+        key = (level, index)
+        if key not in self._states:
+            with torch.inference_mode(False):
+                self._states[key] = self._read_state(level, index)
+        self._states.move_to_end(key)
+        return self._states[key]
+
+    def _read_state(self, level: int, index: int) -> BlockState:
+        """The state of a block as it is, wherever that is."""
+        key = (level, index)
+        if key in self._states:
+            return self._states[key]
+        record = self._waiting[level].read(index) if level in self._waiting else None
+        if record is None and key in self._resumed:
+            file, place = self._resumed[key]
+            record = file.read(place)
+        if record is not None:
+            return BlockState.unpacked(record)
+        with torch.no_grad():
+            master = self.bank.block(level, index).float().clone()
+        return BlockState(master.requires_grad_(), torch.zeros_like(master), torch.zeros_like(master))
+
+    def _put_aside(self) -> None:
+        """Write the blocks that were fetched longest ago to the temporary folder, as many as memory has no room for."""
+        excess = sum(state.nbytes for state in self._states.values()) - self._bytes_in_memory
+        while excess > 0:
+            (level, index), state = self._states.popitem(last=False)
+            self._waiting_file(level).write(index, state.packed())
+            excess -= state.nbytes
+
+    def _waiting_file(self, level: int) -> LevelFile:
+        if level not in self._waiting:
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="midus-blocks-")
+            path, records = Path(self._folder.name, level_file(level)), self.layout.num_records(level)
+            numel = 3 * self.layout.record_numel(level) + 1
+            create_level_file(path, records, numel, torch.float32)
+            self._waiting[level] = LevelFile(path, records, numel, writable=True)
+        return self._waiting[level]
+
+
+def _written(file: LevelFile) -> Iterator[int]:
+    yield from file.checksums().nonzero()[0].tolist()

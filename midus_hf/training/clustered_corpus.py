@@ -1,0 +1,165 @@
+"""A corpus whose documents have a path in a tree of topics: sequences are of one leaf, and come with its path."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from midus_config.fetched_blocks import BankLayout
+from midus_hf.banks.block_reader import GENERIC
+from midus_hf.documents import DocumentError
+from midus_hf.training.corpus import HubRows, LocalText
+from midus_hf.training.mapped_tokens import MappedTokens
+from midus_hf.training.packing import IGNORED_LABEL, PackedSequence, check_length, training_example
+
+
+class ClusteredDataset(Dataset):
+    """Documents packed within the leaves of a tree (hierarchical memories, appendix A.2).
+
+    Those of a leaf are laid end to end in the order of the corpus and cut into sequences. What is left over is a sequence too, filled
+    up with a token that is no label: a leaf may have little text, and it is all that its blocks learn from.
+
+    Args:
+        tokens: Of all documents.
+        paths: `[documents, p]`, int64, the node of each level that a document is in.
+        sequence_length: T.
+        fill: The token that sequences are filled up with.
+        document_mask: As in `training_example`. Default: false.
+        generic_share: Share of sequences that come with the path of the generic memory instead. Default: 0.
+        seed: What decides which they are. Default: 0.
+
+    Raises:
+        DocumentError: If the corpus is empty, or paths are not as many as documents.
+    """
+
+    def __init__(
+        self,
+        tokens: MappedTokens,
+        paths: np.ndarray,
+        sequence_length: int,
+        fill: int,
+        document_mask: bool = False,
+        generic_share: float = 0.0,
+        seed: int = 0,
+    ):
+        check_length(tokens.num_documents, tokens.num_tokens, 0)
+        if len(paths) != tokens.num_documents:
+            raise DocumentError(
+                f"the corpus has paths of {len(paths):,} documents and tokens of {tokens.num_documents:,}; expected as many. It has "
+                "changed while it was read: start again."
+            )
+        self.tokens, self.paths, self.sequence_length = tokens, paths, sequence_length
+        self.fill, self.document_mask, self.generic_share, self.seed = fill, document_mask, generic_share, seed
+        self.num_documents, self.num_tokens = tokens.num_documents, tokens.num_tokens
+        self._bounds = tokens.document_bounds()
+        # Documents leaf by leaf, in the order of the corpus within each; where each begins in that order.
+        self._order = np.lexsort(paths.T[::-1])
+        lengths = (self._bounds[1:] - self._bounds[:-1])[self._order]
+        self._begins = np.concatenate([[0], np.cumsum(lengths)])
+        sorted_paths = paths[self._order]
+        is_first = np.concatenate([[True], (sorted_paths[1:] != sorted_paths[:-1]).any(1)])
+        first_documents = np.flatnonzero(is_first)
+        ends = self._begins[np.concatenate([first_documents[1:], [len(paths)]])]
+        leaf_begins = self._begins[first_documents]
+        counts = -(-(ends - leaf_begins) // sequence_length)
+        self._leaf = np.repeat(np.arange(len(counts)), counts)  # of each sequence
+        within = np.arange(len(self._leaf)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._sequence_begins = leaf_begins[self._leaf] + within * sequence_length
+        self._sequence_ends = np.minimum(self._sequence_begins + sequence_length, ends[self._leaf])
+        self._leaf_paths = sorted_paths[first_documents]
+        self.num_leaves = len(counts)
+
+    def __len__(self) -> int:
+        return len(self._leaf)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        parts = list(self._parts(int(self._sequence_begins[index]), int(self._sequence_ends[index])))
+        length = sum(len(part.tokens) for part in parts)
+        missing = self.sequence_length - length
+        tokens = torch.cat([*(part.tokens for part in parts), torch.full((missing,), self.fill, dtype=torch.int32)])
+        starts = torch.cat([*(part.starts for part in parts), torch.zeros(missing, dtype=torch.bool)])
+        if missing:
+            starts[length] = True
+        example = training_example(PackedSequence(tokens, starts), self.document_mask)
+        example["labels"][length:] = IGNORED_LABEL
+        return {**example, "memory_ids": self._path(index)}
+
+    def _path(self, index: int) -> torch.Tensor:
+        path = torch.from_numpy(self._leaf_paths[self._leaf[index]].copy())
+        is_generic = np.random.default_rng([self.seed, index]).random() < self.generic_share
+        return torch.full_like(path, GENERIC) if is_generic else path
+
+    def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
+        """The pieces of documents between two places in the order of leaves."""
+        number = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        while begin < end:
+            document = self._order[number]
+            first = int(self._bounds[document]) + begin - int(self._begins[number])
+            until = min(end, int(self._begins[number + 1]))
+            yield self.tokens.cut(first, first + until - begin)
+            begin, number = until, number + 1
+
+
+def read_paths(corpus: LocalText | HubRows, column: str) -> np.ndarray:
+    """The paths of the documents of a corpus, `[documents, p]`, int64.
+
+    Args:
+        corpus: Whose rows have them.
+        column: That holds them.
+
+    Raises:
+        DocumentError: If a row has none, or one of another length.
+    """
+    paths: list[list[int]] = []
+    for place, row in corpus.rows():
+        path = row.get(column)
+        is_path = isinstance(path, list) and path and all(type(node) is int and node >= 0 for node in path)
+        if not is_path or (paths and len(path) != len(paths[0])):
+            raise DocumentError(
+                f"{place} has {path!r} under {column!r}; expected its node of each level of the tree, as midus-cluster assign writes "
+                "it, such as [3, 52, 840]."
+            )
+        paths.append(path)
+    return np.array(paths, dtype=np.int64).reshape(len(paths), -1)
+
+
+def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str) -> None:
+    """See that a model has blocks for the paths of a corpus.
+
+    Args:
+        paths: `[documents, p]`.
+        banks: Of the model, by the name of the memory.
+        column: That holds the paths.
+
+    Raises:
+        ValueError: If it has no banks, or the tree of its banks is another.
+    """
+    if not banks:
+        raise ValueError(
+            f"corpus.path_column is {column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one "
+            "of the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
+        )
+    layout = next(iter(banks.values()))
+    if len(paths) and paths.shape[1] != layout.num_levels:
+        raise ValueError(
+            f"the corpus has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
+            "Assign the corpus by the tree that the model is for."
+        )
+    for level, column_of_level in enumerate(paths.T, 1):
+        if len(paths) and int(column_of_level.max()) >= layout.blocks.nodes(level):
+            raise ValueError(
+                f"the corpus has node {int(column_of_level.max())} of level {level}, where the model's banks have "
+                f"{layout.blocks.nodes(level)} blocks; expected one tree."
+            )
+
+
+def describe_leaves(dataset: ClusteredDataset) -> str:
+    """What packing within leaves made."""
+    places = len(dataset) * dataset.sequence_length
+    return (
+        f"packed within {dataset.num_leaves:,} leaves: {len(dataset):,} sequences of {dataset.sequence_length:,} "
+        f"({1 - dataset.num_tokens / places:.1%} of their places filled up)"
+    )

@@ -1,0 +1,93 @@
+"""What a Trainer needs for blocks that texts fetch from a bank: they are no parameters of the model, and are updated when fetched."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.models.fetching import Banks
+from midus_hf.models.host import MemoryModel
+
+if TYPE_CHECKING:
+    # What the mixin stands before, for all that it asks of itself.
+    from transformers import Trainer as AnyTrainer
+else:
+    AnyTrainer = object
+
+GROUP = "blocks"
+"""The name of the optimizer's group that has no parameters, but the rate and the decay of blocks."""
+
+_FOLDER = "block_states"
+
+
+class TrainsBlocks(AnyTrainer):
+    """Mixin for a `Trainer` of any kind: blocks that passes fetch get gradients, and AdamW updates them with moments of their own.
+
+    Where several processes train, each has the mean of the gradients of all before a step, so that blocks which some of them fetched
+    stay equal in all.
+
+    Args:
+        args: What the Trainer takes.
+        kwargs: What the Trainer takes.
+
+    Raises:
+        ValueError: If blocks train and parameters are sharded, or gradients are scaled for float16.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert self.model is not None
+        banks = banks_that_train(self.model)
+        if banks and (self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.fp16):
+            raise ValueError(
+                "blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not know of; expected processes that hold whole "
+                "models, and bf16 or float32."
+            )
+        self.trained_banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train().values()]
+        self._are_averaged = False
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update blocks whenever the optimizer updates parameters, with the rate and the decay of its group of blocks."""
+        if self.trained_banks:
+            optimizer.register_step_pre_hook(lambda *_: self.average_block_gradients())
+            optimizer.register_step_post_hook(lambda optimizer, *_: self._step_blocks(optimizer))
+
+    def block_leaves(self) -> list[torch.Tensor]:
+        """What blocks have gathered gradients in; the gradients are the same in all processes afterwards."""
+        self.average_block_gradients()
+        return [leaf for bank in self.trained_banks for leaf in bank.leaves()]
+
+    def average_block_gradients(self) -> None:
+        """Take the mean of gradients over processes, once for each step."""
+        if self.args.world_size > 1 and not self._are_averaged:
+            for bank in self.trained_banks:
+                bank.average_gradients()
+        self._are_averaged = True
+
+    def _step_blocks(self, optimizer: torch.optim.Optimizer) -> None:
+        group = next(group for group in optimizer.param_groups if group.get("name") == GROUP)
+        for bank in self.trained_banks:
+            bank.step(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        self._are_averaged = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.args.should_save:
+            for number, bank in enumerate(self.trained_banks):
+                bank.save_state(Path(output_dir, _FOLDER, str(number)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            for number, bank in enumerate(self.trained_banks):
+                bank.load_state(Path(checkpoint, _FOLDER, str(number)))
+
+
+def banks_that_train(model: torch.nn.Module) -> list[Banks]:
+    """The banks of a model, PEFT's wrapper aside, whose blocks are to be trained."""
+    return [
+        module.own_banks
+        for module in model.modules()
+        if isinstance(module, MemoryModel) and module.own_banks.layouts and module.own_banks.trainable
+    ]
