@@ -115,8 +115,10 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
         "model type": report.model_type,
         "layers": f"{report.num_layers}, new: {', '.join(map(str, report.new_layer_indices)) or 'none'}",
         "parameters": _sum(counts),
-        "trainable": f"{counts.trainable:,} ({100 * counts.trainable / counts.total:.1f} %)",
+        "trainable": f"{counts.trainable:,} ({100 * counts.trainable / (counts.total + (counts.bank or 0)):.1f} %)",
     }
+    if counts.bank is not None:
+        rows["bank"] = f"{counts.bank:,} parameters beside the checkpoint, of which a text fetches {counts.fetched:,}"
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
         rows["identity"] = "promised" if report.promises_identity else "not promised by the method"

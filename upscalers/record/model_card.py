@@ -77,6 +77,7 @@ def model_card(
             "|---|---|---|---|",
             f"| {counts.base:,} | {counts.new:,} | {counts.total:,} | {counts.trainable:,} |",
             "",
+            *_bank(counts),
             "## How it was made",
             "",
             "`upscale --config FILE --output DIR` makes it again from:",
@@ -103,6 +104,16 @@ def _change(plan: Plan, memories: Memories) -> str:
         return f"as {plan.num_layers} layers, {len(plan.new_indices)} of them new"
     attached = [memories.attached[name] for name in plan.new_memories]
     return "with memory " + ", ".join(f"{entry.site} of {len(entry.layers)} of them" for entry in attached)
+
+
+def _bank(counts: ParameterCounts) -> list[str]:
+    if counts.bank is None:
+        return []
+    return [
+        f"Beside the checkpoint lies a bank of {counts.bank:,} parameters, of which each text fetches {counts.fetched:,} by its path "
+        "in a tree of topics: `model(input_ids, memory_ids=paths)`.",
+        "",
+    ]
 
 
 def _measured(measurements: Sequence[Measurement]) -> list[str]:
