@@ -57,13 +57,13 @@ class TrainableReport:
         if self.frozen:
             which += f", without the {' and '.join(self.frozen)} tensors of memories"
         if self.blocks and not self.parameters:
-            which = "the blocks of the bank alone"
+            return f"Training the blocks of the bank alone, {self.blocks:,} parameters, as texts fetch them; the model is frozen"
         summary = (
             f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
             f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
         )
         if self.blocks:
-            summary += f"; and, of those that are fetched, {self.blocks:,} parameters of the bank"
+            summary += f"; and the blocks of the bank, {self.blocks:,} parameters, as texts fetch them"
         table = Table("part", "parameters", caption=caption)
         table.columns[1].justify = "right"
         for part, count in self.parameters_of_part.items():

@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 
 from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.rates import Rates
+from midus_hf.training.trains_blocks import GROUP as BLOCKS_GROUP
+from midus_hf.training.trains_blocks import banks_that_train
 
 
 def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, data: Sequence[str]) -> None:
@@ -24,10 +26,14 @@ def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, da
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
     courses = {"schedule": rates.schedule, "constant": "constant", "4x-to-1x": f"{rates.schedule}, 4x to 1x"}
     for group in parameter_groups(model, rates):
+        tensors, parameters = str(len(group["params"])), sum(parameter.numel() for parameter in group["params"])
+        if group["name"] == BLOCKS_GROUP:
+            layouts = [layout for banks in banks_that_train(model) for layout in banks.layouts.values()]
+            tensors, parameters = "as fetched", sum(layout.bank for layout in layouts)
         groups.add_row(
             group["name"].replace("_", " "),
-            str(len(group["params"])),
-            f"{sum(parameter.numel() for parameter in group['params']):,}",
+            tensors,
+            f"{parameters:,}",
             f"{group['lr']:g}",
             courses[group["course"]],
             f"{group['weight_decay']:g}",

@@ -1,5 +1,6 @@
 """What a Trainer needs for blocks that texts fetch from a bank: they are no parameters of the model, and are updated when fetched."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,9 @@ class TrainsBlocks(AnyTrainer):
             )
         self.trained_banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train().values()]
         self._are_averaged = False
+        if self.trained_banks and not any(parameter.requires_grad for parameter in self.model.parameters()):
+            # There is nothing for DistributedDataParallel to average, which refuses such a model, and accelerate asks on GPUs alone.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Update blocks whenever the optimizer updates parameters, with the rate and the decay of its group of blocks."""

@@ -1,0 +1,140 @@
+"""Documents that have paths are packed within the leaves of a tree, and their sequences come with these paths."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from training.tiny_run import tiny_tokenizer
+
+from midus_config.fetched_blocks import BankLayout, FetchedBlocks
+from midus_hf.documents import DocumentError
+from midus_hf.training import CorpusOptions
+from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths, read_paths
+from midus_hf.training.corpus import find_corpus
+from midus_hf.training.packing import IGNORED_LABEL
+from midus_hf.training.token_cache import cached_tokens
+
+EOS, T = 2, 5
+ROWS = [([0, 1], 3), ([2, 7], 4), ([0, 1], 6), ([0, 0], 1), ([2, 7], 12), ([0, 1], 2)]
+"""The path of each document, and how many words it has; EOS makes one token more."""
+
+
+def words(document: int, count: int) -> list[str]:
+    """Words that tell their document and their place."""
+    return [f"w{10 + 15 * document + place}" for place in range(count)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"text": " ".join(words(index, count)), "memory_ids": ids} for index, (ids, count) in enumerate(ROWS)]
+    rows.insert(2, {"text": "  ", "memory_ids": [1, 1]})  # nothing to see, and left out everywhere
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return find_corpus(CorpusOptions(path=str(path), path_column="memory_ids"))
+
+
+def dataset(corpus, tmp_path, **options):
+    tokens = cached_tokens(corpus, tiny_tokenizer(), 128, str(tmp_path / "cache"))
+    return ClusteredDataset(tokens, read_paths(corpus, "memory_ids"), T, EOS, **options)
+
+
+def expected_sequences() -> list[tuple[list[int], list[int]]]:
+    """Path and tokens of each sequence, by a loop over leaves."""
+    sequences = []
+    for path in sorted({tuple(ids) for ids, _ in ROWS}):
+        tokens = []
+        for index, (ids, count) in enumerate(ROWS):
+            if tuple(ids) == path:
+                tokens += [int(word[1:]) for word in words(index, count)] + [EOS]
+        sequences += [(list(path), tokens[start : start + T]) for start in range(0, len(tokens), T)]
+    return sequences
+
+
+def test_sequences_are_of_one_leaf_and_come_with_its_path(corpus, tmp_path):
+    made, expected = dataset(corpus, tmp_path), expected_sequences()
+    assert len(made) == len(expected) == 8 and made.num_leaves == 3
+    for example, (path, tokens) in zip(made, expected, strict=True):
+        assert example["memory_ids"].tolist() == path
+        filled = T - len(tokens)
+        assert example["input_ids"].tolist() == tokens + [EOS] * filled
+        assert example["labels"].tolist() == tokens + [IGNORED_LABEL] * filled
+    assert "position_ids" not in made[0]
+
+
+def test_every_token_is_a_label_once(corpus, tmp_path):
+    labels = torch.cat([example["labels"] for example in dataset(corpus, tmp_path)])
+    assert (labels != IGNORED_LABEL).sum() == sum(count + 1 for _, count in ROWS)
+
+
+def test_positions_restart_with_each_document_and_where_a_sequence_is_filled_up(corpus, tmp_path):
+    made = dataset(corpus, tmp_path, document_mask=True)
+    for example in made:
+        tokens, positions = example["input_ids"].tolist(), example["position_ids"].tolist()
+        for place in range(1, T):
+            begins = tokens[place - 1] == EOS and positions[place - 1] >= 0
+            if begins and tokens[place] != EOS:
+                assert positions[place] == 0 and example["labels"][place] == IGNORED_LABEL
+    last_of_first_leaf = made[0]  # one word, EOS, and three tokens that fill up
+    assert last_of_first_leaf["position_ids"].tolist() == [0, 1, 0, 1, 2]
+
+
+def test_a_share_of_sequences_reads_the_generic_memory_always_the_same(corpus, tmp_path):
+    generic = [
+        [
+            bool((example["memory_ids"] == -1).all())
+            for example in dataset(corpus, tmp_path, generic_share=share, seed=seed)
+        ]
+        for share, seed in ((0.5, 0), (0.5, 0), (0.5, 1), (0.0, 0), (1.0, 0))
+    ]
+    assert generic[0] == generic[1] != generic[2]
+    assert not any(generic[3]) and all(generic[4]) and 0 < sum(generic[0]) < 8
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": "w3"}, "line 2 .* has None under 'memory_ids'; expected its node of each level of the tree"),
+        ({"text": "w3", "memory_ids": [1]}, r"line 2 .* has \[1\] under 'memory_ids'"),
+        ({"text": "w3", "memory_ids": [1, -1]}, r"line 2 .* has \[1, -1\] under"),
+        ({"text": "w3", "memory_ids": "1, 2"}, "line 2 .* has '1, 2' under"),
+    ],
+    ids=["none", "length", "negative", "words"],
+)
+def test_rows_without_a_path_are_refused(tmp_path, row, message):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"text": "w3", "memory_ids": [1, 2]}, row)))
+    corpus = find_corpus(CorpusOptions(path=str(path), path_column="memory_ids"))
+    with pytest.raises(DocumentError, match=message):
+        read_paths(corpus, "memory_ids")
+
+
+def test_plain_text_has_no_paths(tmp_path):
+    (tmp_path / "a.txt").write_text("w3")
+    corpus = find_corpus(CorpusOptions(path=str(tmp_path), path_column="memory_ids"))
+    with pytest.raises(DocumentError, match="is plain text, which has no columns; expected JSON lines or Parquet"):
+        read_paths(corpus, "memory_ids")
+
+
+def layout(branching=2, levels=2):
+    return {"hier-ffn": BankLayout("hier-ffn", (0,), FetchedBlocks(branching, ({},) * levels))}
+
+
+@pytest.mark.parametrize(
+    "paths, banks, message",
+    [
+        ([[0, 0]], {}, "corpus.path_column is 'memory_ids', but the model has no memory that fetches blocks"),
+        ([[0, 0, 0]], layout(), "paths of 3 levels, and the model's banks have 2; expected one tree"),
+        ([[0, 0], [1, 4]], layout(), "node 4 of level 2, where the model's banks have 4 blocks"),
+        ([[2, 0]], layout(), "node 2 of level 1, where the model's banks have 2 blocks"),
+    ],
+    ids=["no-banks", "levels", "leaf", "root"],
+)
+def test_paths_of_another_tree_are_refused(paths, banks, message):
+    with pytest.raises(ValueError, match=message):
+        check_paths(np.array(paths), banks, "memory_ids")
+
+
+def test_options_that_contradict_are_refused():
+    with pytest.raises(ValueError, match=r"corpus.path_column and corpus.streaming are given; expected one of them"):
+        CorpusOptions(path="x", path_column="memory_ids", streaming=True)
