@@ -17,7 +17,9 @@ REPOSITORY = Path(__file__).parents[2]
 RECIPES, UPSCALING = REPOSITORY / "configs" / "train", REPOSITORY / "configs" / "upscale"
 PRETRAINING = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
 """Recipes that begin from a config: `test_pretraining_recipes.py`."""
-NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING)
+FETCHING = {path.stem for path in RECIPES.glob("hier-*.yaml")}
+"""Recipes of memories that texts fetch: `test_hierarchical_recipes.py`."""
+NAMES = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PRETRAINING - FETCHING)
 GIVEN = {"model": "model=m", "output": "output=o", "corpus": "corpus=c"}
 """What a recipe may leave to the command line."""
 

@@ -13,7 +13,8 @@ from upscalers.methods.contract import get_method
 from upscalers.request.options import parse_options
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))
+"""Of hierarchical memories `tests/training/test_hierarchical_recipes.py` has the recipes."""
 BASES = {"meta-llama/Llama-3.2-1B": LLAMA_3_2_1B, "meta-llama/Llama-3.1-8B": LLAMA_3_1_8B}
 SHORT_NAMES = {"llama-3.2-1b": "meta-llama/Llama-3.2-1B", "llama-3.1-8b": "meta-llama/Llama-3.1-8B"}
 
