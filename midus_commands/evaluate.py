@@ -58,6 +58,22 @@ def midus_eval(
     max_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the text to predict.  [default: all]", metavar="N")
     ] = None,
+    apart: Annotated[
+        bool | None, typer.Option("--apart", help="End windows of the text where a document ends.")
+    ] = None,
+    retriever: Annotated[
+        str | None,
+        typer.Option(
+            help="Tree of topics by which models that fetch blocks do so; implies --apart.  [default: none]",
+            metavar="TREE",
+        ),
+    ] = None,
+    blocked: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--block", help="Never fetch this node, LEVEL:NODE, nor any below; repeat at will.", metavar="NODE"
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Windows or requests per forward pass.  [default: 4]", metavar="N")
     ] = None,
@@ -106,6 +122,9 @@ def midus_eval(
             "sequence_length": sequence_length,
             "stride": stride,
             "max_tokens": max_tokens,
+            "apart": apart,
+            "retriever": retriever,
+            "blocked": blocked or None,
             "tasks": None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()],
             "data": data,
             "include_path": include_path,

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.documents import read_documents
+from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
@@ -69,11 +70,19 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
 
         tasks = Tasks(settings.tasks, data=settings.data, include_path=settings.include_path)
 
+    find_paths: PathFinder | None = None
+    if settings.retriever is not None:
+        from midus_hf.retrieval.memory_retriever import MemoryRetriever
+
+        retriever = MemoryRetriever.load(settings.retriever, device=device)
+        find_paths = functools.partial(retriever.paths, blocked=settings.blocked_nodes)
+        retriever.tree.paths(torch.zeros(1, retriever.tree.width), settings.blocked_nodes)  # that such nodes are there
+
     measured: list[dict[str, Any]] = []
     for model in models:
         current: dict[str, Any] = {"model": model}
         try:
-            _measure(current, documents, tasks, settings, device, quiet)
+            _measure(current, documents, tasks, settings, device, quiet, find_paths)
         except KeyboardInterrupt:
             words = _interruption(measured, current)
             raise EvaluationInterrupted(_report(measured, settings), words) from None
@@ -101,10 +110,13 @@ def _measure(
     settings: EvaluationSettings,
     device: str,
     quiet: bool,
+    find_paths: "PathFinder | None",
 ) -> None:
     """Fill in what is measured of the model that `measured` names, as soon as it is known."""
     started, name = time.perf_counter(), measured["model"]
     model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
+    if not fetches_blocks(model):
+        find_paths = None
     measured |= {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
@@ -122,6 +134,8 @@ def _measure(
                 max_tokens=settings.max_tokens,
                 batch_size=settings.batch_size,
                 progress=functools.partial(_show_progress, bar),
+                apart=settings.apart or settings.retriever is not None,
+                find_paths=find_paths,
             )
         measured["perplexity"] = dataclasses.asdict(result)
     if tasks is not None:
@@ -135,6 +149,7 @@ def _measure(
                 seed=settings.seed,
                 progress=bar.update,
                 quiet=quiet,
+                find_paths=find_paths,
             )
     measured["seconds"] = time.perf_counter() - started
 

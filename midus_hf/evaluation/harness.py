@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, get_task_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import midus_hf  # noqa: F401  (registers the classes that `MidusLM` loads)
+from midus_hf.evaluation.fetching import PathFinder, by_path, fetches_blocks, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 
 @register_model("midus")
@@ -27,12 +29,53 @@ class MidusLM(HFLM):
     Args:
         pretrained: A folder, a hub id, or a model.
         progress: Called with the rows of each forward pass, or of what is generated. Default: nothing is.
+        retriever: A tree of topics, as `midus-cluster build` makes it, or what finds paths: blocks are fetched by the path of
+            what is asked. Default: none, and nothing is fetched by a path.
+        questions: What a request asks, by which its path is found. Default: its context.
         **kwargs: As for `hf`.
+
+    Raises:
+        ValueError: If there is a retriever, and the model fetches no blocks.
     """
 
-    def __init__(self, pretrained: str | PreTrainedModel, progress: Callable[[int], Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        progress: Callable[[int], Any] | None = None,
+        retriever: str | PathFinder | None = None,
+        questions: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ):
         self._progress = progress or (lambda rows: None)
         super().__init__(pretrained, **{"backend": "causal", **kwargs})
+        self._find_paths = MemoryRetriever.load(retriever).paths if isinstance(retriever, str) else retriever
+        self._questions = questions or (lambda request: request.args[0])
+        if self._find_paths is not None and not fetches_blocks(self.model):
+            raise ValueError(
+                f"retriever is given, but this {self.model.config.model_type} model fetches no blocks; leave it out."
+            )
+
+    def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As the harness's, with the blocks of what each request asks."""
+        run = super().loglikelihood
+        return self._with_blocks(requests, self._questions, lambda some: run(some, *args, **kwargs))
+
+    def loglikelihood_rolling(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As the harness's, with the blocks of each whole text."""
+        run = super().loglikelihood_rolling
+        return self._with_blocks(requests, lambda request: request.args[0], lambda some: run(some, *args, **kwargs))
+
+    def generate_until(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As the harness's, with the blocks of what each request asks."""
+        run = super().generate_until
+        return self._with_blocks(requests, self._questions, lambda some: run(some, *args, **kwargs))
+
+    def _with_blocks(
+        self, requests: list[Any], text_of: Callable[[Any], str], run: Callable[[list[Any]], list[Any]]
+    ) -> list[Any]:
+        if self._find_paths is None:
+            return run(requests)
+        return by_path(requests, [text_of(request) for request in requests], self._find_paths, self.model, run)
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._progress(len(inps))
@@ -92,6 +135,7 @@ class Tasks:
         seed: int = 0,
         progress: Callable[[int], Any] | None = None,
         quiet: bool = False,
+        find_paths: PathFinder | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model.
 
@@ -105,6 +149,7 @@ class Tasks:
             seed: Of the choice of examples and the bootstrap.
             progress: As in `MidusLM`.
             quiet: Whether to hide the harness's own progress bars. Default: false.
+            find_paths: By which questions fetch blocks; it sees them without worked examples. Default: nothing is fetched.
 
         Returns:
             By the name asked for (a group also brings its members), every metric of the task as the harness names it
@@ -114,7 +159,13 @@ class Tasks:
         with without_bars() if quiet else contextlib.nullcontext():
             results = simple_evaluate(
                 model=MidusLM(
-                    model, progress=progress, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
+                    model,
+                    progress=progress,
+                    retriever=find_paths,
+                    questions=None if find_paths is None else self._questions(),
+                    tokenizer=tokenizer,
+                    batch_size=batch_size,
+                    max_length=max_length,
                 ),
                 tasks=self.specs,
                 task_manager=self.manager,
@@ -138,6 +189,20 @@ class Tasks:
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
             scores[asked_for.get(harness_name, harness_name)] = score
         return scores
+
+    def _questions(self) -> Callable[[Any], str]:
+        """What a request asks, without worked examples."""
+        tasks = dict(_flat(get_task_dict(self.specs, self.manager)))
+        return lambda request: question_of(tasks[request.task_name], request.doc)
+
+
+def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """The tasks of groups, and of groups within them, by their names."""
+    for name, task in tasks.items():
+        if isinstance(task, Mapping):
+            yield from _flat(task)
+        else:
+            yield str(name), task
 
 
 def _is_standard_error(metric: str) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.evaluation.fetching import PathFinder
+
 DEFAULT_SEQUENCE_LENGTH = 1024
 DOCUMENT_SEPARATOR = "\n\n"
 
@@ -50,11 +52,12 @@ class _Text:
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """Targets `[start, end)` are given to the model; those from `first` on are counted."""
+    """Targets `[start, end)` are given to the model; those from `first` on are counted. It is of one document, if they are apart."""
 
     start: int
     first: int
     end: int
+    document: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,7 @@ class PreparedText:
         windows: What is given to the model at a time.
         sequence_length: As in `perplexity`.
         stride: As in `perplexity`.
+        documents: The documents that windows are of, where each has windows of its own. Default: they are laid end to end.
     """
 
     lead: torch.Tensor
@@ -78,6 +82,7 @@ class PreparedText:
     windows: list[_Window]
     sequence_length: int
     stride: int
+    documents: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +101,8 @@ def perplexity(
     batch_size: int = 4,
     device: str | torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
+    apart: bool = False,
+    find_paths: PathFinder | None = None,
 ) -> PerplexityResult:
     """Measure the perplexity of a model on documents.
 
@@ -116,6 +123,9 @@ def perplexity(
         batch_size: Windows per forward pass. It changes nothing but speed, memory, and the last bits of a float.
         device: Where to move the model first. Default: where it is.
         progress: Called with the number of tokens predicted so far, and of all.
+        apart: Whether windows end where a document ends, and the next one is predicted without it. Default: false.
+        find_paths: By the path of the whole document each window of it fetches blocks; needs `apart`. Default: nothing is
+            fetched.
 
     Returns:
         The measures.
@@ -133,10 +143,11 @@ def perplexity(
         sequence_length=sequence_length,
         stride=stride,
         max_tokens=max_tokens,
+        apart=apart,
     )
     if device is not None:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper hides the argument
-    return measure(model, text, batch_size=batch_size, progress=progress)
+    return measure(model, text, batch_size=batch_size, progress=progress, find_paths=find_paths)
 
 
 def prepare_text(
@@ -147,6 +158,7 @@ def prepare_text(
     sequence_length: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
+    apart: bool = False,
 ) -> PreparedText:
     """Tokenize documents and lay out windows as `perplexity` does, so that they can be measured more than once.
 
@@ -157,6 +169,7 @@ def prepare_text(
         sequence_length: As in `perplexity`.
         stride: As in `perplexity`.
         max_tokens: As in `perplexity`.
+        apart: As in `perplexity`. Default: false.
 
     Raises:
         ValueError: As `perplexity`.
@@ -167,6 +180,8 @@ def prepare_text(
     stride = sequence_length if stride is None else stride
     _check_options(sequence_length, stride, max_tokens, limit)
 
+    if apart:
+        return _prepare_apart(tokenizer, list(documents), sequence_length, stride, max_tokens)
     text = _tokenize(tokenizer, documents)
     bos = automatic_bos(tokenizer)
     if bos is None:
@@ -182,7 +197,7 @@ def prepare_text(
             f"the text has {len(targets)} tokens to predict; expected at least sequence_length = {sequence_length}. "
             "Give more text or lower sequence_length."
         )
-    windows = _windows(len(targets), sequence_length, stride, max_tokens)
+    windows = _spread(_windows(len(targets), sequence_length, stride), stride, max_tokens)
     return PreparedText(lead, targets, characters, utf8_bytes, windows, sequence_length, stride)
 
 
@@ -192,6 +207,7 @@ def measure(
     *,
     batch_size: int = 4,
     progress: Callable[[int, int], None] | None = None,
+    find_paths: PathFinder | None = None,
 ) -> PerplexityResult:
     """Measure the perplexity of a model on a text that is laid out already.
 
@@ -200,10 +216,13 @@ def measure(
         text: From `prepare_text`.
         batch_size: As in `perplexity`.
         progress: As in `perplexity`.
+        find_paths: As in `perplexity`, of a text that was prepared apart. Default: nothing is fetched.
 
     Raises:
         RuntimeError: If the likelihood of the text is not a finite number.
     """
+    assert find_paths is None or text.documents, "documents that are laid end to end have no path of their own"
+    paths = None if find_paths is None else find_paths(text.documents)
     lead, targets, windows, num_tokens = text.lead, text.targets, text.windows, text.num_tokens
     was_training = model.training
     model.eval()
@@ -214,7 +233,9 @@ def measure(
         for batch in _batches(windows, batch_size):
             inputs = torch.stack([torch.cat([lead[w.start, None], targets[w.start : w.end - 1]]) for w in batch])
             with torch.no_grad():
-                logits = model(input_ids=inputs.to(model.device), use_cache=False).logits  # [B, T, vocabulary]
+                ids = {} if paths is None else {"memory_ids": paths[[window.document for window in batch]]}
+                output = model(input_ids=inputs.to(model.device), use_cache=False, **ids)
+                logits = output.logits  # [B, T, vocabulary]
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             for window, window_logits in zip(batch, logits, strict=True):
                 counted = targets[window.first : window.end].to(logits.device)
@@ -284,11 +305,44 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _
     return _Text(torch.tensor(ids), torch.tensor(characters), torch.tensor(utf8_bytes))
 
 
-def _windows(num_targets: int, sequence_length: int, stride: int, max_tokens: int | None) -> list[_Window]:
-    windows = [
+def _prepare_apart(
+    tokenizer: PreTrainedTokenizerBase, documents: list[str], sequence_length: int, stride: int, max_tokens: int | None
+) -> PreparedText:
+    """As `prepare_text`, with windows of each document alone; windows of equal length follow one another."""
+    bos = automatic_bos(tokenizer)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    windows: list[_Window] = []
+    begin = 0
+    for number, document in enumerate(documents):
+        text = _tokenize(tokenizer, [document])
+        if bos is None:
+            part = (text.ids[:-1], text.ids[1:], text.characters[1:], text.bytes[1:])
+        else:
+            part = (torch.full_like(text.ids, bos), text.ids, text.characters, text.bytes)
+        parts.append(part)
+        windows += [
+            _Window(begin + window.start, begin + window.first, begin + window.end, number)
+            for window in _windows(len(part[1]), sequence_length, stride)
+        ]
+        begin += len(part[1])
+    if not begin:
+        raise ValueError(
+            "the text has no tokens to predict; expected documents of two tokens or more. Give more text."
+        )
+    kept = sorted(_spread(windows, stride, max_tokens), key=lambda window: window.end - window.start)
+    lead, targets, characters, utf8_bytes = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return PreparedText(lead, targets, characters, utf8_bytes, kept, sequence_length, stride, tuple(documents))
+
+
+def _windows(num_targets: int, sequence_length: int, stride: int) -> list[_Window]:
+    return [
         _Window(max(0, first + stride - sequence_length), first, min(first + stride, num_targets))
         for first in range(0, num_targets, stride)
     ]
+
+
+def _spread(windows: list[_Window], stride: int, max_tokens: int | None) -> list[_Window]:
+    """As many windows as there may be tokens, spread evenly over all."""
     kept = len(windows) if max_tokens is None else min(len(windows), max_tokens // stride)
     return [windows[index * len(windows) // kept] for index in range(kept)]
 

@@ -1,6 +1,7 @@
 """What an evaluation measures and how, from the command line or a YAML file."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ class EvaluationSettings:
         sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
         stride: Tokens predicted per window. Default: `sequence_length`.
         max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
+        apart: Whether windows of the text end where a document ends. Default: false; true where there is a retriever.
+        retriever: A tree of topics, as `midus-cluster build` makes it: models that fetch blocks do so by the path of a whole
+            document, or of what a task asks; others are measured alike without. Default: none.
+        blocked: Nodes whose blocks are never fetched, nor any below them, each as `LEVEL:NODE`: the next best is. Default: none.
         tasks: Tasks of lm-evaluation-harness. Default: none.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
         include_path: Folder with more task files. Default: none.
@@ -39,6 +44,9 @@ class EvaluationSettings:
     sequence_length: int | None = None
     stride: int | None = None
     max_tokens: int | None = None
+    apart: bool = False
+    retriever: str | None = None
+    blocked: list[str] = dataclasses.field(default_factory=list)
     tasks: list[str] = dataclasses.field(default_factory=list)
     data: str | None = None
     include_path: str | None = None
@@ -59,6 +67,11 @@ class EvaluationSettings:
         for name, default in (("column", "text"), ("encoding", "utf-8")):
             if self.text is None and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but there is no text to measure.")
+        if self.blocked and self.retriever is None:
+            raise ValueError(f"blocked is {', '.join(self.blocked)}, but there is no retriever; give one.")
+        for node in self.blocked:
+            if not re.fullmatch(r"[1-9]\d*:\d+", node):
+                raise ValueError(f"blocked has {node!r}; expected LEVEL:NODE, such as 2:52.")
         for name in ("data", "include_path", "num_fewshot", "limit"):
             if not self.tasks and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there are no tasks; name them.")
@@ -67,6 +80,11 @@ class EvaluationSettings:
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}.")
         check_dtype(self.dtype)
+
+    @property
+    def blocked_nodes(self) -> list[tuple[int, int]]:
+        """`blocked` as pairs of a level, counted from 1, and a node."""
+        return [(int(level), int(node)) for level, _, node in (pair.partition(":") for pair in self.blocked)]
 
 
 def check_dtype(dtype: str) -> None:
