@@ -10,6 +10,7 @@ import numpy as np
 from clusters.building import TreeOptions, build_tree
 from clusters.corpus import Corpus, load_fast_tokenizer
 from clusters.window_store import StoredWindows, open_windows, store_windows
+from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
 from midus_hf.retrieval.tree_files import RECORD_FILE
 
@@ -67,6 +68,7 @@ def build(request: BuildRequest) -> ClusterTree:
     check_scikit_learn()
     output = request.output.expanduser()
     _check_output(output, request.overwrite)
+    find_files(request.corpus.path)  # refuses what is not there, before models are loaded
     tokenizer = load_fast_tokenizer(request.tokenizer)
     embedder = TextEmbedder(request.embedding_model, request.device, request.batch_size, request.max_tokens)
     stored = store_windows(output / WINDOWS, request.corpus, tokenizer, embedder, request.window_tokens, request.dtype)

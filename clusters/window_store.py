@@ -132,15 +132,15 @@ def _request(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, embedder: TextEmbedder, window_tokens: int, dtype: str
 ) -> dict[str, Any]:
     """All that embeddings depend on, but for the rounding of batches."""
-    path = Path(corpus.path).expanduser().resolve()
+    path = Path(corpus.path).expanduser()
     files = hashlib.sha256()
-    for file in find_files(path):
+    for file in find_files(corpus.path):
         status = file.stat()
         files.update(json.dumps([str(file.relative_to(path)), status.st_size, status.st_mtime_ns]).encode())
     backend: Any = tokenizer
     return {
         "version": _VERSION,
-        "corpus": str(path),
+        "corpus": str(path.resolve()),
         "files": files.hexdigest(),
         "column": corpus.column,
         "label_column": corpus.label_column,
