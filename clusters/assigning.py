@@ -1,13 +1,13 @@
-"""The path of every document of a corpus."""
+"""The paths of documents, window by window."""
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from clusters.corpus import Corpus, Window, cut_windows, read_corpus
+from clusters.corpus import Document, Window, cut_windows
 from midus_hf.retrieval import MemoryRetriever
 
 _STRETCH = 1024
@@ -17,7 +17,7 @@ _STRETCH = 1024
 def document_paths(
     retriever: MemoryRetriever,
     tokenizer: PreTrainedTokenizerBase,
-    corpus: Corpus,
+    documents: Iterable[Document],
     window_tokens: int = 2048,
     blocked: Sequence[tuple[int, int]] = (),
 ) -> Iterator[dict[str, Any]]:
@@ -26,18 +26,18 @@ def document_paths(
     Args:
         retriever: Finds the path of each window.
         tokenizer: From `load_fast_tokenizer`; cuts windows.
-        corpus: The documents.
+        documents: As from `read_corpus`, each with a number of its own.
         window_tokens: Tokens of a window. Default: 2048.
         blocked: As in `ClusterTree.paths`. Default: none.
 
     Returns:
-        For each document `document`, its number among those that hold anything but white space; `windows`, the path of each
-        of its windows; and `path`, that which most of them take, the first of those among equals.
+        For each document that holds anything but white space `document`, its number; `windows`, the path of each of its
+        windows; and `path`, that which most of them take, the first of those among equals.
 
     Raises:
-        ValueError: As `read_corpus` and `MemoryRetriever.paths`.
+        ValueError: As `MemoryRetriever.paths`.
     """
-    windows = cut_windows(read_corpus(corpus), tokenizer, window_tokens)
+    windows = cut_windows(documents, tokenizer, window_tokens)
     found = _window_paths(retriever, windows, blocked)
     for number, group in itertools.groupby(found, key=lambda pair: pair[0]):
         paths = [path for _, path in group]

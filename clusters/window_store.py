@@ -137,7 +137,6 @@ def _request(
     for file in find_files(corpus.path):
         status = file.stat()
         files.update(json.dumps([str(file.relative_to(path)), status.st_size, status.st_mtime_ns]).encode())
-    backend: Any = tokenizer
     return {
         "version": _VERSION,
         "corpus": str(path.resolve()),
@@ -145,12 +144,19 @@ def _request(
         "column": corpus.column,
         "label_column": corpus.label_column,
         "encoding": corpus.encoding,
-        "tokenizer": hashlib.sha256(json.dumps(backend.get_vocab(), sort_keys=True).encode()).hexdigest(),
+        "tokenizer": _fingerprint(tokenizer),
         "embedding_model": embedder.fingerprint,
         "max_tokens": embedder.max_tokens,
         "window_tokens": window_tokens,
         "dtype": dtype,
     }
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    """Of all that decides where tokens begin; what an earlier call has left of truncation and padding is no part of it."""
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _check_request(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

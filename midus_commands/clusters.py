@@ -120,7 +120,7 @@ def assign(
     from tqdm import tqdm
 
     from clusters.assigning import document_paths
-    from clusters.corpus import Corpus, load_fast_tokenizer
+    from clusters.corpus import Corpus, load_fast_tokenizer, read_corpus
     from midus_hf.documents import find_files
     from midus_hf.retrieval import MemoryRetriever
 
@@ -137,24 +137,19 @@ def assign(
             raise ValueError(
                 f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
             )
-        paths = document_paths(
-            retriever,
-            load_fast_tokenizer(name),
-            Corpus(corpus, column, None, encoding),
-            origin.window_tokens or 2048,
-            blocked,
-        )
+        documents = read_corpus(Corpus(corpus, column, None, encoding))
+        paths = document_paths(retriever, load_fast_tokenizer(name), documents, origin.window_tokens or 2048, blocked)
         partial = output.with_name(f".{output.name}.partial")
-        documents = 0
+        written = 0
         try:
             with partial.open("w", encoding="utf-8") as file:
                 for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
                     file.write(json.dumps(row) + "\n")
-                    documents += 1
+                    written += 1
             os.replace(partial, output)
         finally:
             partial.unlink(missing_ok=True)
-    print(f"{output}: paths of {documents:,} documents")
+    print(f"{output}: paths of {written:,} documents")
 
 
 @app.command()

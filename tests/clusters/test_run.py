@@ -9,6 +9,7 @@ import pytest
 from clusters import window_store
 from clusters.assigning import document_paths
 from clusters.building import TreeOptions
+from clusters.corpus import read_corpus
 from clusters.run import BuildRequest, build, open_build
 from midus_hf.retrieval import ClusterTree, MemoryRetriever
 
@@ -60,7 +61,7 @@ def test_documents_take_the_paths_that_their_windows_took_at_building(request_, 
     build(request_())
     tree, _, leaves = open_build(request_().output)
     retriever = MemoryRetriever.load(request_().output)
-    rows = list(document_paths(retriever, tokenizer, corpus, 5))
+    rows = list(document_paths(retriever, tokenizer, read_corpus(corpus), 5))
     assert [row["document"] for row in rows] == list(range(39))
     assert [path[-1] for row in rows for path in row["windows"]] == leaves.tolist()
     for row in rows:
@@ -68,7 +69,7 @@ def test_documents_take_the_paths_that_their_windows_took_at_building(request_, 
         assert all(path == tree.leaf_path(path[-1]) for path in paths)
         assert tuple(row["path"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
     blocked = [(1, rows[0]["path"][0])]
-    for row in document_paths(retriever, tokenizer, corpus, 5, blocked):
+    for row in document_paths(retriever, tokenizer, read_corpus(corpus), 5, blocked):
         assert all(path[0] != blocked[0][1] for path in row["windows"])
 
 

@@ -9,7 +9,7 @@ import torch
 from filelock import FileLock
 
 from clusters import window_store
-from clusters.corpus import Corpus, cut_windows, read_corpus
+from clusters.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
 from clusters.window_store import open_windows, store_windows
 from midus_hf.documents import DocumentError
 
@@ -102,6 +102,16 @@ def test_another_request_is_refused(tmp_path, corpus, tokenizer, embedder):
     with open(corpus.path, "a") as file:
         file.write(json.dumps({"text": "w1", "label": "a"}) + "\n")
     with pytest.raises(ValueError, match=r"made with another files, .* or delete this folder"):
+        store(tmp_path / "windows", corpus, tokenizer, embedder)
+
+
+def test_what_a_tokenizer_has_done_before_makes_no_other_request(tmp_path, corpus, bert, embedder):
+    tokenizer = load_fast_tokenizer(bert)
+    store(tmp_path / "windows", corpus, tokenizer, embedder)
+    tokenizer(["w1 w2", "w3"], truncation=True, max_length=3, padding=True)
+    store(tmp_path / "windows", corpus, tokenizer, embedder)
+    tokenizer.add_tokens(["w1 w2"])
+    with pytest.raises(ValueError, match=r"made with another tokenizer"):
         store(tmp_path / "windows", corpus, tokenizer, embedder)
 
 
