@@ -9,10 +9,10 @@ import numpy as np
 
 from clusters.building import TreeOptions, build_tree
 from clusters.corpus import Corpus, load_fast_tokenizer
-from clusters.window_store import StoredWindows, open_windows, store_windows
+from clusters.window_store import StoredWindows, map_array, open_windows, store_windows
 from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
-from midus_hf.retrieval.tree_files import RECORD_FILE
+from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
 
 WINDOWS = "windows"
 """The folder within a tree's where the embeddings of its corpus are."""
@@ -73,10 +73,10 @@ def build(request: BuildRequest) -> ClusterTree:
     embedder = TextEmbedder(request.embedding_model, request.device, request.batch_size, request.max_tokens)
     stored = store_windows(output / WINDOWS, request.corpus, tokenizer, embedder, request.window_tokens, request.dtype)
     origin = TreeOrigin(
-        embedding_model=_lasting(request.embedding_model),
+        embedding_model=lasting_name(request.embedding_model),
         embedding_fingerprint=embedder.fingerprint,
         embedding_max_tokens=embedder.max_tokens,
-        tokenizer=_lasting(request.tokenizer),
+        tokenizer=lasting_name(request.tokenizer),
         window_tokens=request.window_tokens,
         seed=request.options.seed,
     )
@@ -107,13 +107,7 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
     folder = folder.expanduser()
     tree = ClusterTree.load(folder)
     stored = open_windows(folder / WINDOWS)
-    path = folder / WINDOWS / _LEAVES
-    leaves = np.load(path, mmap_mode="r") if path.is_file() else np.zeros(0)
-    if len(leaves) != len(stored.documents):
-        raise ValueError(
-            f"file {str(path)!r} has {len(leaves):,} leaves; expected {len(stored.documents):,}, one for each window. "
-            "Build the tree again with --overwrite."
-        )
+    leaves = map_array(folder / WINDOWS / _LEAVES, len(stored.documents), "Build the tree again with --overwrite.")
     return tree, stored, leaves
 
 
@@ -140,9 +134,3 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(
             f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
         )
-
-
-def _lasting(name: str) -> str:
-    """A name that also holds in other working directories."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.is_dir() else name

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from clusters.corpus import Corpus, Document, Window, cut_windows, read_corpus
 from clusters.growing_array import GrowingArray
-from midus_hf.documents import find_files
+from midus_hf.documents import find_files, first_line
 from midus_hf.retrieval import TextEmbedder
 
 DTYPES = ("float16", "float32")
@@ -105,15 +105,37 @@ def open_windows(folder: Path) -> StoredWindows:
         raise ValueError(
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected those of a tree. Run midus-cluster build."
         )
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("embeddings", "documents")}
     labelled = record.request["label_column"] is not None
     corpus = Corpus(*(record.request[key] for key in ("corpus", "column", "label_column", "encoding")))
     return StoredWindows(
-        **arrays,
-        labels=np.load(folder / "labels.npy", mmap_mode="r") if labelled else None,
+        embeddings=map_array(folder / "embeddings.npy", record.windows),
+        documents=map_array(folder / "documents.npy", record.windows),
+        labels=map_array(folder / "labels.npy", record.windows) if labelled else None,
         label_names=record.label_names,
         corpus=corpus,
     )
+
+
+def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.ndarray:
+    """Map an array that has a row for each window.
+
+    Args:
+        path: A `.npy` file.
+        rows: How many it must have.
+        remedy: What is said to do about it. Default: to delete its folder.
+
+    Raises:
+        ValueError: If it is absent or not whole, or has another number of rows.
+    """
+    try:
+        found = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
+    if len(found) != rows:
+        raise ValueError(
+            f"file {str(path)!r} has {len(found):,} rows; expected {rows:,}, one for each window. {remedy}"
+        )
+    return found
 
 
 @dataclass

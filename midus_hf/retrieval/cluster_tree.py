@@ -9,8 +9,8 @@ import torch
 
 from midus_hf.retrieval.tree_files import TreeContents, TreeOrigin, fingerprint_of, read_tree, write_tree
 
-_ROWS = 1024
-"""Embeddings that descend at a time: their children's centroids are copied for each."""
+_ELEMENTS = 2**23
+"""Elements of centroids that are copied at a time: each embedding that descends has copies of its own."""
 
 
 class ClusterTree:
@@ -101,7 +101,7 @@ class ClusterTree:
         if not embeddings.isfinite().all():
             raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
         takeable = self._unblocked(blocked) if blocked else self._takeable
-        rows = embeddings.detach().cpu().split(_ROWS)
+        rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.branching * self.width)))
         return torch.cat([self._descend(stretch, takeable) for stretch in rows])
 
     def leaf_path(self, leaf: int) -> tuple[int, ...]:

@@ -37,12 +37,12 @@ class TextEmbedder:
     def __init__(self, model: str, device: str = "cpu", batch_size: int = 64, max_tokens: int | None = None):
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected at least 1 text.")
-        self.name, self.device, self.batch_size = str(model), torch.device(device), batch_size
+        self.name, self.batch_size = str(model), batch_size
+        _check_modules(self.name)
         try:
-            _check_modules(self.name)
             self.tokenizer = AutoTokenizer.from_pretrained(self.name)
             loaded: Any = AutoModel.from_pretrained(self.name, dtype=torch.float32, output_loading_info=True)
-        except (OSError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise ValueError(
                 f"embedding model is {self.name!r}, which cannot be loaded: {first_line(error)} "
                 "Expected a folder or hub id of a sentence-transformers model."
@@ -58,7 +58,14 @@ class TextEmbedder:
                 f"embedding model is {self.name!r}, whose tokenizer has no padding token; expected an encoder's. Set pad_token "
                 "in its tokenizer_config.json."
             )
-        self.model.eval().to(self.device)
+        try:
+            self.device = torch.device(device)
+            self.model.eval().to(self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"device is {device!r}, where the embedding model cannot be put: {first_line(error)} "
+                "Expected one such as cpu or cuda:0."
+            ) from error
         self.width: int = self.model.config.hidden_size
         self.max_tokens = self._check_max_tokens(max_tokens)
 
@@ -140,14 +147,22 @@ def _check_modules(name: str) -> None:
 
 def _read_json(name: str, path: str) -> Any:
     """A file of a model's folder or of the hub; None where there is none."""
-    file = cached_file(
-        name,
-        path,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    try:
+        file = cached_file(
+            name,
+            path,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no such model: loading it will say so
+        return None
     if file is None:
         return None
-    with open(file, encoding="utf-8") as stream:
-        return json.load(stream)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return json.load(stream)
+    except ValueError as error:
+        raise ValueError(
+            f"embedding model is {name!r}, whose {path} is not JSON: {first_line(error)}. Copy the model again."
+        ) from error

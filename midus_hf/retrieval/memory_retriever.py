@@ -8,6 +8,7 @@ import torch
 
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.tree_files import lasting_name
 
 
 class MemoryRetriever:
@@ -59,7 +60,7 @@ class MemoryRetriever:
         """
         origin = dataclasses.replace(
             self.tree.origin,
-            embedding_model=self.embedder.name,
+            embedding_model=lasting_name(self.embedder.name),
             embedding_fingerprint=self.embedder.fingerprint,
             embedding_max_tokens=self.embedder.max_tokens,
         )

@@ -59,6 +59,16 @@ class TreeContents:
     sizes: list[torch.Tensor] | None
 
 
+def lasting_name(model: str) -> str:
+    """The name of a model, such that it also holds in other working directories.
+
+    Args:
+        model: Folder or hub id.
+    """
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
 def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
     """SHA-256 over the branching, as 8 bytes, and the bytes of all centroids, the lowest first in both.
 

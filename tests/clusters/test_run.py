@@ -106,7 +106,18 @@ def test_leaves_that_are_not_those_of_the_windows_are_refused(request_):
     folder = request_().output
     np.save(folder / "windows" / "leaves.npy", np.zeros(3, np.int32))
     with pytest.raises(
-        ValueError, match=r"leaves.npy' has 3 leaves; expected .* one for each window\. Build the tree again"
+        ValueError, match=r"leaves.npy' has 3 rows; expected .* one for each window\. Build the tree again"
+    ):
+        open_build(folder)
+    (folder / "windows" / "leaves.npy").unlink()
+    with pytest.raises(
+        ValueError, match=r"leaves.npy' is absent or not whole: .* Build the tree again with --overwrite\."
+    ):
+        open_build(folder)
+    embeddings = folder / "windows" / "embeddings.npy"
+    embeddings.write_bytes(embeddings.read_bytes()[:-8])
+    with pytest.raises(
+        ValueError, match=r"embeddings.npy' is absent or not whole: .* Delete its folder, and build again\."
     ):
         open_build(folder)
     record = json.loads((folder / "windows" / "windows.json").read_text())

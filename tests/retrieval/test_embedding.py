@@ -113,6 +113,24 @@ def test_a_model_that_is_not_there_or_not_whole_is_refused(fresh):
         TextEmbedder(str(fresh))
 
 
+def test_files_that_are_not_json_and_kinds_that_nobody_knows_are_refused(fresh):
+    (fresh / "modules.json").write_text("[")
+    with pytest.raises(ValueError, match=r"whose modules.json is not JSON: .* Copy the model again\."):
+        TextEmbedder(str(fresh))
+    (fresh / "modules.json").unlink()
+    (fresh / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ValueError, match=r"which cannot be loaded: .* Expected a folder or hub id"):
+        TextEmbedder(str(fresh))
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99"])
+def test_a_device_that_is_none_is_refused(folder, device):
+    with pytest.raises(
+        ValueError, match=rf"device is '{device}', where the embedding model cannot be put: .* such as cpu or"
+    ):
+        TextEmbedder(str(folder), device=device)
+
+
 def test_a_tokenizer_without_padding_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"whose tokenizer has no padding token; expected an encoder's\. Set pad_token"

@@ -35,6 +35,14 @@ def test_a_saved_retriever_finds_its_model_again(embedder, tmp_path):
     assert torch.equal(again.paths(TEXTS), MemoryRetriever(random_tree(width=WIDTH), embedder).paths(TEXTS))
 
 
+def test_a_saved_retriever_finds_its_model_from_another_folder(embedder, tmp_path, monkeypatch):
+    folder = save_tiny_bert(tmp_path / "near" / "model")
+    monkeypatch.chdir(folder.parent)
+    MemoryRetriever(random_tree(width=WIDTH), TextEmbedder("model")).save(tmp_path / "tree")
+    monkeypatch.chdir(tmp_path)
+    assert MemoryRetriever.load("tree").embedder.name == str(folder)
+
+
 def test_a_model_that_has_moved_is_named_anew_and_another_is_refused(embedder, tmp_path):
     origin = TreeOrigin("gone", embedder.fingerprint)
     random_tree(width=WIDTH, origin=origin).save(tmp_path / "tree")
