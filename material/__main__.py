@@ -7,6 +7,8 @@ from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
+from material.glosses import glosses
+from material.minilm import minilm
 from material.registry import MaterialError
 from material.smollm2 import smollm2_135m, smollm2_gguf
 
@@ -17,6 +19,8 @@ FETCH = {
     "articles": articles,
     "benchmarks": benchmarks,
     "chats": lambda: chats().train.parent,
+    "minilm": minilm,
+    "glosses": glosses,
 }
 
 

@@ -33,6 +33,11 @@ MODULES = {
     "midus_hf.analysis.chapter_interventions": ["zero_in_layers", "swap_in_layers", "close_chapters"],
     "midus_hf.analysis.chapter_tokens": ["nearest_tokens"],
     "midus_hf.evaluation": [],
+    "midus_hf.retrieval": [],
+    "clusters.building": ["build_tree", "TreeOptions", "BuiltTree"],
+    "clusters.run": ["build", "BuildRequest", "open_build"],
+    "clusters.assigning": ["document_paths"],
+    "clusters.report": ["level_reports", "node_reports"],
 }
 """What is documented: of each module these names, or those of its `__all__`."""
 

@@ -58,7 +58,18 @@ def test_a_room_imports_those_before_it_alone(room):
 
 
 @pytest.mark.parametrize(
-    "package", ["midus_config", "upscalers", "midus_hf", "midus_commands", "benchmarks", "demo", "material", "scripts"]
+    "package",
+    [
+        "midus_config",
+        "upscalers",
+        "midus_hf",
+        "clusters",
+        "midus_commands",
+        "benchmarks",
+        "demo",
+        "material",
+        "scripts",
+    ],
 )
 def test_no_modules_import_one_another_in_a_circle(package):
     files = {module_of(file): file for file in files_of(package)}
@@ -69,7 +80,7 @@ def test_no_modules_import_one_another_in_a_circle(package):
         graph = {name: needed for name, needed in graph.items() if name not in free}
 
 
-PACKAGES = ("midus_config", "midus_hf", "upscalers", "midus_commands")
+PACKAGES = ("midus_config", "midus_hf", "upscalers", "clusters", "midus_commands")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -77,3 +88,21 @@ def test_a_package_imports_those_before_it_alone(package):
     for later in PACKAGES[PACKAGES.index(package) + 1 :]:
         for file in files_of(package):
             assert not imports_of(file, later, everywhere=True), f"{file} imports {later}"
+
+
+def test_retrieval_imports_its_own_room_and_documents_and_options_alone():
+    allowed = ("midus_hf.retrieval", "midus_hf.documents", "midus_hf.config_file")
+    for file in files_of("midus_hf/retrieval"):
+        for name in imports_of(file, "midus_hf", everywhere=True):
+            assert name.startswith(allowed), f"{file.name} imports {name}"
+
+
+def test_clusters_use_no_upscalers():
+    for file in files_of("clusters"):
+        assert not imports_of(file, "upscalers", everywhere=True), f"{file.name} imports upscalers"
+
+
+@pytest.mark.parametrize("package", ["benchmarks", "demo", "material", "scripts"])
+def test_nobody_but_commands_imports_clusters(package):
+    for file in files_of(package):
+        assert not imports_of(file, "clusters", everywhere=True), f"{file} imports clusters"

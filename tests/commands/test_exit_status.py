@@ -14,6 +14,7 @@ MISSING_FILE = {
     "midus-usage": ["model", "--text", "absent"],
     "midus-chapters": ["import", "model", "absent", "--output", "out"],
     "midus-flops": ["absent.json"],
+    "midus-cluster": ["report", "--tree", "absent"],
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
@@ -23,6 +24,7 @@ WORK = {
     "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
     "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
     "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
+    "midus-cluster": ("clusters.run.open_build", ["report", "--tree", "tree"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}

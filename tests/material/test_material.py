@@ -1,5 +1,6 @@
 """The real material: what is fetched is what it is said to be."""
 
+import collections
 import json
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.chats import chats
+from material.glosses import TOPICS, glosses
+from material.minilm import minilm
 from material.registry import check_sha256
 from material.smollm2 import GGUF_SHA256, smollm2_135m, smollm2_gguf
 from midus_hf.documents import read_documents
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names
+from midus_hf.retrieval import TextEmbedder
 
 pytestmark = pytest.mark.material
 
@@ -126,3 +130,19 @@ def test_articles_are_english_prose_without_markup():
     assert len(texts) > 1000 and sum(map(len, texts)) > 1_800_000
     assert sum(text.count(" the ") for text in texts) > 10_000
     assert not any("<doc" in text for text in texts)
+
+
+def test_similar_sentences_are_near_one_another():
+    embedder = TextEmbedder(str(minilm()))
+    assert (embedder.width, embedder.max_tokens) == (384, 256)
+    rows = embedder.embed(["He is eating a meal.", "A man has dinner.", "The stock exchange crashed in 1929."])
+    similar, other = rows[0] @ rows[1], rows[0] @ rows[2]
+    assert similar > 0.5 and other < 0.2
+
+
+def test_glosses_have_a_topic_each():
+    rows = [json.loads(line) for line in glosses().read_text(encoding="utf-8").splitlines()]
+    counts = collections.Counter(row["topic"] for row in rows)
+    assert set(counts) == set(TOPICS) and len(TOPICS) == 26 and len(rows) > 80_000
+    assert counts.most_common(2)[0][0] == "artifact" and counts["plant"] > 8_000
+    assert {row["topic"] for row in rows if row["text"].startswith("poodle, ")} == {"animal"}

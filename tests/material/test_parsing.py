@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
+from material.glosses import parse_synset
 
 choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
 
@@ -71,3 +72,16 @@ def test_malformed_lines_are_dropped_and_counted():
     rows, dropped = parse_rows(lines, lambda row: multiple_choice_row(row, 2))
     assert [row["gold"] for row in rows] == [1]
     assert dropped == 3
+
+
+def test_a_synset_has_its_words_its_gloss_and_its_topic():
+    line = '02087384 05 n 02 dog 0 domestic_dog 0 001 @ 02085998 n 0000 | a member of the genus Canis; "it barked"  \n'
+    expected = {"text": 'dog, domestic dog: a member of the genus Canis; "it barked"', "topic": "animal"}
+    assert parse_synset(line) == expected
+    ten = (
+        "00000001 28 n 0a "
+        + " ".join(f"w{place} 0" for place in range(10))
+        + " 000 | words are counted in hexadecimal"
+    )
+    assert parse_synset(ten)["text"].startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9: words")
+    assert parse_synset(ten)["topic"] == "time"

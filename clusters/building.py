@@ -1,0 +1,162 @@
+"""Hierarchical k-means: a tree from its root to its leaves, and the leaf of each row."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from clusters.kmeans import kmeans, nearest
+from midus_hf.retrieval import ClusterTree, TreeOrigin
+
+_STRETCH = 8192
+"""Rows that are read and assigned at a time."""
+
+_MOST_LEAVES = 2**24
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """How a tree is built.
+
+    Args:
+        branching: Children of a node. Default: 16.
+        levels: Levels of the tree. Default: 4.
+        steps: Steps of EM for each node. Default: 20.
+        samples: Rows that are drawn for each step. Default: 6400.
+        seed: Of everything that is random. Default: 0.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    branching: int = 16
+    levels: int = 4
+    steps: int = 20
+    samples: int = 6400
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"branching": 2, "levels": 1, "steps": 1, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+        if self.samples < 2 * self.branching:
+            raise ValueError(
+                f"samples is {self.samples}; expected at least {2 * self.branching}, two for each of {self.branching} clusters."
+            )
+        if self.branching**self.levels > _MOST_LEAVES:
+            raise ValueError(
+                f"branching {self.branching} and levels {self.levels} make {self.branching**self.levels:,} leaves; expected at "
+                f"most {_MOST_LEAVES:,}. Lower one of them."
+            )
+
+
+@dataclass(frozen=True)
+class BuiltTree:
+    """A tree, and where its data went.
+
+    Args:
+        tree: Its `sizes` count rows.
+        leaves: The leaf of each row, `[N]` int64: what `tree.paths` gives for it last.
+    """
+
+    tree: ClusterTree
+    leaves: np.ndarray
+
+
+def build_tree(
+    embeddings: np.ndarray,
+    options: TreeOptions,
+    origin: TreeOrigin | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> BuiltTree:
+    """Cluster rows into a tree.
+
+    Each node is clustered by `kmeans`, then all of its members go to the nearest centroid of its children: that is greedy
+    descent, so clusters can be larger than those that EM has balanced. A node with fewer than `2 * branching` members makes
+    a cluster for every two of them, and a node with fewer than 4 stays whole: it has one child. Children without members
+    have no data, and no path leads there. What is random at a node depends on the seed and the node alone.
+
+    Args:
+        embeddings: `[N, c]` float16 or float32, an array or a memory map. Rows are divided by their lengths when they are
+            read, a stretch at a time; beside what is read, 24 bytes a row are held in memory.
+        options: How the tree is built.
+        origin: What its record says of where it is from. Default: only the seed.
+        progress: Told of the number of rows that have found their node in a level; N for each level in all. Default: None.
+
+    Raises:
+        ValueError: If there are no rows, or rows of length 0 or that are not finite.
+    """
+    if not len(embeddings):
+        raise ValueError("embeddings has no rows; expected at least 1. Add text to the corpus.")
+    branching, width = options.branching, embeddings.shape[1]
+    nodes = np.zeros(len(embeddings), np.int64)
+    centroids, sizes = [], []
+    for level in range(1, options.levels + 1):
+        of_level = torch.full((branching**level, width), torch.nan)
+        for parent, members in _members_of(nodes):
+            rng = np.random.default_rng([options.seed, level, parent])
+            found = kmeans(
+                _Members(embeddings, members),
+                _num_clusters(len(members), branching),
+                options.steps,
+                options.samples,
+                rng,
+            )
+            for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
+                nodes[stretch] = branching * parent + nearest(unit_rows(embeddings, stretch), found).numpy()
+                if progress is not None:
+                    progress(len(stretch))
+            of_level[branching * parent : branching * parent + len(found)] = found
+        counts = torch.from_numpy(np.bincount(nodes, minlength=branching**level))
+        of_level[counts == 0] = torch.nan
+        centroids.append(of_level)
+        sizes.append(counts)
+    tree = ClusterTree(branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
+    return BuiltTree(tree, nodes)
+
+
+def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
+    """Rows of a memory map, divided by their lengths.
+
+    Args:
+        embeddings: `[N, c]` float16 or float32.
+        rows: Which; in ascending order they are read fastest.
+
+    Returns:
+        `[n, c]` float32.
+
+    Raises:
+        ValueError: If a row has length 0 or is not finite.
+    """
+    read = torch.from_numpy(np.array(embeddings[rows], np.float32))
+    lengths = read.norm(dim=-1, keepdim=True)
+    if not (lengths.isfinite() & (lengths > 0)).all():
+        raise ValueError(
+            "embeddings have rows of length 0 or that are not finite; expected others. Embed the corpus again."
+        )
+    return read / lengths
+
+
+class _Members:
+    """Draws from the members of a node."""
+
+    def __init__(self, embeddings: np.ndarray, members: np.ndarray):
+        self._embeddings, self._members = embeddings, members
+
+    def __call__(self, number: int, rng: np.random.Generator) -> torch.Tensor:
+        drawn = self._members
+        if len(drawn) > number:
+            drawn = np.sort(rng.choice(drawn, number, replace=False, shuffle=False))
+        return unit_rows(self._embeddings, drawn)
+
+
+def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The nodes that have members, in their order, each with its members in theirs."""
+    order = np.argsort(nodes, kind="stable")
+    present, begins = np.unique(nodes[order], return_index=True)
+    return zip(present.tolist(), np.split(order, begins[1:]), strict=True)
+
+
+def _num_clusters(members: int, branching: int) -> int:
+    return max(1, min(branching, members // 2))

@@ -1,0 +1,136 @@
+"""From a corpus to a folder with its tree."""
+
+import importlib.util
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from clusters.building import TreeOptions, build_tree
+from clusters.corpus import Corpus, load_fast_tokenizer
+from clusters.window_store import StoredWindows, map_array, open_windows, store_windows
+from midus_hf.documents import find_files
+from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
+from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
+
+WINDOWS = "windows"
+"""The folder within a tree's where the embeddings of its corpus are."""
+
+_LEAVES = "leaves.npy"
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What a person asks for.
+
+    Args:
+        corpus: The documents.
+        embedding_model: Folder or hub id, as in `TextEmbedder`.
+        tokenizer: Folder or hub id of the tokenizer that cuts windows.
+        output: Folder of the tree.
+        options: How the tree is built.
+        window_tokens: Tokens of a window. Default: 2048.
+        max_tokens: As in `TextEmbedder`. Default: None.
+        device: As in `TextEmbedder`. Default: `"cpu"`.
+        batch_size: As in `TextEmbedder`. Default: 64.
+        dtype: What embeddings are kept as. Default: `"float32"`.
+        overwrite: Whether a tree in `output` may be replaced; embeddings of the same request are kept. Default: false.
+    """
+
+    corpus: Corpus
+    embedding_model: str
+    tokenizer: str
+    output: Path
+    options: TreeOptions = field(default_factory=TreeOptions)
+    window_tokens: int = 2048
+    max_tokens: int | None = None
+    device: str = "cpu"
+    batch_size: int = 64
+    dtype: str = "float32"
+    overwrite: bool = False
+
+
+def build(request: BuildRequest) -> ClusterTree:
+    """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
+
+    Run again after an interruption, it goes on with the embeddings that are there; clustering begins anew.
+
+    Args:
+        request: What is wanted.
+
+    Raises:
+        ValueError: If the output holds a tree or other files, scikit-learn is not installed, or as `store_windows`, `build_tree`
+            and what they are given.
+    """
+    from tqdm import tqdm
+
+    check_scikit_learn()
+    output = request.output.expanduser()
+    _check_output(output, request.overwrite)
+    find_files(request.corpus.path)  # refuses what is not there, before models are loaded
+    tokenizer = load_fast_tokenizer(request.tokenizer)
+    embedder = TextEmbedder(request.embedding_model, request.device, request.batch_size, request.max_tokens)
+    stored = store_windows(output / WINDOWS, request.corpus, tokenizer, embedder, request.window_tokens, request.dtype)
+    origin = TreeOrigin(
+        embedding_model=lasting_name(request.embedding_model),
+        embedding_fingerprint=embedder.fingerprint,
+        embedding_max_tokens=embedder.max_tokens,
+        tokenizer=lasting_name(request.tokenizer),
+        window_tokens=request.window_tokens,
+        seed=request.options.seed,
+    )
+    total = len(stored.embeddings) * request.options.levels
+    with tqdm(desc="clustering", unit=" rows", total=total, disable=None) as bar:
+        built = build_tree(stored.embeddings, request.options, origin, bar.update)
+    (output / RECORD_FILE).unlink(missing_ok=True)  # so that leaves are never those of another tree
+    partial = output / WINDOWS / f".{_LEAVES}.partial"
+    with partial.open("wb") as file:
+        np.save(file, built.leaves.astype(np.int32))
+    os.replace(partial, output / WINDOWS / _LEAVES)
+    built.tree.save(output)
+    return built.tree
+
+
+def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
+    """What `build` has written.
+
+    Args:
+        folder: Its output.
+
+    Returns:
+        The tree; the windows; the leaf of each window, `[N]` int32, mapped.
+
+    Raises:
+        ValueError: If something is absent or was altered.
+    """
+    folder = folder.expanduser()
+    tree = ClusterTree.load(folder)
+    stored = open_windows(folder / WINDOWS)
+    leaves = map_array(folder / WINDOWS / _LEAVES, len(stored.documents), "Build the tree again with --overwrite.")
+    return tree, stored, leaves
+
+
+def check_scikit_learn() -> None:
+    """Refuse to begin without what is needed at the end.
+
+    Raises:
+        ValueError: If scikit-learn is not installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise ValueError("clustering needs scikit-learn; install it with pip install 'midus-hf[clusters]'.")
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output is {str(output)!r}, which is a file; expected a folder to make. Name another.")
+    if (output / RECORD_FILE).exists():
+        if not overwrite:
+            raise ValueError(
+                f"output {str(output)!r} holds a tree; pass --overwrite to replace it, which keeps the embeddings, or choose "
+                "another folder."
+            )
+    elif output.is_dir() and any(path.name != WINDOWS and not path.name.startswith(".") for path in output.iterdir()):
+        raise ValueError(
+            f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
+        )

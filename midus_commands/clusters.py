@@ -1,0 +1,309 @@
+"""The `midus-cluster` command."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_commands.exit_status import run_command
+
+if TYPE_CHECKING:
+    from clusters.report import LevelReport, NodeReport
+
+app = typer.Typer(
+    name="midus-cluster",
+    help="Cluster a corpus into a tree of topics, find the paths of documents in it, and report what it makes of the corpus.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
+Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
+Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
+Tree = Annotated[Path, typer.Option(help="What build has made.", metavar="TREE")]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+]
+BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")]
+
+
+@app.command()
+def build(
+    corpus: CorpusPath,
+    embedding_model: Annotated[
+        str, typer.Option(help="Folder or hub id of a sentence-transformers model.", metavar="DIR")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder or hub id of the tokenizer that cuts windows.", metavar="DIR")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder of the tree.", metavar="TREE")],
+    branching: Annotated[int, typer.Option(help="Children of a node.", metavar="N")] = 16,
+    levels: Annotated[int, typer.Option(help="Levels of the tree.", metavar="N")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of EM for each node.", metavar="N")] = 20,
+    samples: Annotated[int, typer.Option(help="Windows that are drawn for each step.", metavar="N")] = 6400,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", metavar="N")] = 0,
+    column: Column = "text",
+    label_column: Annotated[
+        str | None, typer.Option(help="Where rows hold gold labels, for the report.  [default: none]", metavar="NAME")
+    ] = None,
+    encoding: Encoding = "utf-8",
+    window_tokens: Annotated[int, typer.Option(help="Tokens of a window.", metavar="N")] = 2048,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window that are embedded.  [default: what the model says]", metavar="N"),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="What embeddings are kept as: float32 or float16.", metavar="NAME")
+    ] = "float32",
+    batch_size: BatchSize = 64,
+    device: Device = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tree; its embeddings are kept.")] = False,
+) -> None:
+    """Embed a corpus and cluster it; run again after an interruption, go on with the embeddings that are there."""
+    from clusters.building import TreeOptions
+    from clusters.corpus import Corpus
+    from clusters.run import BuildRequest
+    from clusters.run import build as build_tree_of
+
+    request = BuildRequest(
+        Corpus(corpus, column, label_column, encoding),
+        embedding_model,
+        tokenizer,
+        output,
+        TreeOptions(branching, levels, steps, samples, seed),
+        window_tokens,
+        max_tokens,
+        _device(device),
+        batch_size,
+        dtype,
+        overwrite,
+    )
+    with contextlib.redirect_stdout(sys.stderr):
+        _describe(corpus)
+        tree = build_tree_of(request)
+    assert tree.sizes is not None
+    used = int((tree.sizes[-1] > 0).sum())
+    print(
+        f"{output}: {int(tree.sizes[0].sum()):,} windows in {used:,} of {len(tree.sizes[-1]):,} leaves, "
+        f"{tree.levels} levels of {tree.branching}, fingerprint {tree.fingerprint[:16]}"
+    )
+
+
+@app.command()
+def assign(
+    tree: Tree,
+    corpus: CorpusPath,
+    output: Annotated[Path, typer.Option(help="File of JSON lines to make, a document a line.", metavar="FILE")],
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    block: Annotated[
+        list[str] | None, typer.Option(help="A node that is never taken; may be repeated.", metavar="LEVEL:NODE")
+    ] = None,
+    embedding_model: Annotated[
+        str | None, typer.Option(help="Where the model lies now.  [default: where it lay]", metavar="DIR")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer lies now.  [default: where it lay]", metavar="DIR")
+    ] = None,
+    batch_size: BatchSize = 64,
+    device: Device = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+) -> None:
+    """Find the path of each document."""
+    from tqdm import tqdm
+
+    from clusters.assigning import document_paths
+    from clusters.corpus import Corpus, load_fast_tokenizer, read_corpus
+    from midus_hf.documents import find_files
+    from midus_hf.retrieval import MemoryRetriever
+
+    _check_lines(output, overwrite)
+    blocked = [_parse_block(words) for words in block or []]
+    with contextlib.redirect_stdout(sys.stderr):
+        find_files(corpus)
+        _describe(corpus)
+        retriever = MemoryRetriever.load(tree, embedding_model, _device(device), batch_size)
+        retriever.tree.paths(retriever.embedder.embed(["text"]), blocked)  # refuses what cannot be blocked
+        origin = retriever.tree.origin
+        name = tokenizer or origin.tokenizer
+        if name is None:
+            raise ValueError(
+                f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
+            )
+        documents = read_corpus(Corpus(corpus, column, None, encoding))
+        paths = document_paths(retriever, load_fast_tokenizer(name), documents, origin.window_tokens or 2048, blocked)
+        partial = output.with_name(f".{output.name}.partial")
+        written = 0
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
+                    file.write(json.dumps(row) + "\n")
+                    written += 1
+            os.replace(partial, output)
+        finally:
+            partial.unlink(missing_ok=True)
+    print(f"{output}: paths of {written:,} documents")
+
+
+@app.command()
+def report(
+    tree: Tree,
+    level: Annotated[int, typer.Option(help="Whose nodes are shown one by one.", metavar="N")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that are shown, the largest ones.", metavar="N")] = 16,
+    samples: Annotated[int, typer.Option(help="Documents of each that are quoted.", metavar="N")] = 3,
+    seed: Annotated[int, typer.Option(help="Draws them.", metavar="N")] = 0,
+    corpus: Annotated[
+        str | None, typer.Option(help="Where the corpus lies now.  [default: where it lay]", metavar="PATH")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Draw the tree (.png, .svg or .pdf).  [default: none]", metavar="FILE")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Say how large the nodes of a tree are, how they agree with gold labels, and what is in them."""
+    from clusters.picture import check_picture, draw_tree
+    from clusters.report import level_reports, node_reports, sample_texts
+    from clusters.run import check_scikit_learn, open_build
+
+    if output is not None:
+        check_picture(output)
+    built, stored, leaves = open_build(tree)
+    if stored.labels is not None:
+        check_scikit_learn()
+    of_nodes = node_reports(
+        built.branching,
+        built.levels,
+        leaves,
+        stored.documents,
+        stored.labels,
+        stored.label_names,
+        level=level,
+        most=nodes,
+        samples=samples,
+        seed=seed,
+    )
+    of_levels = level_reports(built.branching, built.levels, leaves, stored.labels)
+    place = stored.corpus if corpus is None else dataclasses.replace(stored.corpus, path=corpus)
+    texts = sample_texts(place, [number for node in of_nodes for number in node.samples])
+    if json_output:
+        report_ = {
+            "tree": str(tree),
+            "fingerprint": built.fingerprint,
+            "windows": len(leaves),
+            "documents": int(stored.documents[-1]) + 1,
+            "levels": [dataclasses.asdict(row) for row in of_levels],
+            "level": level,
+            "nodes": [
+                {**dataclasses.asdict(row), "samples": [{"document": n, "text": texts.get(n)} for n in row.samples]}
+                for row in of_nodes
+            ],
+        }
+        print(json.dumps(report_, indent=2, allow_nan=False))
+    else:
+        _print_levels(of_levels)
+        _print_nodes(of_nodes, level, texts)
+    if output is not None:  # last, so that a picture that cannot be written costs nothing else
+        draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
+
+
+def _print_levels(levels: "Sequence[LevelReport]") -> None:
+    labelled = levels[0].purity is not None
+    rows = []
+    for row in levels:
+        words = [
+            str(row.level),
+            f"{row.nodes:,}",
+            f"{row.empty:,}",
+            f"{row.least:,}",
+            f"{row.median:,.1f}",
+            f"{row.most:,}",
+        ]
+        rows.append(words + ([f"{row.purity:.1%}", f"{row.nmi:.3f}"] if labelled else []))
+    head = ["level", "nodes", "empty", "least", "median", "most", *(["purity", "NMI"] if labelled else [])]
+    _print_table("Windows of the nodes of each level", head, rows)
+
+
+def _print_nodes(nodes: "Sequence[NodeReport]", level: int, texts: dict[int, str]) -> None:
+    rows = []
+    for node in nodes:
+        labels = ", ".join(f"{name} {share:.0%}" for name, share in node.labels)
+        rows.append([str(node.node), f"{node.windows:,}", labels, "\n".join(texts.get(n, "") for n in node.samples)])
+    labelled = any(node.labels for node in nodes)
+    kept = [0, 1, *([2] if labelled else []), 3]
+    head = ["node", "windows", "labels", "documents"]
+    _print_table(
+        f"Nodes of level {level}", [head[place] for place in kept], [[row[place] for place in kept] for row in rows]
+    )
+
+
+def _print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
+    import rich.box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in head:
+        is_number = name not in ("labels", "documents")
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=name == "documents", overflow="ellipsis"
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _describe(corpus: str) -> None:
+    from midus_hf.documents import describe_files
+
+    if (line := describe_files(corpus)) is not None:
+        print(line, file=sys.stderr)
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_lines(output: Path, overwrite: bool) -> None:
+    if output.suffix != ".jsonl":
+        raise ValueError(f"output is {str(output)!r}; expected a file ending in .jsonl.")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"output is {str(output)!r}, in a folder that does not exist; create it first.")
+    if output.exists() and not overwrite:
+        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
+
+
+def _parse_block(words: str) -> tuple[int, int]:
+    level, colon, node = words.partition(":")
+    if not (colon and level.isdecimal() and node.isdecimal()):
+        raise ValueError(f"block is {words!r}; expected LEVEL:NODE, such as 1:3.")
+    return int(level), int(node)
+
+
+def main(arguments: Sequence[str] | None = None, name: str = "midus-cluster") -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+        name: The program's name, as help has it. Default: `midus-cluster`.
+
+    Returns:
+        Exit status: 0 done, 1 the work failed, 2 the request is wrong, 130 interrupted; one line on standard error says how.
+    """
+    return run_command(
+        app,
+        arguments,
+        name,
+        hint=f" See '{name} --help'.",
+        failure="failed: ",
+        interruption="interrupted; build goes on where it was if it is run again.",
+    )

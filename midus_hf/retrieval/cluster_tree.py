@@ -1,0 +1,190 @@
+"""A tree of topics: the centroids of its nodes, and the path of an embedding from the root to a leaf."""
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from midus_hf.retrieval.tree_files import TreeContents, TreeOrigin, fingerprint_of, read_tree, write_tree
+
+_ELEMENTS = 2**23
+"""Elements of centroids that are copied at a time: each embedding that descends has copies of its own."""
+
+
+class ClusterTree:
+    """Nested clusters: a node of every level but the last has `branching` children.
+
+    Level l, from 0, has `branching ** (l + 1)` nodes, numbered through the level from 0; the children of node i are the
+    nodes `branching * i + digit` of the next. All tensors are on the CPU.
+
+    Args:
+        branching: Children of a node, at least 2.
+        centroids: One tensor a level, `[branching ** (l + 1), c]`, kept as float32. A node whose centroid has a NaN
+            has no data: nothing is ever assigned to it.
+        origin: What the tree was built with. Default: nothing is known of it.
+        sizes: Windows of each node, `[branching ** (l + 1)]` int64 a level. Default: None, nobody counted.
+
+    Raises:
+        ValueError: If shapes do not fit, a value is infinite, or no path leads to a leaf.
+    """
+
+    def __init__(
+        self,
+        branching: int,
+        centroids: list[torch.Tensor],
+        origin: TreeOrigin | None = None,
+        sizes: list[torch.Tensor] | None = None,
+    ):
+        if branching < 2:
+            raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
+        if not centroids:
+            raise ValueError("centroids is empty; expected one tensor for each level of the tree.")
+        width = centroids[0].shape[-1]
+        for level, tensor in enumerate(centroids):
+            expected = (branching ** (level + 1), width)
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"centroids of level {level + 1} have the shape {tuple(tensor.shape)}; expected {expected}, a row for each "
+                    f"of its nodes with branching {branching}."
+                )
+            if sizes is not None and (len(sizes) != len(centroids) or tuple(sizes[level].shape) != expected[:1]):
+                raise ValueError(
+                    "sizes do not fit centroids; expected a number for each node, one tensor for each level."
+                )
+        self.branching = branching
+        self.width = width
+        self.origin = TreeOrigin() if origin is None else origin
+        self.sizes = None if sizes is None else [level.to("cpu", torch.int64) for level in sizes]
+        wide = [tensor.detach().to("cpu", torch.float32) for tensor in centroids]
+        # Empty nodes are all NaN of one kind, so that equal trees have equal bytes.
+        self.centroids = [torch.where(level.isnan().any(-1, keepdim=True), torch.nan, level) for level in wide]
+        if any(level.isinf().any() for level in self.centroids):
+            raise ValueError("centroids have infinite values; expected finite ones, or NaN for nodes without data.")
+        self._takeable = self._with_ways_down([~level[:, 0].isnan() for level in self.centroids])
+        if not self._takeable[0].any():
+            raise ValueError("centroids are NaN on every way to a leaf; expected at least one leaf with data.")
+
+    @property
+    def levels(self) -> int:
+        """p, the number of levels."""
+        return len(self.centroids)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over branching and centroids, 64 hexadecimal digits: equal for trees that give equal paths."""
+        return fingerprint_of(self.branching, self.centroids)
+
+    def paths(self, embeddings: torch.Tensor, blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Descend greedily: at each level to that child of the node whose centroid is nearest by L2 distance.
+
+        Children from which no leaf can be reached, since they or all leaves below them are blocked or without data, are
+        left out; the next best sibling is taken. Of children that are equally near, in float32, the first is taken.
+
+        Args:
+            embeddings: `[N, c]`, finite, of any float type.
+            blocked: Pairs of level, from 1, and node that are never taken, nor anything below them. Default: none.
+
+        Returns:
+            `[N, p]` int64, on the CPU: the node at each level.
+
+        Raises:
+            ValueError: If embeddings are not of the tree's width or not finite, or `blocked` names a node that does not
+                exist or leaves no path to a leaf.
+        """
+        if embeddings.dim() != 2 or embeddings.shape[1] != self.width:
+            raise ValueError(
+                f"embeddings have the shape {tuple(embeddings.shape)}; expected [N, {self.width}], the width of the tree. "
+                "Embed texts with the model that it was built with."
+            )
+        if not embeddings.isfinite().all():
+            raise ValueError("embeddings have values that are not finite; expected numbers. Embed these texts again.")
+        takeable = self._unblocked(blocked) if blocked else self._takeable
+        rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.branching * self.width)))
+        return torch.cat([self._descend(stretch, takeable) for stretch in rows])
+
+    def leaf_path(self, leaf: int) -> tuple[int, ...]:
+        """The node at each level on the way to a leaf, the leaf itself last.
+
+        Args:
+            leaf: Its number in the last level.
+
+        Raises:
+            ValueError: If there is no such leaf.
+        """
+        count = self.branching**self.levels
+        if not 0 <= leaf < count:
+            raise ValueError(f"leaf is {leaf}; expected a number from 0 to {count - 1}.")
+        return tuple(leaf // self.branching ** (self.levels - level) for level in range(1, self.levels + 1))
+
+    def save(self, folder: str | Path) -> None:
+        """Write `tree.safetensors` and `tree.json`.
+
+        Args:
+            folder: Where to; it is made.
+        """
+        write_tree(folder, TreeContents(self.branching, self.centroids, self.origin, self.sizes))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ClusterTree":
+        """Read a saved tree.
+
+        Args:
+            folder: What `save` wrote.
+
+        Raises:
+            ValueError: If a file is absent, of another version, truncated or altered; it names the file.
+        """
+        contents = read_tree(folder)
+        return cls(contents.branching, contents.centroids, contents.origin, contents.sizes)
+
+    def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
+        nodes = torch.zeros(len(embeddings), dtype=torch.int64)  # the root
+        path = []
+        for centroids, of_level in zip(self.centroids, takeable, strict=True):
+            children = centroids.unflatten(0, (-1, self.branching))[nodes]  # [N, branching, c]
+            distances = squared_distances(embeddings, children)
+            distances[~of_level.unflatten(0, (-1, self.branching))[nodes]] = torch.inf
+            nodes = self.branching * nodes + distances.argmin(-1)
+            path.append(nodes)
+        return torch.stack(path, dim=-1)
+
+    def _unblocked(self, blocked: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        takeable = [level.clone() for level in self._takeable]
+        for level, node in blocked:
+            if not 1 <= level <= self.levels:
+                raise ValueError(f"blocked names level {level}; expected one from 1 to {self.levels}.")
+            if not 0 <= node < self.branching**level:
+                raise ValueError(
+                    f"blocked names node {node} of level {level}; expected one from 0 to {self.branching**level - 1}."
+                )
+            takeable[level - 1][node] = False
+        takeable = self._with_ways_down(takeable)
+        if not takeable[0].any():
+            raise ValueError("blocked leaves no path to a leaf with data; expected at least one. Block fewer nodes.")
+        return takeable
+
+    def _with_ways_down(self, takeable: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same without nodes from which no leaf can be reached, `[branching ** (l + 1)]` bool a level."""
+        for parents, children in reversed(list(itertools.pairwise(takeable))):
+            parents &= children.unflatten(0, (-1, self.branching)).any(-1)
+        return takeable
+
+
+def squared_distances(embeddings: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Squared L2 distances, |x|^2 - 2 <x, m> + |m|^2.
+
+    They are summed in float64 and then rounded, so that they do not depend on how many are computed at a time.
+
+    Args:
+        embeddings: x, `[N, c]`.
+        centroids: m, `[k, c]` for all embeddings, or `[N, k, c]`, those of each.
+
+    Returns:
+        `[N, k]` float32; NaN where a centroid is.
+    """
+    rows, wide = embeddings.double(), centroids.double()
+    products = rows @ wide.T if wide.dim() == 2 else (wide @ rows.unsqueeze(-1)).squeeze(-1)
+    lengths = rows.square().sum(-1, keepdim=True)
+    return (lengths - 2 * products + wide.square().sum(-1)).float()

@@ -1,0 +1,90 @@
+"""The retriever: from texts to paths, by an embedding and a tree of it."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.tree_files import lasting_name
+
+
+class MemoryRetriever:
+    """Finds the path of a text in a tree of topics.
+
+    Args:
+        tree: The tree.
+        embedder: The model whose embeddings it was built from.
+
+    Raises:
+        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with.
+    """
+
+    def __init__(self, tree: ClusterTree, embedder: TextEmbedder):
+        if embedder.width != tree.width:
+            raise ValueError(
+                f"embedding model {embedder.name!r} has the width {embedder.width}; expected {tree.width}, that of the tree. "
+                "Use the model that the tree was built with."
+            )
+        expected = tree.origin.embedding_fingerprint
+        if expected is not None and embedder.fingerprint != expected:
+            raise ValueError(
+                f"embedding model {embedder.name!r} has the fingerprint {embedder.fingerprint[:16]}...; expected "
+                f"{expected[:16]}..., that of {tree.origin.embedding_model!r}, with which the tree was built. Use that model, or "
+                "build the tree again."
+            )
+        self.tree, self.embedder = tree, embedder
+
+    def paths(self, texts: Sequence[str], blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """The path of each text.
+
+        Args:
+            texts: N of them; of each the first `embedder.max_tokens` tokens are read.
+            blocked: As in `ClusterTree.paths`. Default: none.
+
+        Returns:
+            `[N, p]` int64: the node at each level.
+
+        Raises:
+            ValueError: As `ClusterTree.paths`.
+        """
+        return self.tree.paths(self.embedder.embed(texts), blocked)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tree, and where its embedding model lies; the model itself is not copied.
+
+        Args:
+            folder: Where to; it is made.
+        """
+        origin = dataclasses.replace(
+            self.tree.origin,
+            embedding_model=lasting_name(self.embedder.name),
+            embedding_fingerprint=self.embedder.fingerprint,
+            embedding_max_tokens=self.embedder.max_tokens,
+        )
+        ClusterTree(self.tree.branching, self.tree.centroids, origin, self.tree.sizes).save(folder)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, embedding_model: str | None = None, device: str = "cpu", batch_size: int = 64
+    ) -> "MemoryRetriever":
+        """Read a tree and load its embedding model.
+
+        Args:
+            folder: What `save`, or `midus-cluster build`, wrote.
+            embedding_model: Where the model lies now. Default: where it lay when the tree was saved.
+            device: As in `TextEmbedder`. Default: `"cpu"`.
+            batch_size: As in `TextEmbedder`. Default: 64.
+
+        Raises:
+            ValueError: As `ClusterTree.load`, `TextEmbedder` and `MemoryRetriever`, or if nobody says which model it is.
+        """
+        tree = ClusterTree.load(folder)
+        name = embedding_model or tree.origin.embedding_model
+        if name is None:
+            raise ValueError(
+                f"tree {str(folder)!r} does not say which model embeds its texts; expected a name. Set embedding_model."
+            )
+        return cls(tree, TextEmbedder(name, device, batch_size, tree.origin.embedding_max_tokens))

@@ -1,0 +1,194 @@
+"""The two files of a tree: centroids in `tree.safetensors`, and in `tree.json` what they are and what they were made with."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from midus_hf.documents import first_line
+
+FORMAT_VERSION = 1
+CENTROIDS_FILE = "tree.safetensors"
+RECORD_FILE = "tree.json"
+
+
+@dataclass(frozen=True)
+class TreeOrigin:
+    """What a tree was built with; what is not known is None.
+
+    Args:
+        embedding_model: Folder or hub id of the model that embeds texts. Default: None.
+        embedding_fingerprint: `TextEmbedder.fingerprint` of it. Default: None.
+        embedding_max_tokens: Tokens of a text that it reads, at most. Default: None.
+        tokenizer: Folder or hub id of the tokenizer that cut windows. Default: None.
+        window_tokens: Tokens of a window, by that tokenizer. Default: None.
+        seed: Of everything that is random. Default: None.
+    """
+
+    embedding_model: str | None = None
+    embedding_fingerprint: str | None = None
+    embedding_max_tokens: int | None = None
+    tokenizer: str | None = None
+    window_tokens: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TreeContents:
+    """What the files of a tree hold.
+
+    Args:
+        branching: Children of a node.
+        centroids: `[branching ** (l + 1), c]` float32 for level l, from 0; NaN for nodes without data.
+        origin: What the tree was built with.
+        sizes: Windows of each node, `[branching ** (l + 1)]` int64 for level l; None where nobody counted.
+    """
+
+    branching: int
+    centroids: list[torch.Tensor]
+    origin: TreeOrigin
+    sizes: list[torch.Tensor] | None
+
+
+def lasting_name(model: str) -> str:
+    """The name of a model, such that it also holds in other working directories.
+
+    Args:
+        model: Folder or hub id.
+    """
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else model
+
+
+def fingerprint_of(branching: int, centroids: Sequence[torch.Tensor]) -> str:
+    """SHA-256 over the branching, as 8 bytes, and the bytes of all centroids, the lowest first in both.
+
+    Args:
+        branching: Children of a node.
+        centroids: As in `TreeContents`.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256(branching.to_bytes(8, "little"))
+    for level in centroids:
+        digest.update(level.contiguous().numpy().astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def write_tree(folder: str | Path, contents: TreeContents) -> None:
+    """Write both files, the record last; each appears whole or not at all.
+
+    Args:
+        folder: Where to; it is made.
+        contents: The tree.
+    """
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "format_version": FORMAT_VERSION,
+        "branching": contents.branching,
+        "levels": len(contents.centroids),
+        "width": contents.centroids[0].shape[1],
+        "fingerprint": fingerprint_of(contents.branching, contents.centroids),
+        **dataclasses.asdict(contents.origin),
+        "sizes": None if contents.sizes is None else [level.tolist() for level in contents.sizes],
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    tensors = {_name(level): centroids.contiguous() for level, centroids in enumerate(contents.centroids)}
+    partial = folder / f".{CENTROIDS_FILE}.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / CENTROIDS_FILE)
+    partial = folder / f".{RECORD_FILE}.partial"
+    partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    os.replace(partial, folder / RECORD_FILE)
+
+
+def read_tree(folder: str | Path) -> TreeContents:
+    """Read both files and hold one against the other.
+
+    Args:
+        folder: As in `write_tree`.
+
+    Raises:
+        ValueError: If a file is absent, of another version, truncated or altered; it names the file.
+    """
+    path = Path(folder).expanduser() / RECORD_FILE
+    record = _read_record(path)
+    if record.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"file {str(path)!r} has format_version {record.get('format_version')!r}; expected {FORMAT_VERSION}. "
+            "Build the tree again, or read it with the version of midus_hf that wrote it."
+        )
+    try:
+        branching, levels, width = (int(record[key]) for key in ("branching", "levels", "width"))
+        fingerprint = str(record["fingerprint"])
+        origin = TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)})
+        sizes = (
+            None if record["sizes"] is None else [torch.tensor(level, dtype=torch.int64) for level in record["sizes"]]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
+    if sizes is not None and not _nested(sizes, branching, levels):
+        raise _altered(path, "its sizes of nodes are not the sums of those of their children")
+    file = path.with_name(CENTROIDS_FILE)
+    centroids = _read_centroids(file, branching, levels, width)
+    if fingerprint_of(branching, centroids) != fingerprint:
+        raise _altered(file, f"its fingerprint is not that of {RECORD_FILE}")
+    return TreeContents(branching, centroids, origin, sizes)
+
+
+def _name(level: int) -> str:
+    return f"centroids.{level + 1}"
+
+
+def _altered(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"file {str(path)!r} was altered or is not whole: {reason}. Copy it again, or build the tree again."
+    )
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"tree is {str(path.parent)!r}, whose {RECORD_FILE} cannot be read ({error.strerror}); expected a folder that "
+            "midus-cluster build or ClusterTree.save wrote."
+        ) from error
+    except ValueError as error:
+        raise _altered(path, f"it is not JSON: {first_line(error)}") from error
+    if not isinstance(record, dict):
+        raise _altered(path, f"it holds a {type(record).__name__} in place of an object")
+    return record
+
+
+def _nested(sizes: list[torch.Tensor], branching: int, levels: int) -> bool:
+    expected = [(branching ** (level + 1),) for level in range(levels)]
+    if [tuple(level.shape) for level in sizes] != expected:
+        return False
+    return all(
+        torch.equal(parents, children.unflatten(0, (-1, branching)).sum(-1))
+        for parents, children in itertools.pairwise(sizes)
+    )
+
+
+def _read_centroids(path: Path, branching: int, levels: int, width: int) -> list[torch.Tensor]:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _altered(path, first_line(error)) from error
+    expected = {_name(level): (branching ** (level + 1), width) for level in range(levels)}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+        raise _altered(path, f"its tensors are not the float32 ones that {RECORD_FILE} speaks of")
+    return [tensors[name] for name in expected]

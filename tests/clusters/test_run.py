@@ -1,0 +1,126 @@
+"""From a corpus to a tree and back to the paths of its documents."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from clusters import window_store
+from clusters.assigning import document_paths
+from clusters.building import TreeOptions
+from clusters.corpus import read_corpus
+from clusters.run import BuildRequest, build, open_build
+from midus_hf.retrieval import ClusterTree, MemoryRetriever
+
+OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
+
+
+@pytest.fixture
+def request_(bert, corpus, tmp_path):
+    def make(output="tree", **given):
+        return BuildRequest(corpus, bert, bert, tmp_path / output, **{"options": OPTIONS, "window_tokens": 5, **given})
+
+    return make
+
+
+def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_, bert, embedder):
+    tree = build(request_())
+    loaded, stored, leaves = open_build(request_().output)
+    assert loaded.fingerprint == tree.fingerprint
+    origin = tree.origin
+    assert (origin.embedding_model, origin.embedding_fingerprint) == (bert, embedder.fingerprint)
+    assert (origin.tokenizer, origin.window_tokens, origin.embedding_max_tokens, origin.seed) == (bert, 5, 24, 0)
+    assert np.bincount(leaves, minlength=9).tolist() == tree.sizes[1].tolist()
+    assert len(leaves) == len(stored.documents) == int(tree.sizes[0].sum())
+
+
+@pytest.mark.parametrize("batch_size", [4, 64])
+def test_an_interrupted_build_gives_the_same_tree_byte_for_byte(request_, monkeypatch, batch_size):
+    monkeypatch.setattr(window_store, "_STRETCH", 16)
+    build(request_("whole", batch_size=batch_size))
+    write_record, calls = window_store._write_record, []
+
+    def interrupted(folder, record):
+        calls.append(record.windows)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        write_record(folder, record)
+
+    monkeypatch.setattr(window_store, "_write_record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(request_("resumed", batch_size=batch_size))
+    assert not (request_("resumed").output / "tree.json").exists()
+    monkeypatch.setattr(window_store, "_write_record", write_record)
+    build(request_("resumed", batch_size=batch_size))
+    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
+        assert (request_("resumed").output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+
+
+def test_documents_take_the_paths_that_their_windows_took_at_building(request_, corpus, tokenizer):
+    build(request_())
+    tree, _, leaves = open_build(request_().output)
+    retriever = MemoryRetriever.load(request_().output)
+    rows = list(document_paths(retriever, tokenizer, read_corpus(corpus), 5))
+    assert [row["document"] for row in rows] == list(range(39))
+    assert [path[-1] for row in rows for path in row["windows"]] == leaves.tolist()
+    for row in rows:
+        paths = [tuple(path) for path in row["windows"]]
+        assert all(path == tree.leaf_path(path[-1]) for path in paths)
+        assert tuple(row["path"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
+    blocked = [(1, rows[0]["path"][0])]
+    for row in document_paths(retriever, tokenizer, read_corpus(corpus), 5, blocked):
+        assert all(path[0] != blocked[0][1] for path in row["windows"])
+
+
+def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(request_, monkeypatch):
+    build(request_())
+    with pytest.raises(
+        ValueError, match=r"holds a tree; pass --overwrite to replace it, which keeps the embeddings, or"
+    ):
+        build(request_())
+    monkeypatch.setattr("midus_hf.retrieval.TextEmbedder.embed", None)
+    tree = build(request_(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50)))
+    assert ClusterTree.load(request_().output).fingerprint == tree.fingerprint and tree.branching == 2
+
+
+def test_an_output_that_is_something_else_is_refused(request_, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"which is a file; expected a folder to make\. Name another\."):
+        build(request_("file"))
+    with pytest.raises(ValueError, match=r"which holds other files than those of a tree; expected a new folder\."):
+        build(request_("."))
+
+
+def test_clustering_needs_scikit_learn(request_, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else find(name))
+    with pytest.raises(
+        ValueError, match=r"clustering needs scikit-learn; install it with pip install 'midus-hf\[clusters\]'"
+    ):
+        build(request_())
+
+
+def test_leaves_that_are_not_those_of_the_windows_are_refused(request_):
+    build(request_())
+    folder = request_().output
+    np.save(folder / "windows" / "leaves.npy", np.zeros(3, np.int32))
+    with pytest.raises(
+        ValueError, match=r"leaves.npy' has 3 rows; expected .* one for each window\. Build the tree again"
+    ):
+        open_build(folder)
+    (folder / "windows" / "leaves.npy").unlink()
+    with pytest.raises(
+        ValueError, match=r"leaves.npy' is absent or not whole: .* Build the tree again with --overwrite\."
+    ):
+        open_build(folder)
+    embeddings = folder / "windows" / "embeddings.npy"
+    embeddings.write_bytes(embeddings.read_bytes()[:-8])
+    with pytest.raises(
+        ValueError, match=r"embeddings.npy' is absent or not whole: .* Delete its folder, and build again\."
+    ):
+        open_build(folder)
+    record = json.loads((folder / "windows" / "windows.json").read_text())
+    (folder / "windows" / "windows.json").write_text(json.dumps({**record, "complete": False}))
+    with pytest.raises(ValueError, match=r"holds no windows, or not all of a corpus"):
+        open_build(folder)

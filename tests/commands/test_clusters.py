@@ -1,0 +1,135 @@
+"""`midus-cluster` builds, assigns and reports, and tells in one line what is wrong with a request."""
+
+import json
+
+import pytest
+from retrieval.tiny_bert import save_tiny_bert
+
+from midus_commands.clusters import main
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
+    rows = [{"body": f"w{number % 60} w{number % 7}", "topic": "ab"[number % 2]} for number in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tree(bert, corpus, tmp_path_factory):
+    """A tree that the command has built."""
+    output = tmp_path_factory.mktemp("built") / "tree"
+    assert main(build_words(bert, corpus, output)) == 0
+    return str(output)
+
+
+def build_words(bert, corpus, output) -> list[str]:
+    words = f"build --corpus {corpus} --embedding-model {bert} --tokenizer {bert} --output {output} --branching 3 --levels 2"
+    return [*words.split(), "--samples", "40", "--column", "body", "--label-column", "topic", "--device", "cpu"]
+
+
+def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
+    assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{tmp_path / 'tree'}: 60 windows in ") and "of 9 leaves, 2 levels of 3, fingerprint" in out
+    assert "embedding" not in err, "bars are for terminals"
+    assert main(build_words(bert, corpus, tmp_path / "tree")) == 2
+    assert "holds a tree; pass --overwrite" in capsys.readouterr().err
+    assert main([*build_words(bert, corpus, tmp_path / "tree"), "--overwrite", "--seed", "3"]) == 0
+
+
+def test_assign_writes_the_path_of_each_document(tree, corpus, tmp_path, capsys):
+    output = tmp_path / "paths.jsonl"
+    words = ["assign", "--tree", tree, "--corpus", corpus, "--output", str(output), "--column", "body"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"{output}: paths of 60 documents\n"
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["document"] for row in rows] == list(range(60))
+    assert all(row["windows"] == [row["path"]] and row["path"][0] == row["path"][1] // 3 for row in rows)
+    assert main(words) == 2
+    assert "exists; pass --overwrite to replace it" in capsys.readouterr().err
+    blocked = rows[0]["path"][0]
+    assert main([*words, "--overwrite", "--block", f"1:{blocked}"]) == 0
+    assert all(json.loads(line)["path"][0] != blocked for line in output.read_text().splitlines())
+
+
+def test_report_shows_levels_and_nodes(tree, tmp_path, capsys):
+    picture = tmp_path / "tree.png"
+    assert main(["report", "--tree", tree, "--output", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "purity" in out and "Nodes of level 1" in out and "w" in out and picture.stat().st_size > 1000
+    assert main(["report", "--tree", tree, "--level", "2", "--nodes", "2", "--samples", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["windows"], report["documents"], report["level"]) == (60, 60, 2)
+    assert [level["nodes"] for level in report["levels"]] == [1, 3, 9] and report["levels"][0]["purity"] == 0.5
+    assert len(report["nodes"]) == 2 and all(node["samples"][0]["text"].startswith("w") for node in report["nodes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "build --corpus absent --embedding-model BERT --tokenizer BERT --output out",
+            "text is 'absent', which does not",
+        ),
+        (
+            "build --corpus CORPUS --embedding-model no --tokenizer BERT --output out",
+            "embedding model is 'no', which cannot",
+        ),
+        (
+            "build --corpus CORPUS --embedding-model BERT --tokenizer no --output out",
+            "tokenizer is 'no', which cannot be",
+        ),
+        (
+            "build --corpus CORPUS --embedding-model BERT --tokenizer BERT --output out --branching 1",
+            "branching is 1;",
+        ),
+        ("build --corpus CORPUS --embedding-model BERT --tokenizer BERT --output out", "line 1 of"),
+        (
+            "assign --tree TREE --corpus CORPUS --output paths.txt",
+            "output is 'paths.txt'; expected a file ending in .jsonl.",
+        ),
+        (
+            "assign --tree TREE --corpus CORPUS --output no/paths.jsonl",
+            "output is 'no/paths.jsonl', in a folder that does",
+        ),
+        (
+            "assign --tree TREE --corpus CORPUS --output p.jsonl --block 1-2",
+            "block is '1-2'; expected LEVEL:NODE, such as",
+        ),
+        (
+            "assign --tree TREE --corpus CORPUS --output p.jsonl --block 9:0",
+            "blocked names level 9; expected one from 1 to 2",
+        ),
+        ("assign --tree TREE --corpus absent --output p.jsonl", "text is 'absent', which does not exist"),
+        ("assign --tree absent --corpus CORPUS --output p.jsonl", "tree is 'absent', whose tree.json cannot be read"),
+        ("report --tree absent", "tree is 'absent', whose tree.json cannot be read"),
+        ("report --tree TREE --level 3", "level is 3; expected a number from 1 to 2, the levels of the tree."),
+        ("report --tree TREE --output tree.gif", "output is 'tree.gif'; expected a file ending in .png, .svg, .pdf."),
+        ("report --tree TREE --corpus absent", "text is 'absent', which does not exist"),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    replaced = {"BERT": bert, "CORPUS": corpus, "TREE": tree}
+    assert main([replaced.get(word, word) for word in words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith(f"midus-cluster: {message}"), err
+
+
+def test_a_tree_that_names_no_tokenizer_needs_one(tree, corpus, bert, tmp_path, capsys):
+    from midus_hf.retrieval import MemoryRetriever
+
+    loaded = MemoryRetriever.load(tree)
+    bare = type(loaded.tree)(loaded.tree.branching, loaded.tree.centroids)
+    MemoryRetriever(bare, loaded.embedder).save(tmp_path / "bare")
+    words = ["assign", "--tree", str(tmp_path / "bare"), "--corpus", corpus, "--output", str(tmp_path / "p.jsonl")]
+    assert main([*words, "--column", "body"]) == 2
+    assert "does not say which tokenizer cuts windows; expected one. Set --tokenizer." in capsys.readouterr().err
+    assert main([*words, "--column", "body", "--tokenizer", bert]) == 0

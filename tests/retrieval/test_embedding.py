@@ -1,0 +1,146 @@
+"""Embeddings are the means of hidden states, one text at a time, whatever is embedded along."""
+
+import json
+
+import pytest
+import torch
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoTokenizer
+
+from midus_hf.retrieval import TextEmbedder
+
+TEXTS = ["w1 w2 w3", "w7", " ".join(f"w{index}" for index in range(50)), "w4 w4", "", "nothing known"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_bert(tmp_path_factory.mktemp("bert") / "model")
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    return save_tiny_bert(tmp_path / "model")
+
+
+def embed_by_hand(folder, text: str, max_tokens: int) -> torch.Tensor:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+    if tokens.shape[1] > max_tokens:
+        tokens = torch.cat([tokens[:, : max_tokens - 1], tokens[:, -1:]], dim=1)
+    with torch.no_grad():
+        mean = model(input_ids=tokens).last_hidden_state[0].mean(0)
+    return mean / mean.norm()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_each_row_is_that_of_its_text_alone(folder, batch_size):
+    embedder = TextEmbedder(str(folder), batch_size=batch_size)
+    rows = embedder.embed(TEXTS)
+    assert (rows.shape, rows.dtype, embedder.max_tokens, embedder.width) == ((6, WIDTH), torch.float32, 24, WIDTH)
+    for row, text in zip(rows, TEXTS, strict=True):
+        torch.testing.assert_close(row, embed_by_hand(folder, text, 24), atol=1e-5, rtol=0)
+    torch.testing.assert_close(rows.norm(dim=-1), torch.ones(6))
+
+
+def test_what_a_text_has_beyond_the_tokens_that_are_read_changes_nothing(folder):
+    long, longer = "w1 w2 w3 w4", "w1 w2 w3 w4 w5 w6"
+    rows = TextEmbedder(str(folder), max_tokens=6).embed([long, longer])
+    torch.testing.assert_close(rows[0], rows[1])
+    rows = TextEmbedder(str(folder), max_tokens=8).embed([long, longer])
+    assert not torch.allclose(rows[0], rows[1])
+
+
+def test_progress_is_told_of_every_text_and_no_texts_are_no_rows(folder):
+    done: list[int] = []
+    embedder = TextEmbedder(str(folder), batch_size=4)
+    embedder.embed(TEXTS, done.append)
+    assert done == [4, 2]
+    assert embedder.embed([]).shape == (0, WIDTH)
+
+
+def test_the_fingerprint_is_that_of_weights_and_vocabulary(fresh, tmp_path):
+    first = TextEmbedder(str(fresh)).fingerprint
+    (tmp_path / "moved").mkdir()
+    moved = fresh.rename(tmp_path / "moved" / "model")
+    assert TextEmbedder(str(moved), batch_size=1).fingerprint == first
+    tensors = load_file(moved / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "pooler" not in name}, moved / "model.safetensors")
+    assert TextEmbedder(str(moved)).fingerprint == first, "the pooler is not used, and may be absent"
+    assert TextEmbedder(str(save_tiny_bert(tmp_path / "other", seed=1))).fingerprint != first
+
+
+def test_without_the_files_of_sentence_transformers_the_mean_is_taken_of_all_positions(fresh):
+    rows = TextEmbedder(str(fresh)).embed(TEXTS[:2])
+    for name in ("1_Pooling/config.json", "sentence_bert_config.json", "modules.json"):
+        (fresh / name).unlink()
+    embedder = TextEmbedder(str(fresh))
+    assert embedder.max_tokens == 64
+    assert torch.equal(embedder.embed(TEXTS[:2]), rows)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modes"),
+    [
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, "cls_token"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max_tokens, mean_tokens"),
+        ({"pooling_mode": "lasttoken"}, "lasttoken"),
+    ],
+)
+def test_another_pooling_is_refused(fresh, pooling, modes):
+    (fresh / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with pytest.raises(ValueError, match=rf"which pools by {modes}; expected mean_tokens alone\. Choose a model that"):
+        TextEmbedder(str(fresh))
+
+
+def test_a_model_that_changes_vectors_once_more_is_refused(fresh):
+    (fresh / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(
+        ValueError, match=r"whose modules.json has a Dense; expected Transformer, Pooling, Normalize alone"
+    ):
+        TextEmbedder(str(fresh))
+
+
+def test_a_model_that_is_not_there_or_not_whole_is_refused(fresh):
+    with pytest.raises(
+        ValueError, match=r"embedding model is 'absent/model', which cannot be loaded: .* Expected a folder"
+    ):
+        TextEmbedder("absent/model")
+    tensors = load_file(fresh / "model.safetensors")
+    del tensors["encoder.layer.0.output.dense.weight"]
+    save_file(tensors, fresh / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 of its tensors, such as encoder\.layer\.0\.output\.dense\.weight"):
+        TextEmbedder(str(fresh))
+
+
+def test_files_that_are_not_json_and_kinds_that_nobody_knows_are_refused(fresh):
+    (fresh / "modules.json").write_text("[")
+    with pytest.raises(ValueError, match=r"whose modules.json is not JSON: .* Copy the model again\."):
+        TextEmbedder(str(fresh))
+    (fresh / "modules.json").unlink()
+    (fresh / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ValueError, match=r"which cannot be loaded: .* Expected a folder or hub id"):
+        TextEmbedder(str(fresh))
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99"])
+def test_a_device_that_is_none_is_refused(folder, device):
+    with pytest.raises(
+        ValueError, match=rf"device is '{device}', where the embedding model cannot be put: .* such as cpu or"
+    ):
+        TextEmbedder(str(folder), device=device)
+
+
+def test_a_tokenizer_without_padding_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"whose tokenizer has no padding token; expected an encoder's\. Set pad_token"
+    ):
+        TextEmbedder(str(save_tiny_bert(tmp_path / "model", pad=False)))
+
+
+@pytest.mark.parametrize("max_tokens", [2, 65])
+def test_numbers_out_of_range_are_refused(folder, max_tokens):
+    with pytest.raises(ValueError, match=rf"max_tokens is {max_tokens}; expected a number from 3 to 64, the model's"):
+        TextEmbedder(str(folder), max_tokens=max_tokens)
+    with pytest.raises(ValueError, match=r"batch_size is 0; expected at least 1 text\."):
+        TextEmbedder(str(folder), batch_size=0)

@@ -1,0 +1,71 @@
+"""A retriever gives the paths of what its embedder makes of texts, and takes no other embedder than its tree's."""
+
+import dataclasses
+
+import pytest
+import torch
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
+
+from midus_hf.retrieval import ClusterTree, MemoryRetriever, TextEmbedder, TreeOrigin
+
+TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory):
+    return TextEmbedder(str(save_tiny_bert(tmp_path_factory.mktemp("bert") / "model")), max_tokens=12)
+
+
+def test_paths_are_those_of_the_embeddings(embedder):
+    rows = embedder.embed(TEXTS)
+    tree = ClusterTree(3, [rows[:3], rows[3:12]])
+    retriever = MemoryRetriever(tree, embedder)
+    paths = retriever.paths(TEXTS)
+    assert torch.equal(paths, tree.paths(embedder.embed(TEXTS))) and len(set(paths[:, -1].tolist())) > 3
+    blocked = [(1, int(paths[0, 0]))]
+    assert retriever.paths(TEXTS[:1], blocked)[0, 0] != paths[0, 0]
+
+
+def test_a_saved_retriever_finds_its_model_again(embedder, tmp_path):
+    MemoryRetriever(random_tree(width=WIDTH), embedder).save(tmp_path)
+    again = MemoryRetriever.load(tmp_path)
+    expected = TreeOrigin(embedder.name, embedder.fingerprint, embedding_max_tokens=12)
+    assert again.tree.origin == expected and again.embedder.max_tokens == 12
+    assert torch.equal(again.paths(TEXTS), MemoryRetriever(random_tree(width=WIDTH), embedder).paths(TEXTS))
+
+
+def test_a_saved_retriever_finds_its_model_from_another_folder(embedder, tmp_path, monkeypatch):
+    folder = save_tiny_bert(tmp_path / "near" / "model")
+    monkeypatch.chdir(folder.parent)
+    MemoryRetriever(random_tree(width=WIDTH), TextEmbedder("model")).save(tmp_path / "tree")
+    monkeypatch.chdir(tmp_path)
+    assert MemoryRetriever.load("tree").embedder.name == str(folder)
+
+
+def test_a_model_that_has_moved_is_named_anew_and_another_is_refused(embedder, tmp_path):
+    origin = TreeOrigin("gone", embedder.fingerprint)
+    random_tree(width=WIDTH, origin=origin).save(tmp_path / "tree")
+    assert MemoryRetriever.load(tmp_path / "tree", embedder.name).embedder.name == embedder.name
+    with pytest.raises(ValueError, match=r"embedding model is 'gone', which cannot be loaded"):
+        MemoryRetriever.load(tmp_path / "tree")
+    other = save_tiny_bert(tmp_path / "other", seed=1)
+    with pytest.raises(
+        ValueError, match=r"has the fingerprint .*\.\.\.; expected .*\.\.\., that of 'gone', with which the tree"
+    ):
+        MemoryRetriever.load(tmp_path / "tree", str(other))
+
+
+def test_an_embedder_of_another_width_is_refused(embedder):
+    with pytest.raises(ValueError, match=rf"has the width {WIDTH}; expected 5, that of the tree\. Use the model"):
+        MemoryRetriever(random_tree(width=5), embedder)
+
+
+def test_a_tree_that_names_no_model_needs_one(embedder, tmp_path):
+    random_tree(width=WIDTH).save(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"does not say which model embeds its texts; expected a name\. Set embedding_model"
+    ):
+        MemoryRetriever.load(tmp_path)
+    assert MemoryRetriever.load(tmp_path, embedder.name).tree.levels == 3
+    assert dataclasses.asdict(ClusterTree.load(tmp_path).origin)["embedding_model"] is None

@@ -1,0 +1,114 @@
+"""A saved tree is read as it was, and a file that is not as it was is refused by its name."""
+
+import json
+
+import pytest
+import torch
+from retrieval.trees import counted_tree, random_tree
+from safetensors.torch import load_file, save_file
+
+from midus_hf.retrieval import ClusterTree, TreeOrigin
+
+
+@pytest.fixture
+def folder(tmp_path):
+    counted_tree().save(tmp_path / "tree")
+    return tmp_path / "tree"
+
+
+def change_record(folder, **changes):
+    record = json.loads((folder / "tree.json").read_text())
+    (folder / "tree.json").write_text(json.dumps({**record, **changes}))
+
+
+def test_a_tree_is_read_as_it_was(folder):
+    tree, again = counted_tree(), ClusterTree.load(folder)
+    assert (again.branching, again.levels, again.width) == (3, 2, 5)
+    assert again.origin == tree.origin and again.fingerprint == tree.fingerprint
+    assert all(torch.equal(*pair) for pair in zip(tree.centroids, again.centroids, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(tree.sizes, again.sizes, strict=True))
+    assert sorted(path.name for path in folder.iterdir()) == ["tree.json", "tree.safetensors"]
+
+
+def test_a_tree_of_unknown_origin_keeps_its_empty_nodes(tmp_path):
+    tree = random_tree(empty=((1, 0), (3, 20)))
+    tree.save(tmp_path)
+    again = ClusterTree.load(tmp_path)
+    assert again.origin == TreeOrigin() and again.sizes is None and again.fingerprint == tree.fingerprint
+    assert again.centroids[0][0].isnan().all() and again.centroids[2][20].isnan().all()
+
+
+def test_the_record_says_what_the_tree_is(folder):
+    record = json.loads((folder / "tree.json").read_text())
+    assert record == {
+        "format_version": 1,
+        "branching": 3,
+        "levels": 2,
+        "width": 5,
+        "fingerprint": counted_tree().fingerprint,
+        "embedding_model": "model",
+        "embedding_fingerprint": "ab12",
+        "embedding_max_tokens": 256,
+        "tokenizer": "tokenizer",
+        "window_tokens": 2048,
+        "seed": 7,
+        "sizes": [[3, 12, 21], list(range(9))],
+    }
+
+
+def test_a_folder_without_a_tree_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"tree is '.*absent', whose tree.json cannot be read .* midus-cluster build or"
+    ):
+        ClusterTree.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, r"tree.json' has format_version 2; expected 1\. Build the tree again"),
+        ({"width": "wide"}, r"tree.json' was altered or is not whole: invalid literal"),
+        ({"sizes": [[3, 12, 22], list(range(9))]}, r"tree.json' was altered .* its sizes of nodes are not the sums"),
+        ({"sizes": [[3, 12]]}, r"tree.json' was altered .* its sizes of nodes"),
+        ({"fingerprint": "0"}, r"tree.safetensors' was altered .* its fingerprint is not that of tree.json"),
+        ({"width": 6}, r"tree.safetensors' was altered .* not the float32 ones that tree.json speaks of"),
+    ],
+)
+def test_an_altered_record_is_refused(folder, changes, message):
+    change_record(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        ClusterTree.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"tree.json' was altered or is not whole: it is not JSON"),
+        ("[]", r"it holds a list in place of an object"),
+        ('{"format_version": 1, "branching": 3}', r"it lacks 'levels'"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(folder, content, message):
+    (folder / "tree.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        ClusterTree.load(folder)
+
+
+def test_centroids_that_are_not_those_that_were_saved_are_refused(folder):
+    path = folder / "tree.safetensors"
+    whole = path.read_bytes()
+    for content in (whole[:-4], whole[:20], b""):
+        path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"tree.safetensors' was altered or is not whole: .*Copy it again, or build"
+        ):
+            ClusterTree.load(folder)
+    path.write_bytes(whole)
+    tensors = load_file(path)
+    tensors["centroids.2"][0, 0] += 1e-6
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"its fingerprint is not that of tree.json"):
+        ClusterTree.load(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"tree.safetensors' was altered or is not whole"):
+        ClusterTree.load(folder)
