@@ -59,7 +59,7 @@ def midus_eval(
         int | None, typer.Option(help="Tokens of the text to predict.  [default: all]", metavar="N")
     ] = None,
     apart: Annotated[
-        bool | None, typer.Option("--apart", help="End windows of the text where a document ends.")
+        bool | None, typer.Option("--apart", help="End windows of the text where a document ends.  [default: no]")
     ] = None,
     retriever: Annotated[
         str | None,
@@ -71,7 +71,9 @@ def midus_eval(
     blocked: Annotated[
         list[str] | None,
         typer.Option(
-            "--block", help="Never fetch this node, LEVEL:NODE, nor any below; repeat at will.", metavar="NODE"
+            "--blocked",
+            help="Never fetch this node, LEVEL:NODE, nor any below; repeat at will.  [default: none]",
+            metavar="NODE",
         ),
     ] = None,
     batch_size: Annotated[

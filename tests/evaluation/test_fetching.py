@@ -1,0 +1,200 @@
+"""Models whose texts fetch blocks are measured by the path of each document, and of each question."""
+
+import json
+import math
+
+import pytest
+import torch
+from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
+from evaluation.questions import write_questions
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
+from transformers import AutoModelForCausalLM
+
+from midus_commands.evaluate import main
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
+from midus_hf.evaluation.perplexity import perplexity, prepare_text
+from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.retrieval import TreeOrigin
+from upscalers import upscale
+
+pytest.importorskip("lm_eval")
+
+from midus_hf.evaluation.harness import MidusLM, Tasks
+
+DOCUMENTS = ["The sky is blue, and the sea is deep.", "Lions eat.", "x", "Two and two are four; so they say. " * 3]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny model whose bank has blocks that act, of a tree of 3 by 9."""
+    folder = tmp_path_factory.mktemp("fetching")
+    base = save_byte_model("llama", folder / "base")
+    upscale(
+        base=base, method="hier-ffn", output=folder / "model", options={"sizes": [4, 3], "branching": 3}, verify=False
+    )
+    layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.of("hier-ffn").layout
+    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    generator = torch.Generator().manual_seed(0)
+    for level in (1, 2):
+        for index in range(layout.num_records(level)):
+            bank.write(level, index, 0.5 * torch.randn(layout.record_numel(level), generator=generator))
+    bank.close()
+    byte_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def model(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder).eval()
+
+
+def find_paths(texts):
+    """A path that follows from the letters of a text."""
+    leaves = torch.tensor([sum(map(ord, text)) % 9 for text in texts])
+    return torch.stack([leaves // 3, leaves], dim=1)
+
+
+def loss_of(model, document: str, window: int, memory_ids=None) -> tuple[float, int]:
+    """Negative log-likelihood of a document by itself, window by window, in nats; and its tokens."""
+    ids = torch.tensor(byte_tokenizer()(document, add_special_tokens=False).input_ids)
+    total = 0.0
+    for first in range(1, len(ids), window):
+        stretch = ids[first - 1 : first + window]
+        given = {} if memory_ids is None else {"memory_ids": memory_ids}
+        with torch.no_grad():
+            logits = model(stretch[None, :-1], use_cache=False, **given).logits[0].double()
+        total -= logits.log_softmax(-1).gather(1, stretch[1:, None]).sum().item()
+    return total, max(len(ids) - 1, 0)
+
+
+@pytest.mark.parametrize("window", [8, 16])
+def test_perplexity_is_that_of_documents_apart_each_with_the_blocks_of_its_path(model, window):
+    found = perplexity(
+        model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True, find_paths=find_paths, batch_size=3
+    )
+    parts = [loss_of(model, document, window, find_paths([document])) for document in DOCUMENTS]
+    assert found.tokens == sum(count for _, count in parts)
+    assert found.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / found.tokens), rel=1e-5)
+    without = perplexity(model, byte_tokenizer(), DOCUMENTS, sequence_length=window, apart=True)
+    parts = [loss_of(model, document, window) for document in DOCUMENTS]
+    assert without.perplexity == pytest.approx(math.exp(sum(loss for loss, _ in parts) / found.tokens), rel=1e-5)
+    assert abs(without.perplexity - found.perplexity) > 1e-3 * without.perplexity
+
+
+def test_documents_apart_may_be_shorter_than_a_window(model):
+    text = prepare_text(byte_tokenizer(), ["ab", "c", "def"], model.config, sequence_length=16, apart=True)
+    assert text.num_tokens == 3 and {window.document for window in text.windows} == {0, 2}
+    with pytest.raises(
+        ValueError, match="the text has no tokens to predict; expected documents of two tokens or more"
+    ):
+        prepare_text(byte_tokenizer(), ["a", "b"], model.config, sequence_length=16, apart=True)
+
+
+def test_whoever_calls_the_model_within_fetches_a_path(model):
+    tokens = torch.arange(1, 9)[None].expand(3, -1)
+    with torch.no_grad():
+        expected = model(tokens, memory_ids=torch.tensor([[1, 4]] * 3)).logits
+        with fetching(model, (1, 4)):
+            assert torch.equal(model(tokens).logits, expected)
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+        assert not torch.equal(model(tokens).logits, expected)
+    assert fetches_blocks(model) and not fetches_blocks(byte_model("llama"))
+
+
+def test_results_come_in_the_order_of_what_was_run(model):
+    calls = []
+
+    def run(items):
+        calls.append(items)
+        return [item.upper() for item in items]
+
+    texts = ["a", "b", "a", "j"]  # j has the path of a
+    assert by_path(["1a", "2b", "3a", "4j"], texts, find_paths, model, run) == ["1A", "2B", "3A", "4J"]
+    assert calls == [["1a", "3a", "4j"], ["2b"]]
+
+
+def test_questions_are_asked_with_their_own_blocks_and_without_worked_examples(model, tmp_path):
+    tasks = Tasks(["openbookqa", "piqa"], data=write_questions(tmp_path / "questions"))
+    asked = []
+
+    def spy(texts):
+        asked.extend(texts)
+        return find_paths(texts)
+
+    found = tasks.run(model, byte_tokenizer(), find_paths=spy, num_fewshot=1, quiet=True)
+    assert found["openbookqa"]["num_fewshot"] == 1
+    assert asked and all("Answer: " not in text and len(text) < 60 for text in asked)
+    assert "Predators eat" in asked
+
+
+class Request:
+    def __init__(self, context, continuation):
+        self.args, self.task_name, self.doc = (context, continuation), "task", {}
+
+
+def test_likelihoods_are_those_of_the_blocks_of_the_context(model):
+    language_model = MidusLM(model, tokenizer=byte_tokenizer(), batch_size=2, retriever=find_paths)
+    requests = [Request("sky is", " blue"), Request("lions", " eat"), Request("sky is", " up"), Request("j", "a")]
+    found = language_model.loglikelihood(requests, disable_tqdm=True)
+    for request, (value, _) in zip(requests, found, strict=True):
+        context, continuation = (byte_tokenizer()(text, add_special_tokens=False).input_ids for text in request.args)
+        tokens = torch.tensor([context + continuation])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1], memory_ids=find_paths([request.args[0]])).logits[0].double()
+        targets = tokens[0, len(context) :, None]
+        expected = logits.log_softmax(-1)[len(context) - 1 :].gather(1, targets).sum().item()
+        assert value == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_that_fetches_nothing_takes_no_retriever():
+    with pytest.raises(ValueError, match="retriever is given, but this llama model fetches no blocks; leave it out"):
+        MidusLM(byte_model("llama"), tokenizer=byte_tokenizer(), retriever=find_paths)
+
+
+class Schema:
+    """A task whose choices are contexts."""
+
+    def doc_to_text(self, doc):
+        return 1
+
+    def doc_to_choice(self, doc):
+        return ["The trophy does not fit since the trophy", "The trophy does not fit since the case"]
+
+    def doc_to_target(self, doc):
+        return "is too large."
+
+
+def test_what_choices_have_in_common_is_asked_where_they_are_contexts():
+    assert question_of(Schema(), {}) == "The trophy does not fit since the is too large."
+
+
+def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder, tmp_path, capsys):
+    bert = save_tiny_bert(tmp_path / "bert")
+    tree = random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert)))
+    tree.save(tmp_path / "tree")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"w{i} w{i + 1} w{2 * i} " * 4}) + "\n" for i in range(6)))
+
+    def measured(*words: str) -> float:
+        main([str(model_folder), "--text", str(texts), "--sequence-length", "16", "--json", *words])
+        return json.loads(capsys.readouterr().out)["models"][0]["perplexity"]["perplexity"]
+
+    retriever = ["--retriever", str(tmp_path / "tree")]
+    apart, fetched = measured("--apart"), measured(*retriever)
+    blocked = measured(*retriever, "--blocked", "1:0", "--blocked", "1:1")
+    assert len({apart, fetched, blocked}) == 3
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"blocked": ["1:0"]}, "blocked is 1:0, but there is no retriever; give one"),
+        ({"blocked": ["0:1"], "retriever": "tree"}, "blocked has '0:1'; expected LEVEL:NODE, such as 2:52"),
+    ],
+    ids=["no-retriever", "level"],
+)
+def test_wrong_settings_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        EvaluationSettings(text="t", **given)
