@@ -19,6 +19,7 @@ ROOMS = (
     "landing",
     "runs",
     "chapters",
+    "banks",
 )
 """Each may import those before it."""
 

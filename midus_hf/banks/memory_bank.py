@@ -95,6 +95,10 @@ class MemoryBank(BlockReader):
         """Indices of the records of a level that were written, ascending."""
         return self._files[level].checksums().nonzero()[0].tolist()
 
+    def checksum(self, level: int, index: int) -> int:
+        """Of the record of a block; 0 if it was never written."""
+        return self._files[level].checksum(index)
+
     def sync(self) -> None:
         """Force what was written to the disk."""
         for file in self._files.values():

@@ -18,6 +18,8 @@ from midus_hf.training import MemoryTrainer, set_trainable, train
 from midus_hf.training.run import prepare
 from midus_hf.training.training_log import read_log
 from upscalers import upscale
+from upscalers.banks.editing import BankRequest
+from upscalers.banks.merging import merge
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
@@ -201,3 +203,29 @@ def test_float16_is_refused(models, tmp_path):
         ValueError, match="blocks of a memory bank train, which FSDP, DeepSpeed and fp16 do not know of"
     ):
         MemoryTrainer(model, arguments)
+
+
+def test_runs_of_two_subtrees_put_together_are_the_run_of_both(models, tmp_path):
+    """As long as a step has texts of one subtree alone: what other steps do touches no block of it."""
+    texts = {leaf: [document(15, leaf + number) for number in range(8)] for leaf in (0, 4)}
+
+    def corpus(name, leaves):
+        path = tmp_path / f"{name}.jsonl"
+        rows = [{"text": text, "memory_ids": [leaf // 3, leaf]} for leaf in leaves for text in texts[leaf]]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def run(name, leaves):
+        config = config_of(models / "hier-ffn", corpus(name, leaves), tmp_path / name, max_steps=None, epochs=1)
+        prepared = prepare(config)
+        prepared.trainer.args.train_sampling_strategy = "sequential"
+        prepared.execute()
+
+    run("both", (0, 4))
+    run("first", (0,))
+    run("second", (4,))
+    merge(BankRequest(models / "hier-ffn", tmp_path / "merged"), [tmp_path / "first", tmp_path / "second"])
+    merged, both = bank_of(tmp_path / "merged"), bank_of(tmp_path / "both")
+    for level, written in ((1, [0, 1]), (2, [0, 4])):
+        assert merged.written(level) == both.written(level) == written
+        assert all(torch.equal(merged.block(level, index), both.block(level, index)) for index in written)

@@ -1,0 +1,80 @@
+"""Blocks in a file of their own, with what they fit."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midus_config.fetched_blocks import BankLayout
+from upscalers.banks.nodes import Node
+from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+_KEY = "midus_blocks"
+
+
+@dataclass(frozen=True)
+class BlockFile:
+    """A safetensors file with a tensor for each block, `LEVEL.NODE`, and the layout of their bank.
+
+    Args:
+        path: Where it lies.
+        nodes: Whose blocks it has, ascending.
+    """
+
+    path: Path
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def write(cls, path: Path, layout: BankLayout, blocks: Mapping[Node, "torch.Tensor"]) -> "BlockFile":
+        """Make one.
+
+        Args:
+            path: Where to.
+            layout: Of the bank that they are from.
+            blocks: Records `[numel]`.
+        """
+        from safetensors.torch import save_file
+
+        tensors = {f"{level}.{index}": record for (level, index), record in blocks.items()}
+        save_file(tensors, path, metadata={_KEY: json.dumps(layout.to_dict())})
+        return cls(path, tuple(sorted(blocks)))
+
+    @classmethod
+    def read(cls, path: Path, layout: BankLayout) -> "BlockFile":
+        """Open one.
+
+        Args:
+            path: Where it lies.
+            layout: Of the bank that its blocks are to fit.
+
+        Raises:
+            RequestError: If it is none, or of another model or tree.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                found: Any = json.loads((file.metadata() or {})[_KEY])
+                pairs = [tuple(map(int, name.split("."))) for name in file.keys()]
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise RequestError(f"{path} is no file of blocks that midus-bank export wrote ({error}).") from None
+        expected = layout.to_dict()
+        different = [key for key, value in expected.items() if found.get(key) != value]
+        if different:
+            key = different[0]
+            raise RequestError(
+                f"{path} has blocks of another model: their {key} is {found.get(key)!r}; expected {expected[key]!r}."
+            )
+        return cls(path, tuple(sorted((level, index) for level, index in pairs)))
+
+    def records(self) -> Iterator[tuple[Node, "torch.Tensor"]]:
+        """Each node, and the record of its block."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, "pt") as file:
+            for level, index in self.nodes:
+                yield (level, index), file.get_tensor(f"{level}.{index}")

@@ -1,0 +1,174 @@
+"""Edits of a bank: another checkpoint, all else of which is the same bytes."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from upscalers.banks.block_file import BlockFile
+from upscalers.banks.nodes import Node, parse_nodes, written_node
+from upscalers.banks.opened import find_layout, open_bank
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.source import resolve_source
+from upscalers.landing.output_folder import OutputFolder
+from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    from midus_hf.banks.memory_bank import MemoryBank
+
+
+@dataclass(frozen=True)
+class BankRequest:
+    """What every edit of a bank is told.
+
+    Args:
+        model: A checkpoint with a bank, trained or not: a folder or a hub id.
+        output: The folder to make.
+        memory: Name of one of several memories. Default: the only one.
+        overwrite: As for `upscale`. Default: False.
+    """
+
+    model: str | Path
+    output: str | Path
+    memory: str | None = None
+    overwrite: bool = False
+
+
+def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
+    """Let blocks be as if they were never written: what they learned is gone, and they add zero.
+
+    Args:
+        request: From what to what.
+        nodes: Each `LEVEL:NODE`.
+        subtree: Whether those below are deleted as well. Default: false.
+
+    Returns:
+        `{"command", "model", "output", "memory", "blocks", "seconds"}`; `blocks` those that had been written.
+
+    Raises:
+        RequestError: If a node is not there, or the output cannot be made.
+    """
+
+    def edit(bank: "MemoryBank") -> list[Node]:
+        chosen = set(parse_nodes(nodes, bank.layout, subtree))
+        written = [node for node in _written(bank) if node in chosen]
+        for level, index in written:
+            bank.forget(level, index)
+        return written
+
+    return edit_bank("delete", request, edit, lambda layout: parse_nodes(nodes, layout, subtree))
+
+
+def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
+    """Put blocks that `export` wrote in their places, those of the same nodes.
+
+    Args:
+        request: From what to what.
+        file: That `export` wrote.
+
+    Returns:
+        As `delete`; `blocks` those that were put in their places.
+
+    Raises:
+        RequestError: If the blocks are of another model or tree, or the output cannot be made.
+    """
+
+    def edit(bank: "MemoryBank") -> list[Node]:
+        blocks = BlockFile.read(Path(file), bank.layout)
+        for (level, index), record in blocks.records():
+            bank.write(level, index, record)
+        return list(blocks.nodes)
+
+    return edit_bank("import", request, edit, lambda layout: BlockFile.read(Path(file), layout))
+
+
+def edit_bank(
+    command: str,
+    request: BankRequest,
+    edit: Callable[["MemoryBank"], list[Node]],
+    check: Callable[[BankLayout], Any],
+) -> dict[str, Any]:
+    """Write the checkpoint that an edit of its bank makes of another one.
+
+    Args:
+        command: What the edit is called.
+        request: From what to what.
+        edit: Changes a bank, which is its own; returns the blocks that it changed.
+        check: Refuses what is asked before anything is written.
+
+    Raises:
+        RequestError: If the memory is not there, or the output cannot be made.
+    """
+    started = time.perf_counter()
+    with resolve_source(str(request.model)) as source:
+        name, layout = find_layout(source.folder, request.memory)
+        check(layout)
+        memories = open_base(source.folder, needs_weights=False).memories
+        folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
+        files = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
+        files = [path for path in files if BANKS_FOLDER not in path.relative_to(source.folder).parts]
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder))
+        with folder as partial:
+            for path in files:
+                place = partial / path.relative_to(source.folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
+            carry_banks(source.folder, partial, memories.banks)
+            with open_bank(partial, name, layout, writable=True) as bank:
+                changed = edit(bank)
+                bank.sync()
+            folder.commit()
+    return {
+        "command": command,
+        "model": str(request.model),
+        "output": str(request.output),
+        "memory": name,
+        "blocks": [written_node(node, layout) for node in changed],
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _written(bank: "MemoryBank") -> list[Node]:
+    return [(level, index) for level in bank.layout.levels for index in bank.written(level)]
+
+
+def export(
+    model: str | Path, nodes: Sequence[str], output: str | Path, subtree: bool = False, memory: str | None = None
+) -> dict[str, Any]:
+    """Write blocks to a file of their own, those of the nodes that were written.
+
+    Args:
+        model: A checkpoint with a bank: a folder or a hub id.
+        nodes: Each `LEVEL:NODE`.
+        output: The file to make.
+        subtree: Whether those below are exported as well. Default: false.
+        memory: Name of one of several memories. Default: the only one.
+
+    Returns:
+        `{"command", "model", "output", "memory", "blocks"}`.
+
+    Raises:
+        RequestError: If a node is not there, none of them was written, or the file exists.
+    """
+    path = Path(output).expanduser()
+    if path.exists():
+        raise RequestError(f"output {path} exists; expected a new file. Choose another name.")
+    with resolve_source(str(model)) as source:
+        name, layout = find_layout(source.folder, memory)
+        chosen = set(parse_nodes(nodes, layout, subtree))
+        with open_bank(source.folder, name, layout) as bank:
+            written = [node for node in _written(bank) if node in chosen]
+            if not written:
+                raise RequestError("none of these blocks was ever written; expected one that was trained or imported.")
+            BlockFile.write(path, layout, {node: bank.block(*node) for node in written})
+    return {
+        "command": "export",
+        "model": str(model),
+        "output": str(path),
+        "memory": name,
+        "blocks": [written_node(node, layout) for node in written],
+    }

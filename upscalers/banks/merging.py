@@ -1,0 +1,97 @@
+"""Runs that trained different blocks of one bank, put together (hierarchical memories, appendix A.2)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from midus_config.fetched_blocks import BankLayout
+from upscalers.banks.editing import BankRequest, edit_bank
+from upscalers.banks.nodes import Node, written_node
+from upscalers.banks.opened import find_layout, open_bank
+from upscalers.checkpoint.base_model import open_base
+from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.request.errors import RequestError
+
+if TYPE_CHECKING:
+    from midus_hf.banks.memory_bank import MemoryBank
+
+_BYTES_AT_ONCE = 1 << 24
+
+
+def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
+    """Give a model the blocks that runs have trained from it, each its own part of the tree, the model itself frozen.
+
+    Args:
+        request: The model that all runs began from, and where to.
+        runs: Folders of the trained models.
+
+    Returns:
+        As `editing.delete`; `blocks` those that a run has changed.
+
+    Raises:
+        RequestError: If a run has another model or tree, if its weights are not those that it began from, or two runs have
+            trained one block.
+    """
+    if not runs:
+        raise RequestError("no run is given; expected the folders of one or more trained models.")
+    folders = [Path(run).expanduser() for run in runs]
+
+    def check(layout: BankLayout) -> None:
+        for folder in folders:
+            found = find_layout(folder, request.memory)[1]
+            if found.to_dict() != layout.to_dict():
+                raise RequestError(
+                    f"{folder} has another memory than {request.model}; expected runs that began from it."
+                )
+            _check_weights(Path(request.model).expanduser(), folder)
+
+    def edit(bank: "MemoryBank") -> list[Node]:
+        trained_by: dict[Node, Path] = {}
+        start = {node: bank.checksum(*node) for node in _nodes(bank)}
+        for folder in folders:
+            name = find_layout(folder, request.memory)[0]
+            with open_bank(folder, name, bank.layout) as run:
+                for node in _nodes(run):
+                    if run.checksum(*node) == start.get(node):
+                        continue
+                    if node in trained_by:
+                        raise RequestError(
+                            f"block {written_node(node, bank.layout)} was trained by {trained_by[node]} and by {folder}; expected "
+                            "runs of different parts of the tree. Train without a share of the generic memory (generic_share: "
+                            "0), or delete the block of one of them."
+                        )
+                    bank.write(*node, run.block(*node))
+                    trained_by[node] = folder
+        return sorted(trained_by)
+
+    return edit_bank("merge", request, edit, check)
+
+
+def _nodes(bank: "MemoryBank") -> list[Node]:
+    return [(level, index) for level in bank.layout.levels for index in bank.written(level)]
+
+
+def _check_weights(model: Path, run: Path) -> None:
+    """Compare tensors, since their files may lie in another order."""
+    expected, found = open_base(model).tensors, open_base(run).tensors
+    if expected.keys() != found.keys() or not all(_are_same(expected[name], found[name]) for name in expected):
+        raise RequestError(
+            f"the weights of {run} are not those of {model}; expected runs in which the model was frozen (trainable: new), so that "
+            "blocks of one fit the others."
+        )
+
+
+def _are_same(first: StoredTensor, second: StoredTensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    assert first.file is not None and second.file is not None
+    with first.file.open("rb") as one, second.file.open("rb") as other:
+        one.seek(first.start)
+        other.seek(second.start)
+        unread = first.num_bytes
+        while unread:
+            count = min(unread, _BYTES_AT_ONCE)
+            if one.read(count) != other.read(count):
+                return False
+            unread -= count
+    return True
