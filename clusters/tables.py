@@ -36,14 +36,14 @@ def node_table(nodes: Sequence[NodeReport], level: int, texts: Mapping[int, str]
     table = _table(f"Nodes of level {level}")
     labelled = any(node.labels for node in nodes)
     for name in ("node", "windows"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     if labelled:
-        table.add_column("labels")
-    table.add_column("documents", no_wrap=True, overflow="ellipsis")
+        table.add_column("labels", no_wrap=True)
+    table.add_column("documents")  # the only one that may be made narrower
     for node in nodes:
         labels = ", ".join(f"{name} {share:.0%}" for name, share in node.labels)
-        lines = "\n".join(texts.get(number, "") for number in node.samples)
-        table.add_row(str(node.node), f"{node.windows:,}", *([Text(labels)] if labelled else []), Text(lines))
+        lines = Text("\n".join(texts.get(number, "") for number in node.samples), no_wrap=True, overflow="ellipsis")
+        table.add_row(str(node.node), f"{node.windows:,}", *([Text(labels)] if labelled else []), lines)
     return table
 
 
