@@ -1,6 +1,7 @@
 """A picture of a tree: a row of boxes for each level, a box as wide as its node has windows."""
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 from clusters.report import commonest_labels
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
-_READABLE = 0.035
-"""Share of the width that a box must have for words in it."""
+_CHARACTER = 0.0047
+"""Share of the picture's width that a character takes."""
 
 
 def check_picture(path: Path) -> None:
@@ -58,7 +59,7 @@ def draw_tree(
     figure = Figure(figsize=(10, 1.2 + 0.8 * levels), dpi=120)
     axes = figure.subplots()
     colours = colormaps["turbo"]
-    hues = max(1, (branching if labels is None else len(label_names)) - 1)
+    hues = (branching if labels is None else len(label_names)) - 1
     for level in range(1, levels + 1):
         nodes = np.asarray(leaves, np.int64) // branching ** (levels - level)
         present, sizes = np.unique(nodes, return_counts=True)
@@ -69,23 +70,23 @@ def draw_tree(
         axes.broken_barh(
             list(zip(begins.tolist(), widths.tolist(), strict=True)),
             (-level + 0.05, 0.9),
-            facecolors=[colours(0.05 + 0.9 * kind / hues) for kind in kinds],
+            facecolors=[colours(_hue(kind, hues)) for kind in kinds],
             edgecolors="white",
             linewidth=0.8 / level if len(present) < 1000 else 0,
         )
         for node, kind, begin, width in zip(present.tolist(), kinds, begins, widths, strict=True):
-            if width > _READABLE:
-                words = str(node) if labels is None else f"{node}\n{label_names[kind]}"
-                axes.text(
-                    begin + width / 2,
-                    -level + 0.5,
-                    words,
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                    clip_on=True,
-                    wrap=False,
-                )
+            label = "" if labels is None else label_names[kind]
+            lines = [words for words in (str(node), label) if words and _CHARACTER * len(words) < width]
+            red, green, blue, _ = colours(_hue(kind, hues))
+            axes.text(
+                begin + width / 2,
+                -level + 0.5,
+                "\n".join(lines),
+                color="black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white",
+                fontsize=6,
+                ha="center",
+                va="center",
+            )
     axes.set_xlim(0, 1)
     axes.set_ylim(-levels, 0)
     axes.xaxis.set_major_formatter("{x:.0%}")
@@ -97,3 +98,12 @@ def draw_tree(
     axes.spines[:].set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _hue(kind: int, last: int) -> float:
+    """Where in a colour map a kind is; those with neighbouring numbers are far from each other."""
+    steps = last + 1
+    stride = next(
+        stride for stride in range(max(1, round(0.38 * steps)), 2 * steps + 1) if math.gcd(stride, steps) == 1
+    )
+    return 0.05 + 0.9 * (kind * stride % steps) / max(1, last)

@@ -7,14 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from midus_commands.exit_status import run_command
-
-if TYPE_CHECKING:
-    from clusters.report import LevelReport, NodeReport
 
 app = typer.Typer(
     name="midus-cluster",
@@ -207,57 +204,15 @@ def report(
         }
         print(json.dumps(report_, indent=2, allow_nan=False))
     else:
-        _print_levels(of_levels)
-        _print_nodes(of_nodes, level, texts)
+        from rich.console import Console
+
+        from clusters.tables import level_table, node_table
+
+        console = Console()
+        console.print(level_table(of_levels))
+        console.print(node_table(of_nodes, level, texts))
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
         draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
-
-
-def _print_levels(levels: "Sequence[LevelReport]") -> None:
-    labelled = levels[0].purity is not None
-    rows = []
-    for row in levels:
-        words = [
-            str(row.level),
-            f"{row.nodes:,}",
-            f"{row.empty:,}",
-            f"{row.least:,}",
-            f"{row.median:,.1f}",
-            f"{row.most:,}",
-        ]
-        rows.append(words + ([f"{row.purity:.1%}", f"{row.nmi:.3f}"] if labelled else []))
-    head = ["level", "nodes", "empty", "least", "median", "most", *(["purity", "NMI"] if labelled else [])]
-    _print_table("Windows of the nodes of each level", head, rows)
-
-
-def _print_nodes(nodes: "Sequence[NodeReport]", level: int, texts: dict[int, str]) -> None:
-    rows = []
-    for node in nodes:
-        labels = ", ".join(f"{name} {share:.0%}" for name, share in node.labels)
-        rows.append([str(node.node), f"{node.windows:,}", labels, "\n".join(texts.get(n, "") for n in node.samples)])
-    labelled = any(node.labels for node in nodes)
-    kept = [0, 1, *([2] if labelled else []), 3]
-    head = ["node", "windows", "labels", "documents"]
-    _print_table(
-        f"Nodes of level {level}", [head[place] for place in kept], [[row[place] for place in kept] for row in rows]
-    )
-
-
-def _print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
-    import rich.box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in head:
-        is_number = name not in ("labels", "documents")
-        table.add_column(
-            name, justify="right" if is_number else "left", no_wrap=name == "documents", overflow="ellipsis"
-        )
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
 
 
 def _describe(corpus: str) -> None:

@@ -1,6 +1,7 @@
 """Imports between the rooms of `upscalers` point one way, and no modules import one another in a circle."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,15 @@ def test_retrieval_imports_its_own_room_and_documents_and_options_alone():
     for file in files_of("midus_hf/retrieval"):
         for name in imports_of(file, "midus_hf", everywhere=True):
             assert name.startswith(allowed), f"{file.name} imports {name}"
+
+
+def test_retrieval_needs_what_the_core_needs():
+    allowed = {*sys.stdlib_module_names, "torch", "transformers", "safetensors", "numpy", "midus_hf"}
+    for file in files_of("midus_hf/retrieval"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            named = [node.module] if isinstance(node, ast.ImportFrom) else []
+            named += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.split(".")[0] for name in named} <= allowed, f"{file.name} imports {named}"
 
 
 def test_clusters_use_no_upscalers():

@@ -1,15 +1,18 @@
 """Sizes, purity and mutual information are those of a count by hand."""
 
 import collections
+import io
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from clusters.picture import check_picture, draw_tree
 from clusters.report import commonest_labels, level_reports, node_reports, sample_texts
+from clusters.tables import level_table, node_table
 
 LEAVES = np.array([0, 0, 0, 1, 4, 4, 5, 5, 5, 5])
 LABELS = np.array([0, 0, 1, 1, 2, 2, 0, 2, 2, 2])
@@ -87,6 +90,22 @@ def test_sample_texts_are_the_beginnings_of_documents(corpus):
 def test_numbers_out_of_range_are_refused(given_, message):
     with pytest.raises(ValueError, match=message):
         node_reports(3, 2, LEAVES, DOCUMENTS, **given_)
+
+
+def test_tables_have_all_columns_on_a_narrow_terminal():
+    nodes = node_reports(3, 2, LEAVES, DOCUMENTS, LABELS, NAMES, samples=1)
+    texts = dict.fromkeys(range(8), "a text " * 30)
+    for table, words in (
+        (level_table(level_reports(3, 2, LEAVES, LABELS)), ["level", "purity", "NMI", "70.0%"]),
+        (node_table(nodes, 1, texts), ["node", "windows", "act 83%, animal 17%", "a text a", "…"]),
+    ):
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(table)
+        printed = console.export_text()
+        assert all(word in printed for word in words), printed
+        assert max(map(len, printed.splitlines())) <= 80
+    unlabelled = node_table(node_reports(3, 2, LEAVES, DOCUMENTS), 1, texts)
+    assert [column.header for column in unlabelled.columns] == ["node", "windows", "documents"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
