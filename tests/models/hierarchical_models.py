@@ -65,12 +65,13 @@ def hierarchical_model(family, kind, folder, dtype=torch.float64, *, acting=True
     return model
 
 
-def fill(bank):
-    """Write every block, so that it acts."""
+def fill(bank, but=()):
+    """Write every block but some, so that it acts."""
     generator = torch.Generator().manual_seed(8)
     for level in bank.layout.levels:
         for index in range(bank.layout.num_records(level)):
-            bank.write(level, index, 0.3 * torch.randn(bank.layout.record_numel(level), generator=generator))
+            if (level, index) not in but:
+                bank.write(level, index, 0.3 * torch.randn(bank.layout.record_numel(level), generator=generator))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midus_config.model_sizes import ModelSizes, activation_of, activation_of, activation_of
+from midus_config.model_sizes import ModelSizes, activation_of
 from midus_config.plugins import load_offered
 from upscalers.request.errors import RequestError, refusing_requests
 
