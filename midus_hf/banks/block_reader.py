@@ -56,10 +56,12 @@ class BlockReader(ABC):
         """
         paths = self._checked(memory_ids)
         key = (tuple(map(tuple, paths)), torch.device(device), dtype)
-        serves_again = not (self.trains and torch.is_grad_enabled())
+        wants_gradients = torch.is_grad_enabled()
+        serves_again = not (self.trains and wants_gradients)
         if serves_again and self._latest is not None and self._latest[0] == key:
             return self._latest[1]  # generation asks for the same at every token
-        with torch.inference_mode(False):  # what is kept may be read by a pass with gradients later
+        # What is kept may be read by a pass with gradients later; to leave inference mode is to turn gradients on.
+        with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients):
             fetched = self._fetched(paths, device, dtype)
         if serves_again:
             self._latest = (key, fetched)

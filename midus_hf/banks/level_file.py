@@ -59,7 +59,7 @@ class LevelFile:
             self._checksums_at = 8 + length + checksums["data_offsets"][0]
             self._blocks_at = 8 + length + blocks["data_offsets"][0]
             shape, end = blocks["shape"], 8 + length + blocks["data_offsets"][1]
-        except (struct.error, ValueError, KeyError, TypeError, OverflowError):
+        except (struct.error, ValueError, LookupError, TypeError, OverflowError):
             raise BankError(
                 f"bank file {self.path} has no header of a bank; expected one. Copy the bank again."
             ) from None

@@ -40,12 +40,14 @@ class MemoryBank(BlockReader):
         self.description = read_description(self.folder, layout)
         self.seed: int = self.description["seed"]
         self._lock = _lock(self.folder) if writable else None
-        self._files = {
-            level: LevelFile(
-                self.folder / level_file(level), layout.num_records(level), layout.record_numel(level), writable
-            )
-            for level in layout.levels
-        }
+        self._files: dict[int, LevelFile] = {}
+        try:
+            for level in layout.levels:
+                path, records = self.folder / level_file(level), layout.num_records(level)
+                self._files[level] = LevelFile(path, records, layout.record_numel(level), writable)
+        except BaseException:
+            self.close()
+            raise
         self._cache: collections.OrderedDict[tuple[int, int], torch.Tensor] = collections.OrderedDict()
         self._cache_bytes, self._cached_bytes = cache_bytes, 0
 
@@ -109,11 +111,16 @@ class MemoryBank(BlockReader):
 
         Args:
             folder: Made if need be; one that has this very bank is left as it is.
+
+        Raises:
+            BankError: If somebody else writes to a bank there, or a block is not what was written.
         """
         folder = Path(folder)
         if folder.exists() and folder.resolve() == self.folder.resolve():
             return
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / BANK_DESCRIPTION).exists():
+            os.close(_lock(folder))  # whoever writes there would lose it
         for level, file in self._files.items():
             create_level_file(folder / level_file(level), file.num_records, file.numel, file.dtype)
         write_description(folder, self.description)
@@ -180,6 +187,8 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
         raise BankError(
             f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
+    if type(description.get("seed")) is not int:
+        raise BankError(f"{path} has the seed {description.get('seed')!r}; expected an integer. Copy the bank again.")
     return description
 
 

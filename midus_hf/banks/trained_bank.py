@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from midus_config.fetched_blocks import level_file
 from midus_hf.banks.block_reader import BlockReader
-from midus_hf.banks.level_file import LevelFile, create_level_file
+from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
 
 _TOUCHED = "touched.json"
@@ -90,9 +90,10 @@ class TrainedBank(BlockReader):
 
     def block(self, level: int, index: int) -> torch.Tensor:
         """As `BlockReader.block`; where gradients are wanted, the master, which gathers them."""
-        if torch.is_grad_enabled() or self._is_touched(level, index):
-            master = self._state(level, index).master
-            return master if torch.is_grad_enabled() else master.detach()
+        if torch.is_grad_enabled():
+            return self._state(level, index).master
+        if self._is_touched(level, index):
+            return self._read_state(level, index).master.detach()  # not kept: an evaluation may fetch many
         return self.bank.block(level, index)
 
     def leaves(self) -> list[torch.Tensor]:
@@ -163,11 +164,13 @@ class TrainedBank(BlockReader):
         for level, indices in by_level.items():
             numel = 3 * self.layout.record_numel(level) + 1
             path = folder / level_file(level)
-            create_level_file(path, len(indices), numel, torch.float32)
-            with contextlib.closing(LevelFile(path, len(indices), numel, writable=True)) as file:
+            partial = path.with_suffix(".partial")  # blocks may still be read from a state that lies there
+            create_level_file(partial, len(indices), numel, torch.float32)
+            with contextlib.closing(LevelFile(partial, len(indices), numel, writable=True)) as file:
                 for place, index in enumerate(indices):
                     file.write(place, self._read_state(level, index).packed())
                 file.sync()
+            partial.replace(path)
         (folder / _TOUCHED).write_text(json.dumps({str(level): found for level, found in by_level.items()}))
 
     def load_state(self, folder: Path) -> None:
@@ -176,11 +179,16 @@ class TrainedBank(BlockReader):
         Raises:
             BankError: If a file is absent, or another bank's.
         """
+        try:
+            touched = json.loads((folder / _TOUCHED).read_text())
+        except OSError as error:
+            raise BankError(
+                f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
+            ) from None
         self._states.clear()
-        self._waiting.clear()
-        self._resumed.clear()
+        self._close_files()
         self.changed()
-        for word, indices in json.loads((folder / _TOUCHED).read_text()).items():
+        for word, indices in touched.items():
             level = int(word)
             file = LevelFile(folder / level_file(level), len(indices), 3 * self.layout.record_numel(level) + 1)
             self._resumed |= {(level, index): (file, place) for place, index in enumerate(indices)}
@@ -188,8 +196,16 @@ class TrainedBank(BlockReader):
     def close(self) -> None:
         """Close the files of the bank, and remove the temporary folder."""
         self.bank.close()
+        self._close_files()
         if self._folder is not None:
             self._folder.cleanup()
+
+    def _close_files(self) -> None:
+        """Leave behind what was put aside, and the state that training went on from."""
+        for file in {*self._waiting.values(), *(file for file, _ in self._resumed.values())}:
+            file.close()
+        self._waiting.clear()
+        self._resumed.clear()
 
     def _is_touched(self, level: int, index: int) -> bool:
         key = (level, index)
@@ -226,7 +242,8 @@ class TrainedBank(BlockReader):
         excess = sum(state.nbytes for state in self._states.values()) - self._bytes_in_memory
         while excess > 0:
             (level, index), state = self._states.popitem(last=False)
-            self._waiting_file(level).write(index, state.packed())
+            if state.step:  # else it is what it was
+                self._waiting_file(level).write(index, state.packed())
             excess -= state.nbytes
 
     def _waiting_file(self, level: int) -> LevelFile:

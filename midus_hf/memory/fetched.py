@@ -62,6 +62,11 @@ class FetchedBatch:
             levels.append(FetchedLevel(tensors, self.blocks[level]))
         return levels
 
+    @property
+    def num_rows(self) -> int:
+        """B, the rows that fetched."""
+        return len(next(iter(self.blocks.values())))
+
     def of(self, layer: int) -> FetchedLayer:
         """What a layer of the model got."""
         return self._layers[layer]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -126,6 +126,8 @@ def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) ->
         return folder
     known = ("revision", "cache_dir", "token", "local_files_only")
     given = {key: options[key] for key in known if options.get(key) is not None}
+    subfolder = options.get("subfolder") or "."
+    pattern = PurePosixPath(subfolder, BANKS_FOLDER, "**").as_posix()
     with contextlib.suppress(OSError, ValueError):
-        return Path(snapshot_download(str(name), allow_patterns=[f"{BANKS_FOLDER}/**"], **given))
+        return Path(snapshot_download(str(name), allow_patterns=[pattern], **given), subfolder)
     return None

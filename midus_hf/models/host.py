@@ -278,14 +278,22 @@ class MemoryModel(HostsMemory):
         """What the texts of the pass fetch.
 
         Raises:
-            ValueError: If both ids and blocks are given, or ids are wrong.
+            ValueError: If both ids and blocks are given, ids are wrong, or blocks are those of another number of rows.
         """
         if memory_ids is not None and memory_blocks is not None:
             raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
-        if memory_blocks is not None or (memory_ids is None and not self.own_banks.read_without_ids):
-            return memory_blocks or {}
+        if memory_ids is None and memory_blocks is None and not self.own_banks.read_without_ids:
+            return {}
         tokens = given.get("input_ids")
         tokens = given["inputs_embeds"] if tokens is None else tokens
+        if memory_blocks is not None:
+            for batch in memory_blocks.values():
+                if batch.num_rows != len(tokens):
+                    raise ValueError(
+                        f"memory_blocks were fetched for {batch.num_rows} rows; expected {len(tokens)}, one for each text of the "
+                        "batch."
+                    )
+            return memory_blocks
         return self._fetch(memory_ids, len(tokens), tokens.device)
 
     @torch.compiler.disable

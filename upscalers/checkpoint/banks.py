@@ -1,5 +1,7 @@
 """Banks beside a checkpoint: blocks that texts fetch, a folder per memory."""
 
+import contextlib
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,14 +24,18 @@ def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, se
         folder: Of the checkpoint.
         layouts: By the name of the memory.
         dtype: torch's name of the dtype that blocks are stored in.
-        seed: What blocks start as.
+        seed: What blocks start as; those of each memory as others, since two of one type that start alike would learn alike.
     """
     import torch
 
     from midus_hf.banks.memory_bank import create_bank
 
     for name, layout in layouts.items():
-        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), seed)
+        create_bank(folder / BANKS_FOLDER / name, layout, getattr(torch, dtype), _seed_of(name, seed))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
 
 
 def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -> None:
@@ -41,7 +47,7 @@ def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -
         layouts: By the name of the memory.
 
     Raises:
-        RequestError: If one is absent, or not the model's.
+        RequestError: If one is absent or not the model's, or a block is not what was written.
     """
     if not layouts:
         return
@@ -50,13 +56,10 @@ def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -
 
     for name, layout in layouts.items():
         try:
-            bank = MemoryBank(source / BANKS_FOLDER / name, layout)
+            with contextlib.closing(MemoryBank(source / BANKS_FOLDER / name, layout)) as bank:
+                bank.save(folder / BANKS_FOLDER / name)
         except BankError as error:
             raise RequestError(str(error)) from None
-        try:
-            bank.save(folder / BANKS_FOLDER / name)
-        finally:
-            bank.close()
 
 
 def bytes_of_banks(folder: Path) -> int:

@@ -1,0 +1,226 @@
+"""The file of a level: records come back as they were written, the rest is a hole, and whatever is wrong with it is said."""
+
+import json
+import struct
+import zlib
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
+
+RECORDS, NUMEL = 7, 5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def made(path, num_records=RECORDS, numel=NUMEL, dtype=torch.float32):
+    create_level_file(path, num_records, numel, dtype)
+    return path
+
+
+def record(index, numel=NUMEL, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(index)).to(dtype)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return made(tmp_path / "level-1.safetensors")
+
+
+@pytest.fixture
+def file(path):
+    """An open file of which records 2 and 6 were written."""
+    opened = LevelFile(path, RECORDS, NUMEL, writable=True)
+    for index in (2, 6):
+        opened.write(index, record(index))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_records_come_back_and_others_were_never_written(dtype, tmp_path):
+    path = made(tmp_path / "file", dtype=dtype)
+    file = LevelFile(path, RECORDS, NUMEL, writable=True)
+    for index in (6, 0, 3):
+        file.write(index, record(index, dtype=dtype))
+    file.write(3, record(4, dtype=dtype))
+    file.sync()
+    file.close()
+    again = LevelFile(path, RECORDS, NUMEL)
+    assert again.dtype == dtype and again.record_bytes == NUMEL * dtype.itemsize
+    assert again.checksums().nonzero()[0].tolist() == [0, 3, 6]
+    for index in range(RECORDS):
+        found = again.read(index)
+        if index in (0, 3, 6):
+            assert found.dtype == dtype and torch.equal(found, record(4 if index == 3 else index, dtype=dtype))
+        else:
+            assert found is None and again.checksum(index) == 0
+    again.close()
+
+
+def test_it_is_a_safetensors_file_with_checksums_in_front(file, path):
+    """Whoever knows safetensors alone reads the blocks, and CRC-32 of each."""
+    with safe_open(path, framework="numpy") as opened:
+        assert set(opened.keys()) == {"checksums", "blocks"}
+        checksums, blocks = opened.get_tensor("checksums"), opened.get_tensor("blocks")
+    assert checksums.dtype.name == "uint32" and blocks.shape == (RECORDS, NUMEL)
+    for index in range(RECORDS):
+        expected = record(index) if index in (2, 6) else torch.zeros(NUMEL)
+        assert torch.equal(torch.from_numpy(blocks[index]), expected)
+        assert checksums[index] == (zlib.crc32(expected.numpy().tobytes()) if index in (2, 6) else 0)
+    assert (file.checksums() == checksums).all()
+
+
+def test_what_is_written_is_cast_and_may_want_gradients(file):
+    wide = torch.arange(2 * NUMEL, dtype=torch.float64)[::2].requires_grad_()
+    file.write(1, wide)
+    assert torch.equal(file.read(1), torch.arange(0, 2 * NUMEL, 2, dtype=torch.float32))
+
+
+def test_what_is_read_may_be_changed_and_the_file_stays(file):
+    file.read(2).zero_()
+    assert torch.equal(file.read(2), record(2))
+
+
+def test_what_was_forgotten_was_never_written(file):
+    file.forget(2)
+    assert file.read(2) is None and torch.equal(file.read(6), record(6))
+    file.write(2, record(9))
+    assert torch.equal(file.read(2), record(9))
+
+
+def test_a_record_whose_checksum_would_be_zero_counts_as_written(path):
+    """Four bytes can be chosen so that CRC-32 of a record is 0, which says elsewhere that there is nothing."""
+    data = bytes.fromhex("9d0ad96d") + bytes(0)
+    assert zlib.crc32(data) == 0
+    path = made(path.with_name("one"), 2, 1)
+    file = LevelFile(path, 2, 1, writable=True)
+    file.write(1, torch.frombuffer(bytearray(data), dtype=torch.float32))
+    assert file.checksums().tolist() == [0, 1] and file.read(1) is not None
+    file.close()
+
+
+@pytest.mark.parametrize("index", [2, 6])
+@pytest.mark.parametrize("byte", [0, 11, 4 * NUMEL - 1])
+def test_a_flipped_byte_names_its_block_and_no_other(file, path, index, byte):
+    place = path.stat().st_size - (RECORDS - index) * 4 * NUMEL + byte
+    with path.open("r+b") as opened:
+        opened.seek(place)
+        (before,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([before ^ 4]))
+    with pytest.raises(BankError) as raised:
+        file.read(index)
+    assert str(raised.value) == (
+        f"block {index} of bank file {path} is not what was written: its checksum differs. Copy the bank again, or delete the block."
+    )
+    other = 8 - index
+    assert torch.equal(file.read(other), record(other))
+
+
+def test_a_record_that_was_half_written_is_known_by_it(file, monkeypatch):
+    """The checksum is taken away before the record is written, so that a run that is killed leaves none that misleads."""
+
+    def killed(place, data, write=file._write_at):
+        if len(data) > 4:
+            write(place, data[:7])
+            raise KeyboardInterrupt
+        write(place, data)
+
+    monkeypatch.setattr(file, "_write_at", killed)
+    with pytest.raises(KeyboardInterrupt):
+        file.write(2, record(9))
+    assert file.read(2) is None
+
+
+def test_a_file_takes_little_of_the_disk_until_it_is_written(tmp_path):
+    path = made(tmp_path / "large", 65537, 2**20, torch.bfloat16)
+    assert path.stat().st_size > 2**37 and path.stat().st_blocks * 512 <= 2**16
+    file = LevelFile(path, 65537, 2**20, writable=True)
+    last = torch.ones(2**20, dtype=torch.bfloat16)
+    file.write(65536, last)
+    assert torch.equal(file.read(65536), last) and file.read(65535) is None
+    file.close()
+    assert path.stat().st_blocks * 512 <= 2**21 + 2**16
+
+
+def test_a_file_that_is_absent_is_missed(tmp_path):
+    with pytest.raises(BankError) as raised:
+        LevelFile(tmp_path / "none", RECORDS, NUMEL)
+    path = tmp_path / "none"
+    assert (
+        str(raised.value)
+        == f"bank file {path} cannot be opened (No such file or directory); expected it beside the model."
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 4 * NUMEL, 4 * NUMEL * RECORDS + 1])
+def test_a_file_that_was_cut_short_is_refused(file, path, cut):
+    size = path.stat().st_size
+    with path.open("r+b") as opened:
+        opened.truncate(size - cut)
+    with pytest.raises(BankError) as raised:
+        LevelFile(path, RECORDS, NUMEL)
+    assert str(raised.value) == f"bank file {path} has {size - cut:,} bytes; expected {size:,}. Copy the bank again."
+
+
+def test_a_file_that_is_cut_while_it_is_open_says_so(file, path):
+    with path.open("r+b") as opened:
+        opened.truncate(path.stat().st_size - 1)
+    with pytest.raises(BankError, match=rf"^bank file {path} ends within block 6\. Copy the bank again\.$"):
+        file.read(6)
+
+
+def other_header(change):
+    header = {
+        "checksums": {"dtype": "U32", "shape": [RECORDS], "data_offsets": [0, 4 * RECORDS]},
+        "blocks": {"dtype": "F32", "shape": [RECORDS, NUMEL], "data_offsets": [28, 28 + 4 * RECORDS * NUMEL]},
+    }
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(28 + 4 * RECORDS * NUMEL)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234",
+        bytes(100),
+        struct.pack("<Q", 2**62) + bytes(100),
+        struct.pack("<Q", 8) + b"no json!" + bytes(100),
+        struct.pack("<Q", 8) + b"\xff" * 8 + bytes(100),
+        struct.pack("<Q", 2) + b"[]" + bytes(100),
+        struct.pack("<Q", 4) + b"null" + bytes(100),
+        other_header(lambda header: header.pop("checksums")),
+        other_header(lambda header: header.pop("blocks")),
+        other_header(lambda header: header["blocks"].pop("data_offsets")),
+        other_header(lambda header: header["blocks"].update(data_offsets=[])),
+        other_header(lambda header: header["checksums"].update(data_offsets=[])),
+        other_header(lambda header: header["blocks"].update(data_offsets=["0", "1"])),
+        other_header(lambda header: header["blocks"].update(dtype="I32")),
+    ],
+)
+def test_what_is_no_file_of_a_bank_is_refused(content, path):
+    path.write_bytes(content)
+    with pytest.raises(BankError) as raised:
+        LevelFile(path, RECORDS, NUMEL)
+    assert str(raised.value) == f"bank file {path} has no header of a bank; expected one. Copy the bank again."
+
+
+@pytest.mark.parametrize("sizes", [(RECORDS + 1, NUMEL), (RECORDS, NUMEL + 1), (NUMEL, RECORDS)], ids=str)
+def test_a_file_of_other_sizes_belongs_to_another_model(sizes, path):
+    with pytest.raises(BankError) as raised:
+        LevelFile(path, *sizes)
+    assert str(raised.value) == (
+        f"bank file {path} has blocks of shape [7, 5]; expected {list(sizes)}. It belongs to another model."
+    )
+
+
+def test_files_that_are_refused_are_closed(path):
+    before = len(list(path.parent.joinpath("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(BankError):
+            LevelFile(path, RECORDS, NUMEL + 1)
+    assert len(list(path.parent.joinpath("/proc/self/fd").iterdir())) == before
