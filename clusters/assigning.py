@@ -31,8 +31,9 @@ def document_paths(
         blocked: As in `ClusterTree.paths`. Default: none.
 
     Returns:
-        For each document that holds anything but white space `document`, its number; `windows`, the path of each of its
-        windows; and `path`, that which most of them take, the first of those among equals.
+        For each document that holds anything but white space `document`, its number; `text`; `windows`, the path of each of
+        its windows; and `memory_ids`, the path which most of them take, the first of those among equals: by it a model fetches
+        blocks.
 
     Raises:
         ValueError: As `MemoryRetriever.paths`.
@@ -40,15 +41,16 @@ def document_paths(
     windows = cut_windows(documents, tokenizer, window_tokens)
     found = _window_paths(retriever, windows, blocked)
     for number, group in itertools.groupby(found, key=lambda pair: pair[0]):
-        paths = [path for _, path in group]
+        found_here = list(group)
+        paths, text = [path for _, _, path in found_here], found_here[0][1]
         ((path, _),) = collections.Counter(map(tuple, paths)).most_common(1)
-        yield {"document": number, "path": list(path), "windows": paths}
+        yield {"document": number, "text": text, "memory_ids": list(path), "windows": paths}
 
 
 def _window_paths(
     retriever: MemoryRetriever, windows: Iterator[Window], blocked: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, list[int]]]:
+) -> Iterator[tuple[int, str, list[int]]]:
     while stretch := list(itertools.islice(windows, _STRETCH)):
         paths = retriever.paths([window.text for window in stretch], blocked).tolist()
         for window, path in zip(stretch, paths, strict=True):
-            yield window.document.number, path
+            yield window.document.number, window.document.text, path

@@ -15,7 +15,7 @@ _DOCUMENTS = 256
 
 
 class AssignPaths(PipelineStep):
-    """Gives each document its path in a tree: `path` and `windows` in its metadata, as `midus-cluster assign` writes them.
+    """Gives each document its path in a tree: `memory_ids` and `windows` in its metadata, as `midus-cluster assign` writes them.
 
     The tree and its model are loaded when the step begins to run, in the process that runs it. Documents that hold nothing but
     white space pass as they are.
@@ -69,7 +69,7 @@ class AssignPaths(PipelineStep):
             with self.track_time(unit="batch"):
                 documents = [Document(number, document.text) for number, document in enumerate(batch)]
                 for row in document_paths(retriever, tokenizer, documents, origin.window_tokens or 2048, self.blocked):
-                    batch[row["document"]].metadata |= {"path": row["path"], "windows": row["windows"]}
+                    batch[row["document"]].metadata |= {"memory_ids": row["memory_ids"], "windows": row["windows"]}
             for document in batch:
-                self.stat_update("with a path" if "path" in document.metadata else "blank")
+                self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
                 yield document

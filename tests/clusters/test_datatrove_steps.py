@@ -34,16 +34,16 @@ def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monke
     step = AssignPaths(tree)
     found = list(step.run((Document(text, str(number), metadata={"kept": 1}) for number, text in enumerate(texts))))
     assert [document.text for document in found] == texts
-    assert "path" not in found[2].metadata, "it is blank"
-    with_path = [document.metadata for document in found if "path" in document.metadata]
-    assert with_path == [{"kept": 1, "path": row["path"], "windows": row["windows"]} for row in expected]
+    assert "memory_ids" not in found[2].metadata, "it is blank"
+    with_path = [document.metadata for document in found if "memory_ids" in document.metadata]
+    assert with_path == [{"kept": 1, "memory_ids": row["memory_ids"], "windows": row["windows"]} for row in expected]
     assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
 
 
 def test_blocked_nodes_are_not_taken_and_no_documents_are_none(tree):
-    taken = next(AssignPaths(tree).run([Document("w1 w2", "0")])).metadata["path"][0]
+    taken = next(AssignPaths(tree).run([Document("w1 w2", "0")])).metadata["memory_ids"][0]
     (document,) = AssignPaths(tree, blocked=[(1, taken)]).run([Document("w1 w2", "0")])
-    assert document.metadata["path"][0] != taken
+    assert document.metadata["memory_ids"][0] != taken
     assert list(AssignPaths(tree).run(None)) == []
 
 

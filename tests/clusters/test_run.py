@@ -67,8 +67,8 @@ def test_documents_take_the_paths_that_their_windows_took_at_building(request_, 
     for row in rows:
         paths = [tuple(path) for path in row["windows"]]
         assert all(path == tree.leaf_path(path[-1]) for path in paths)
-        assert tuple(row["path"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
-    blocked = [(1, rows[0]["path"][0])]
+        assert tuple(row["memory_ids"]) == max(paths, key=lambda path: (paths.count(path), -paths.index(path)))
+    blocked = [(1, rows[0]["memory_ids"][0])]
     for row in document_paths(retriever, tokenizer, read_corpus(corpus), 5, blocked):
         assert all(path[0] != blocked[0][1] for path in row["windows"])
 

@@ -51,12 +51,14 @@ def test_assign_writes_the_path_of_each_document(tree, corpus, tmp_path, capsys)
     assert capsys.readouterr().out == f"{output}: paths of 60 documents\n"
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["document"] for row in rows] == list(range(60))
-    assert all(row["windows"] == [row["path"]] and row["path"][0] == row["path"][1] // 3 for row in rows)
+    assert all(
+        row["windows"] == [row["memory_ids"]] and row["memory_ids"][0] == row["memory_ids"][1] // 3 for row in rows
+    )
     assert main(words) == 2
     assert "exists; pass --overwrite to replace it" in capsys.readouterr().err
-    blocked = rows[0]["path"][0]
+    blocked = rows[0]["memory_ids"][0]
     assert main([*words, "--overwrite", "--block", f"1:{blocked}"]) == 0
-    assert all(json.loads(line)["path"][0] != blocked for line in output.read_text().splitlines())
+    assert all(json.loads(line)["memory_ids"][0] != blocked for line in output.read_text().splitlines())
 
 
 def test_report_shows_levels_and_nodes(tree, tmp_path, capsys):

@@ -15,6 +15,7 @@ MISSING_FILE = {
     "midus-chapters": ["import", "model", "absent", "--output", "out"],
     "midus-flops": ["absent.json"],
     "midus-cluster": ["report", "--tree", "absent"],
+    "midus-bank": ["list", "absent"],
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
@@ -25,6 +26,7 @@ WORK = {
     "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
     "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus-cluster": ("clusters.run.open_build", ["report", "--tree", "tree"]),
+    "midus-bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
