@@ -17,14 +17,16 @@ from midus_hf.training.packing import IGNORED_LABEL, PackedSequence, check_lengt
 class ClusteredDataset(Dataset):
     """Documents packed within the leaves of a tree (hierarchical memories, appendix A.2).
 
-    Those of a leaf are laid end to end in the order of the corpus and cut into sequences. What is left over is a sequence too, filled
-    up with a token that is no label: a leaf may have little text, and it is all that its blocks learn from.
+    A leaf is a node of the deepest level that has blocks: documents of one leaf fetch the same. Those of a leaf are laid end to end
+    in the order of the corpus and cut into sequences. What is left over is a sequence too, filled up with a token that is no label:
+    a leaf may have little text, and it is all that its blocks learn from.
 
     Args:
         tokens: Of all documents.
         paths: `[documents, p]`, int64, the node of each level that a document is in.
         sequence_length: T.
         fill: The token that sequences are filled up with.
+        depth: Levels of the path down to the deepest that has blocks. Default: all.
         document_mask: As in `training_example`. Default: false.
         generic_share: Share of sequences that come with the path of the generic memory instead. Default: 0.
         seed: What decides which they are. Default: 0.
@@ -39,6 +41,7 @@ class ClusteredDataset(Dataset):
         paths: np.ndarray,
         sequence_length: int,
         fill: int,
+        depth: int | None = None,
         document_mask: bool = False,
         generic_share: float = 0.0,
         seed: int = 0,
@@ -54,10 +57,11 @@ class ClusteredDataset(Dataset):
         self.num_documents, self.num_tokens = tokens.num_documents, tokens.num_tokens
         self._bounds = tokens.document_bounds()
         # Documents leaf by leaf, in the order of the corpus within each; where each begins in that order.
-        self._order = np.lexsort(paths.T[::-1])
+        deciding = paths[:, :depth]
+        self._order = np.lexsort(deciding.T[::-1])
         lengths = (self._bounds[1:] - self._bounds[:-1])[self._order]
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
-        sorted_paths = paths[self._order]
+        sorted_paths = deciding[self._order]
         is_first = np.concatenate([[True], (sorted_paths[1:] != sorted_paths[:-1]).any(1)])
         first_documents = np.flatnonzero(is_first)
         ends = self._begins[np.concatenate([first_documents[1:], [len(paths)]])]
@@ -67,7 +71,7 @@ class ClusteredDataset(Dataset):
         within = np.arange(len(self._leaf)) - np.repeat(np.cumsum(counts) - counts, counts)
         self._sequence_begins = leaf_begins[self._leaf] + within * sequence_length
         self._sequence_ends = np.minimum(self._sequence_begins + sequence_length, ends[self._leaf])
-        self._leaf_paths = sorted_paths[first_documents]
+        self._leaf_paths = paths[self._order[first_documents]]  # below the leaf, those of its first document
         self.num_leaves = len(counts)
 
     def __len__(self) -> int:

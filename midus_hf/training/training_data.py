@@ -105,7 +105,8 @@ def _open(
         import_datasets("a corpus that is packed within the leaves of a tree")
         tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
         length, mask, share = config.sequence_length, config.document_mask, config.generic_share
-        return ClusteredDataset(tokens, paths, length, tokenizer.eos_token_id, mask, share, config.seed)
+        depth = max(max(layout.levels) for layout in banks.values())
+        return ClusteredDataset(tokens, paths, length, tokenizer.eos_token_id, depth, mask, share, config.seed)
     if options.streaming:
         stream = PackedStream(start_pass, config.document_mask)
         next(iter(stream))

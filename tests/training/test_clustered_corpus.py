@@ -62,6 +62,19 @@ def test_sequences_are_of_one_leaf_and_come_with_its_path(corpus, tmp_path):
     assert "position_ids" not in made[0]
 
 
+def test_documents_that_fetch_the_same_are_packed_together(corpus, tmp_path):
+    made = dataset(corpus, tmp_path, depth=1)
+    assert made.num_leaves == 2
+    paths = {tuple(example["memory_ids"].tolist()) for example in made}
+    assert paths == {(0, 1), (2, 7)}, "below the leaf it is the path of its first document"
+    tokens = torch.cat([example["input_ids"][example["labels"] != IGNORED_LABEL] for example in made]).tolist()
+    in_order = [index for node in (0, 2) for index, (ids, _) in enumerate(ROWS) if ids[0] == node]
+    expected = []
+    for index in in_order:
+        expected += [int(word[1:]) for word in words(index, ROWS[index][1])] + [EOS]
+    assert tokens == expected
+
+
 def test_every_token_is_a_label_once(corpus, tmp_path):
     labels = torch.cat([example["labels"] for example in dataset(corpus, tmp_path)])
     assert (labels != IGNORED_LABEL).sum() == sum(count + 1 for _, count in ROWS)
