@@ -35,9 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--product") and not any("::" in argument for argument in config.args):
-        kept = keep_pairs(items)
+        kept = set(keep_pairs(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)
