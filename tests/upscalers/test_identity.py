@@ -11,6 +11,7 @@ from tests.upscalers.checkpoints import (
     SMALL,
     SMALL_MEMORY,
     VARIANTS,
+    base_for,
     load,
     logits,
     read_tensors,
@@ -68,8 +69,7 @@ def compared(request, tmp_path_factory) -> dict[str, list]:
     chosen = wanted_by_tests(request, "family", "dtype_and_case")
     pairs, bases = [], {}
     for family, (dtype, case) in [*((family, placed) for family in sorted(families) for placed in PLACED), *chosen]:
-        # Only a block whose heads are together as wide as the hidden state has something to add to.
-        changes = {"head_dim": 8} if case == "hml, residual" else {}
+        changes = base_for(case)
         key = (family, dtype, *changes)
         if key not in bases:
             bases[key] = save_base(folder / f"base-{len(bases)}", family, DTYPES[dtype], **changes)
