@@ -1,5 +1,6 @@
 """Fixtures that several test folders share."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -34,9 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--product") and not any("::" in argument for argument in config.args):
-        kept = keep_pairs(items)
+        kept = set(keep_pairs(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,6 +49,17 @@ def one_thread():
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules():
+    """The garbage collector need not look again at what lives as long as the tests do, such as all that was imported.
+
+    Every training run collects garbage, which takes a quarter of a second and more where it looks at every module of torch and
+    transformers. What a test makes is collected as ever: what is frozen here was alive after all tests of the file before.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=FAMILIES)

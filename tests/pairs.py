@@ -35,6 +35,24 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
     return [item for item, axis in zip(items, axes, strict=True) if stays(axis)]
 
 
+def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
+    """The values of these parameters that tests of a fixture's file run with, where they have all of them and the fixture.
+
+    What a fixture computes for many tests at once, it computes for those that run.
+
+    Args:
+        request: Of the fixture, which is of module scope.
+        names: Of parameters, in the order of the values.
+    """
+    users = [
+        item
+        for item in request.session.items
+        if item.path == request.path and request.fixturename in item.fixturenames
+    ]
+    given = [item.callspec.params for item in users]
+    return list(dict.fromkeys(tuple(params[name] for name in names) for params in given if {*names} <= params.keys()))
+
+
 def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
     """The test, its family and its other parameters; None where it does not run on a family that a fixture gives."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})

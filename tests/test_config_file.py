@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,9 +135,3 @@ def test_a_file_that_is_no_config_is_refused(tmp_path):
 
 def test_an_empty_file_sets_nothing(tmp_path):
     assert read_mapping(write(tmp_path, "# nothing\n")) == {}
-
-
-def test_no_model_imports_what_only_training_and_evaluation_need():
-    code = "import sys, midus_hf; print({'midus_hf.config_file', 'midus_hf.documents'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"

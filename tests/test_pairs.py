@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from pairs import keep_pairs
+from pairs import keep_pairs, wanted_by_tests
 
 
 @dataclass
@@ -48,3 +48,20 @@ def test_what_is_on_no_family_or_chooses_its_own_stays():
     plain = [Item("plain", {"size": size}) for size in range(4)]
     chosen = product("chosen", "abc", range(3), chosen=["size, family"])
     assert keep_pairs([*plain, *chosen]) == [*plain, *chosen]
+
+
+def test_a_fixture_knows_the_parameters_of_the_tests_that_ask_for_it():
+    def item(path: str, fixture: str, **params: int) -> SimpleNamespace:
+        return SimpleNamespace(path=path, fixturenames=[fixture], callspec=SimpleNamespace(params=params))
+
+    items = [
+        item("here", "mine", size=1, family=2),
+        item("here", "mine", size=1, family=3),
+        item("here", "mine", family=4),
+        item("here", "another", size=5, family=5),
+        item("there", "mine", size=6, family=6),
+    ]
+    request = SimpleNamespace(path="here", fixturename="mine", session=SimpleNamespace(items=items))
+    assert wanted_by_tests(request, "family", "size") == [(2, 1), (3, 1)]
+    assert wanted_by_tests(request, "size") == [(1,)]
+    assert wanted_by_tests(request, "family") == [(2,), (3,), (4,)]

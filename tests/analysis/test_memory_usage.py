@@ -1,9 +1,8 @@
 """`midus-usage` and `scripts/memory_usage.py`: the table, the JSON, the picture, and what it refuses."""
 
 import json
-import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,20 +31,20 @@ def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
-def test_it_prints_a_row_a_layer_and_draws_a_picture(model, text, tmp_path):
+def test_it_prints_a_row_a_layer_and_draws_a_picture(model, text, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "usage.png"
-    words = [model, "--text", text, "--sequence-length", "32", "--output", picture]
-    result = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "memory_usage.py", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
-    )
-    assert result.returncode == 0, result.stderr
-    rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
+    script = str(REPOSITORY / "scripts" / "memory_usage.py")
+    words = [str(model), "--text", str(text), "--sequence-length", "32", "--output", str(picture)]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    rows = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│")]
     assert [int(row[0]) for row in rows] == NEW_LAYERS
-    assert f"199 tokens of {text}, perplexity " in result.stdout
+    assert f"199 tokens of {text}, perplexity " in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

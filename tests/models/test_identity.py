@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from models.fresh_process import run_python
-from tiny import FAMILIES, WINDOW, prompt, save_tiny_model
+from pairs import wanted_by_tests
+from tiny import WINDOW, prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from upscalers import upscale
@@ -69,19 +70,17 @@ print(json.dumps(findings))
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory) -> dict[str, dict]:
+def findings(request, tmp_path_factory) -> dict[str, dict]:
     """What the other process saw, by `family/dtype/placement`, or a key of `MEMORIES` in its place."""
     folder = tmp_path_factory.mktemp("identity")
-    cases = {}
-    for family in FAMILIES:
-        for name, dtype in DTYPES.items():
-            group = f"{family}/{name}"
-            base = save_tiny_model(family, folder / group / "base", dtype)
-            cases[group] = [f"{group}/{case}" for case in (*PLACEMENTS, *MEMORIES)]
-            for placement in PLACEMENTS:
-                make(base, folder / group / placement, placement)
-            for case, (method, options) in MEMORIES.items():
-                make(base, folder / group / case, "distributed", method, options)
+    cases: dict[str, list[str]] = {}
+    for family, dtype, case in wanted_by_tests(request, "family", "dtype", "case"):
+        group = f"{family}/{dtype}"
+        if group not in cases:
+            save_tiny_model(family, folder / group / "base", DTYPES[dtype])
+        cases.setdefault(group, []).append(f"{group}/{case}")
+        placement = case if case in PLACEMENTS else "distributed"
+        make(folder / group / "base", folder / group / case, placement, *MEMORIES.get(case, ()))
     assert prompt().shape[1] > 2 * WINDOW
     torch.save(prompt(), folder / "prompt.pt")
     (folder / "cases.json").write_text(json.dumps(cases))

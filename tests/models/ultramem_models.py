@@ -1,7 +1,7 @@
 """Models with UltraMemV2 attached, built in memory from a tiny base."""
 
 import torch
-from tiny import tiny_model
+from tiny import NUM_LAYERS, tiny_model
 
 from midus_hf.models import FAMILIES
 
@@ -14,12 +14,12 @@ KINDS = {
 }
 
 
-def ultramem_model(family="llama", kind="own", dtype=torch.float64, **options):
+def ultramem_model(family="llama", kind="own", dtype=torch.float64, num_hidden_layers=NUM_LAYERS, **options):
     """A tiny model with a memory that acts, in eval mode."""
     entry = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3, "zero": "none", **KINDS[kind], **options}
     if kind == "skip":
         entry["layers"] = [1, 2]
-    native = tiny_model(family, dtype)
+    native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers)
     fields = {
         key: value for key, value in native.config.to_dict().items() if key not in ("model_type", "architectures")
     }

@@ -1,7 +1,6 @@
 """`midus-sft` and `scripts/train_sft.py` from the outside: what it prints, what it writes, how it exits."""
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -26,17 +25,16 @@ def words(base, chats, tmp_path) -> list[str]:
     return [str(recipe), *given, "sequence_length=96", "batch_size=2"]
 
 
-def test_it_trains_and_leaves_a_model(words, tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Training the new layers alone: " in done.stdout
-    assert "16 examples, 947 tokens, 173 of them with a loss (18.3%)" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 3 steps, ")
+def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "Training the new layers alone: " in printed
+    assert "16 examples, 947 tokens, 173 of them with a loss (18.3%)" in printed
+    assert printed.splitlines()[-1].startswith(f"{tmp_path / 'out'}: 3 steps, ")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -142,11 +143,25 @@ def words(upscaled, corpus, tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path):
-    result, err = Process(words).signal_after_first_event(tmp_path / "out" / "log.jsonl", number)
-    assert result == status, err
+def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, capfd, keyboard):
+    log, ended = tmp_path / "out" / "log.jsonl", threading.Event()
+
+    def signal_after_first_event() -> None:
+        while not ended.wait(0.02):
+            if log.exists() and log.stat().st_size:
+                os.kill(os.getpid(), number)
+                return
+
+    sender = threading.Thread(target=signal_after_first_event)
+    sender.start()
+    try:
+        assert main(words) == status
+    finally:
+        ended.set()
+        sender.join()
     saved = last_checkpoint(tmp_path / "out")
     step = int(saved.name.rpartition("-")[2])
+    err = capfd.readouterr().err
     assert err.splitlines()[-1] == f"interrupted after step {step:,}; resume=true goes on from {saved}"
     assert HINT in err and "Traceback" not in err
 

@@ -1,6 +1,7 @@
 """`midus-train` and `scripts/train_cpt.py` from the outside: what it prints, what it writes, how it exits."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,13 +94,15 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
         )
 
 
-def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path):
-    result = run_script([*words, f"corpus={corpus / '000.txt'}", "sequence_length=128"])
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr == (
+def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words, f"corpus={corpus / '000.txt'}", "sequence_length=128"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert tuple(capfd.readouterr()) == (
+        "",
         "error: the corpus has 61 tokens; expected at least one sequence of sequence_length = 128. "
-        "Add text, or lower sequence_length.\n"
+        "Add text, or lower sequence_length.\n",
     )
     assert not (tmp_path / "out").exists()
 

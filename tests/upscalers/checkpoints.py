@@ -60,6 +60,14 @@ def variants(family: str) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
+def base_for(variant: str) -> dict[str, Any]:
+    """What a base's config must say for a key of `VARIANTS`, so that every family can have it.
+
+    Only a block whose heads are together as wide as the hidden state has something to add to.
+    """
+    return {"head_dim": 8} if variant == "hml, residual" else {}
+
+
 RECORD = ("upscale.json",)
 """What `strip` puts beside the base that it gives back."""
 

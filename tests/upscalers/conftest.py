@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from midus_commands import upscale as cli
 from tests.upscalers.checkpoints import save_base
@@ -74,6 +74,9 @@ def hub(monkeypatch, tmp_path) -> Iterator[LoopbackHub]:
     """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
     with LoopbackHub({}) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
+        here = property(lambda client: server.address, lambda client, value: vars(client).update(endpoint=value))
+        monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}"
         )

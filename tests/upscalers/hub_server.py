@@ -82,7 +82,7 @@ class LoopbackHub:
         Handler.hub = hub
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
 
     def __enter__(self) -> "LoopbackHub":
         self._thread.start()
@@ -105,6 +105,7 @@ class LoopbackHub:
 class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or what follows the headers waits until the client has acknowledged them, 40 ms
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""

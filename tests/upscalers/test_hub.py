@@ -6,23 +6,14 @@ import socket
 import pytest
 import torch
 from tiny import prompt
+from transformers import AutoModelForCausalLM
 
-from tests.upscalers.checkpoints import logits, save_base
-from tests.upscalers.hub_server import LoopbackHub, client_environment, files_of
+from tests.upscalers.checkpoints import load, logits, save_base
+from tests.upscalers.hub_server import LoopbackHub, Repository, client_environment, files_of
 from tests.upscalers.processes import run_python, run_upscale
+from upscalers import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
-LOAD = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-import midus_hf
-
-torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").eval()
-with torch.no_grad():
-    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
-"""
 
 
 @pytest.fixture
@@ -34,21 +25,20 @@ def base(tmp_path):
     return folder
 
 
-def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, tmp_path):
-    with LoopbackHub({"org/base": files_of(base)}) as hub:
-        client = client_environment(hub, tmp_path)
-        done = run_upscale(
-            "--base", "org/base", "--method", "midus-hml", "--output", "out", *SMALL, "--max-shard-size", "60KB",
-            "--push-to-hub", "me/upscaled", "--json", folder=tmp_path, **client,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert hub.downloaded("org/base") == files_of(base).keys() - {"pytorch_model.bin"}
-        assert hub.repositories["me/upscaled"].files == files_of(tmp_path / "out")
-        assert hub.repositories["me/upscaled"].commits == 1
-        torch.save(prompt(), tmp_path / "tokens.pt")
-        arguments = ("me/upscaled", tmp_path / "tokens.pt", tmp_path / "logits.pt")
-        loaded = run_python(LOAD, *arguments, folder=tmp_path, **client)
-        assert loaded.returncode == 0, loaded.stderr
+def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub, tmp_path):
+    hub.repositories["org/base"] = Repository(files_of(base))
+    done = run_upscale(
+        "--base", "org/base", "--method", "midus-hml", "--output", "out", *SMALL, "--max-shard-size", "60KB",
+        "--push-to-hub", "me/upscaled", "--json", folder=tmp_path, **client_environment(hub, tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert hub.downloaded("org/base") == files_of(base).keys() - {"pytorch_model.bin"}
+    assert hub.repositories["me/upscaled"].files == files_of(tmp_path / "out")
+    assert hub.repositories["me/upscaled"].commits == 1
+    loaded = AutoModelForCausalLM.from_pretrained("me/upscaled", dtype="auto").eval()
+    assert any(name.endswith(".safetensors") for name in hub.downloaded("me/upscaled"))
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt()).logits, logits(base))
     report = json.loads(done.stdout)
     assert report["base"] == "org/base"
     assert report["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
@@ -56,11 +46,10 @@ def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, tmp
     assert (record["base"]["name"], record["base"]["revision"]) == ("org/base", hub.repositories["org/base"].revision)
     assert "base_model: org/base" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "LICENSE").read_text() == "licence"
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(base))
 
 
 def test_a_dry_run_and_inspect_download_no_weights(base, tmp_path):
-    run_upscale("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--no-verify")
+    upscale(base=base, method="midus-hml", output=tmp_path / "out", options={"n": 8, "k": 2}, verify=False)
     with LoopbackHub({"org/base": files_of(base), "me/upscaled": files_of(tmp_path / "out")}) as hub:
         client = client_environment(hub, tmp_path)
         planned = run_upscale("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json", **client)
@@ -104,15 +93,6 @@ def test_a_gated_repository_says_what_to_do(base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-PUSH = """
-import sys
-from transformers import AutoModelForCausalLM
-import midus_hf
-
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model.push_to_hub("me/pushed")
-model.save_pretrained(sys.argv[2], push_to_hub=True, repo_id="me/saved-and-pushed")
-"""
 LOAD_WITHOUT_THE_PACKAGE = """
 import sys
 import torch
@@ -132,20 +112,17 @@ for repository in ("me/pushed", "me/saved-and-pushed"):
 """
 
 
-def test_a_model_pushed_from_python_brings_its_code(base, tmp_path):
-    run_upscale("--base", base, "--method", "midus-hml", "--output", tmp_path / "out", *SMALL, "--no-verify")
+def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
+    upscale(base=base, method="midus-hml", output=tmp_path / "out", options={"n": 8, "k": 2}, verify=False)
+    model = load(tmp_path / "out")
+    model.push_to_hub("me/pushed")
+    model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/saved-and-pushed")
+    for name in ("me/pushed", "me/saved-and-pushed"):
+        assert {"config.json", "modeling_midus.py", "midus_hf_models_llama.py"} <= hub.repositories[name].files.keys()
     torch.save(prompt(), tmp_path / "tokens.pt")
-    with LoopbackHub({}) as hub:
-        client = client_environment(hub, tmp_path)
-        pushed = run_python(PUSH, tmp_path / "out", tmp_path / "saved", folder=tmp_path, **client)
-        assert pushed.returncode == 0, pushed.stderr
-        for name in ("me/pushed", "me/saved-and-pushed"):
-            assert {"config.json", "modeling_midus.py", "midus_hf_models_llama.py"} <= hub.repositories[
-                name
-            ].files.keys()
-        arguments = (tmp_path / "tokens.pt", tmp_path / "logits")
-        loaded = run_python(LOAD_WITHOUT_THE_PACKAGE, *arguments, folder=tmp_path, **client)
-        assert loaded.returncode == 0, loaded.stderr
+    arguments = (tmp_path / "tokens.pt", tmp_path / "logits")
+    loaded = run_python(LOAD_WITHOUT_THE_PACKAGE, *arguments, folder=tmp_path, **client_environment(hub, tmp_path))
+    assert loaded.returncode == 0, loaded.stderr
     for name in ("pushed", "saved-and-pushed"):
         assert torch.equal(torch.load(tmp_path / f"logits-{name}.pt"), logits(base))
 

@@ -4,9 +4,20 @@ import json
 
 import pytest
 import torch
+from pairs import wanted_by_tests
 from tiny import WINDOW, prompt
 
-from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, variants
+from tests.upscalers.checkpoints import (
+    SMALL,
+    SMALL_MEMORY,
+    VARIANTS,
+    base_for,
+    load,
+    logits,
+    read_tensors,
+    save_base,
+    variants,
+)
 from tests.upscalers.processes import run_python
 from upscalers import upscale
 
@@ -38,32 +49,55 @@ for case, base, upscaled in json.load(open(sys.argv[2])):
 """
 
 
-def compared_in_a_fresh_process(folder, pairs):
-    """For each case: the dtypes of base and upscaled model, and whether logits and greedy tokens are equal."""
-    (folder / "pairs.json").write_text(json.dumps([[case, str(base), str(new)] for case, base, new in pairs]))
+PLACED = [("float32", placement) for placement in PLACEMENTS]
+"""What every family is compared at."""
+
+CASES = [
+    *((dtype, placement) for dtype in ("bfloat16", "float16") for placement in PLACEMENTS),
+    *((dtype, variant) for dtype in ("float32", "bfloat16") for variant in VARIANTS),
+]
+
+
+@pytest.fixture(scope="module")
+def compared(request, tmp_path_factory) -> dict[str, list]:
+    """For each case the dtypes of base and upscaled model, and whether logits and greedy tokens are equal.
+
+    All of them in one process that never saw the models made, since starting it takes longest.
+    """
+    folder = tmp_path_factory.mktemp("identity")
+    families = {family for (family,) in wanted_by_tests(request, "family")}
+    chosen = wanted_by_tests(request, "family", "dtype_and_case")
+    pairs, bases = [], {}
+    for family, (dtype, case) in [*((family, placed) for family in sorted(families) for placed in PLACED), *chosen]:
+        changes = base_for(case)
+        key = (family, dtype, *changes)
+        if key not in bases:
+            bases[key] = save_base(folder / f"base-{len(bases)}", family, DTYPES[dtype], **changes)
+        method, options = VARIANTS.get(case, ("midus-hml", {}))
+        output, placement = folder / f"upscaled-{len(pairs)}", case if case in PLACEMENTS else None
+        options = {**SMALL[method], **options}
+        report = upscale(
+            base=bases[key], method=method, output=output, options=options, placement=placement, verify=False
+        )
+        assert (report.identity.checked, report.identity.max_abs_diff) == ("blocks", 0.0)
+        pairs.append((f"{family} {dtype} {case}", str(bases[key]), str(output)))
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    assert prompt().shape[1] > WINDOW
     result = run_python(COMPARE, json.dumps(prompt().tolist()), folder / "pairs.json")
     assert result.returncode == 0, result.stderr
-    return {case: (dtypes, *equal) for case, dtypes, *equal in map(json.loads, result.stdout.splitlines())}
+    return {case: findings for case, *findings in map(json.loads, result.stdout.splitlines())}
 
 
-def test_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, tmp_path):
-    """At every placement, and of every memory and option; in one process, since starting it takes longest."""
-    assert prompt().shape[1] > WINDOW
-    pairs, expected = [], {}
-    for dtype_name, dtype in DTYPES.items():
-        base = save_base(tmp_path / dtype_name, family, dtype)
-        requests = {placement: ("midus-hml", SMALL_MEMORY, placement) for placement in PLACEMENTS}
-        if dtype_name != "float16":
-            requests |= {name: (*request, None) for name, request in variants(family).items()}
-        for number, (name, (method, options, placement)) in enumerate(requests.items()):
-            output = tmp_path / f"{dtype_name}-{number}"
-            report = upscale(
-                base=base, method=method, output=output, options=options, placement=placement, verify=False
-            )
-            assert (report.identity.checked, report.identity.max_abs_diff) == ("blocks", 0.0)
-            pairs.append((f"{dtype_name} {name}", base, output))
-            expected[f"{dtype_name} {name}"] = ([dtype_name, dtype_name], True, True)
-    assert compared_in_a_fresh_process(tmp_path, pairs) == expected
+def test_at_every_placement_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, compared):
+    for dtype, placement in PLACED:
+        assert compared[f"{family} {dtype} {placement}"] == [[dtype, dtype], True, True], placement
+
+
+@pytest.mark.parametrize("dtype_and_case", CASES, ids=" ".join)
+def test_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, dtype_and_case, compared):
+    """Of every memory and option, too."""
+    dtype, case = dtype_and_case
+    assert compared[f"{family} {dtype} {case}"] == [[dtype, dtype], True, True]
 
 
 @pytest.mark.parametrize("method", SMALL)

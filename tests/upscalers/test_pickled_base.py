@@ -36,8 +36,8 @@ def run_in_shell(line: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "with_tokenizer"),
-    [("base", True), ("base", False), ('it\'s a "$HOME" `x` \\ base', True)],
-    ids=["plain", "without tokenizer", "quoted"],
+    [("base", False), ('it\'s a "$HOME" `x` \\ base', True)],
+    ids=["plain, without tokenizer", "quoted, with tokenizer"],
 )
 def test_the_advice_converts_weights_and_tokenizer(name, with_tokenizer, tmp_path, command):
     base = save_pickled(tmp_path / name, with_tokenizer)

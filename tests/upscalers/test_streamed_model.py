@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import prompt
 
-from tests.upscalers.checkpoints import load, read_tensors, save_base, variants, write_tensors
+from tests.upscalers.checkpoints import SMALL, VARIANTS, base_for, load, read_tensors, save_base, write_tensors
 from upscalers import VerificationError, upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.runs import streamed_model
@@ -50,16 +50,17 @@ def test_tensors_of_several_dtypes_are_cast_as_transformers_casts_them(native_fa
         assert torch.equal(streamed_logits(folder, dtype), expected_logits(folder, dtype))
 
 
-def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, shared_base, tmp_path):
-    for number, (method, options) in enumerate(variants(family).values()):
-        folder = tmp_path / str(number)
-        upscale(base=shared_base(family), method=method, output=folder, options=options, verify=False)
-        trained = {
-            name: 0.05 * torch.randn_like(tensor) if name.endswith("value_bank") else tensor
-            for name, tensor in read_tensors(folder).items()
-        }
-        write_tensors(folder, trained)
-        assert torch.equal(streamed_logits(folder), expected_logits(folder)), method
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memories_that_were_trained_are_computed_as_they_are_in_memory(family, tmp_path, variant):
+    method, options = VARIANTS[variant]
+    base, folder = save_base(tmp_path / "base", family, **base_for(variant)), tmp_path / "out"
+    upscale(base=base, method=method, output=folder, options={**SMALL[method], **options}, verify=False)
+    trained = {
+        name: 0.05 * torch.randn_like(tensor) if name.endswith("value_bank") else tensor
+        for name, tensor in read_tensors(folder).items()
+    }
+    write_tensors(folder, trained)
+    assert torch.equal(streamed_logits(folder), expected_logits(folder))
 
 
 def test_a_head_that_is_stored_although_it_is_tied_counts_as_transformers_counts_it(tmp_path):

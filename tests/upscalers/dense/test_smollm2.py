@@ -27,7 +27,7 @@ transformers.logging.disable_progress_bar()
 for case in json.load(open("cases.json")):
     model, info = AutoModelForCausalLM.from_pretrained(case, dtype="auto", output_loading_info=True)
     tokens = AutoTokenizer.from_pretrained(case)("The seven wonders of the ancient world", return_tensors="pt")
-    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with_cache = model.eval().generate(**tokens, use_cache=True, **settings)
     without = model.generate(**tokens, use_cache=False, **settings)
     with torch.no_grad():
