@@ -2,12 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.banks.level_file import BankError
@@ -81,6 +82,11 @@ class Banks:
             )
         return self._open[name]
 
+    @property
+    def are_open(self) -> bool:
+        """Whether there are banks, and they are open."""
+        return bool(self._open)
+
     def save(self, folder: str | os.PathLike) -> None:
         """Write those that are open beside a checkpoint in another folder."""
         for name, bank in self._open.items():
@@ -112,6 +118,48 @@ class Banks:
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
         return fetched
+
+
+def upload(
+    save: Callable[..., Any],
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    **save_options: Any,
+) -> Any:
+    """Save a model to a temporary folder, and upload that in one commit.
+
+    Args:
+        save: `save_pretrained` of the model.
+        repo_id: Of the repository, which is made if need be.
+        commit_message: Default: `"Upload model"`.
+        commit_description: Default: none.
+        private: Whether a new repository is a private one. Default: its owner's.
+        token: Default: that of whoever is logged in.
+        revision: A branch. Default: the main one.
+        create_pr: Whether to open a pull request. Default: false.
+        save_options: What else `save` takes, such as `max_shard_size`.
+
+    Returns:
+        What the commit made.
+    """
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder, **save_options)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message or "Upload model",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
 
 
 def folder_of_checkpoint(name: str | os.PathLike, options: Mapping[str, Any]) -> Path | None:

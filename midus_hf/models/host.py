@@ -21,7 +21,7 @@ from midus_hf.memory.tables import MemoryTables
 from midus_hf.memory.token_places import TokenPlaces, token_places
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
-from midus_hf.models.fetching import BLOCKS, IDS, Banks, folder_of_checkpoint
+from midus_hf.models.fetching import BLOCKS, IDS, Banks, folder_of_checkpoint, upload
 from midus_hf.models.memory_inputs import MemoryInputs, input_names
 from midus_hf.models.peft_targets import register_targets
 
@@ -101,11 +101,31 @@ class HostsMemory:
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """As the family's; banks that are open are written beside the weights."""
+        """As the family's; banks that are open are written beside the weights.
+
+        Raises:
+            ValueError: If it shall be uploaded as well, and a bank is open: it would be uploaded before the bank is written.
+        """
+        if kwargs.get("push_to_hub") and self.banks.are_open:
+            raise ValueError(
+                "save_pretrained is given push_to_hub, and this model has a bank beside its weights; expected push_to_hub(repo_id), "
+                "which uploads both."
+            )
         saved = super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             self.banks.save(save_directory)
         return saved
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As the family's; banks that are open are uploaded with the weights, in folders of folders, which transformers does not.
+
+        Args:
+            repo_id: Of the repository, which is made if need be.
+            kwargs: As the family's takes them.
+        """
+        if not self.banks.are_open:
+            return super().push_to_hub(repo_id, **kwargs)
+        return upload(self.save_pretrained, repo_id, **kwargs)
 
     @property
     def banks(self) -> Banks:

@@ -8,6 +8,7 @@ import torch
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
+from midus_hf.banks.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import load, logits, save_base
 from tests.upscalers.hub_server import LoopbackHub, Repository, client_environment, files_of
 from tests.upscalers.processes import run_python, run_upscale
@@ -125,6 +126,29 @@ def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
     assert loaded.returncode == 0, loaded.stderr
     for name in ("pushed", "saved-and-pushed"):
         assert torch.equal(torch.load(tmp_path / f"logits-{name}.pt"), logits(base))
+
+
+def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
+    options = {"sizes": [3, 2], "branching": 2}
+    upscale(base=base, method="hier-ffn", output=tmp_path / "out", options=options, verify=False)
+    model = load(tmp_path / "out")
+    bank = MemoryBank(tmp_path / "out" / "memory_bank" / "hier-ffn", model.banks.layouts["hier-ffn"], writable=True)
+    bank.write(2, 3, torch.randn(bank.layout.record_numel(2), generator=torch.Generator().manual_seed(0)))
+    bank.close()
+    model.open_banks(tmp_path / "out")
+    model.push_to_hub("me/fetching", commit_message="A bank")
+    repository = hub.repositories["me/fetching"]
+    names = {"bank.json", "level-1.safetensors", "level-2.safetensors"}
+    assert {f"memory_bank/hier-ffn/{name}" for name in names} | {"config.json"} <= repository.files.keys()
+    assert repository.commits == 1
+    loaded = AutoModelForCausalLM.from_pretrained("me/fetching", dtype="auto").eval()
+    ids = torch.tensor([[1, 3]] * len(prompt()))
+    with torch.no_grad():
+        fetched = model(prompt(), memory_ids=ids).logits
+        assert torch.equal(loaded(prompt(), memory_ids=ids).logits, fetched)
+        assert not torch.equal(loaded(prompt()).logits, fetched)
+    with pytest.raises(ValueError, match=r"expected push_to_hub\(repo_id\), which uploads both"):
+        model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/other")
 
 
 def test_a_repository_with_pickled_weights_alone_says_how_to_convert_them(base, tmp_path):
