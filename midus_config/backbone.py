@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midus_config.model_sizes import ModelSizes, activation_of, activation_of, activation_of
+from midus_config.model_sizes import ModelSizes, activation_of
 
 Config = Mapping[str, Any]
 
