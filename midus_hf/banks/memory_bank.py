@@ -60,6 +60,10 @@ class MemoryBank(BlockReader):
         """Itself: copies of a model read the same bank."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same bank, to be read: an open file is nothing to another process."""
+        return MemoryBank, (self.folder.absolute(), self.layout, False, self._cache_bytes)
+
     def block(self, level: int, index: int) -> torch.Tensor:
         """The record of a block, `[numel]`, on the CPU; not to be changed.
 

@@ -1,7 +1,9 @@
 """Banks beside a checkpoint: never-written blocks, reading what texts fetch, writing, copies, and whatever is wrong said."""
 
+import copy
 import json
 import math
+import pickle
 import shutil
 import time
 from pathlib import Path
@@ -248,14 +250,14 @@ def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path):
         bank.write(level, index, record_of(layout, level, index, torch.bfloat16))
     bank.forget(2, 9)
     bank.save(tmp_path / "new" / "copy")
-    copy = MemoryBank(tmp_path / "new" / "copy", layout)
-    assert copy.seed == 8 and copy.dtype == torch.bfloat16
-    assert copy.written(1) == [3] and copy.written(2) == [7, 256]
+    copied = MemoryBank(tmp_path / "new" / "copy", layout)
+    assert copied.seed == 8 and copied.dtype == torch.bfloat16
+    assert copied.written(1) == [3] and copied.written(2) == [7, 256]
     for level, index in ((1, 3), (2, 256), (2, 7), (2, 9), (1, 0), (1, 16)):
-        assert torch.equal(copy.block(level, index), bank.block(level, index))
+        assert torch.equal(copied.block(level, index), bank.block(level, index))
     written = 2 * (layout.record_numel(1) + 2 * layout.record_numel(2))
-    assert on_disk(copy.folder) < written + 2**17 < sum(path.stat().st_size for path in copy.folder.iterdir()) / 8
-    for opened in (bank, copy):
+    assert on_disk(copied.folder) < written + 2**17 < sum(path.stat().st_size for path in copied.folder.iterdir()) / 8
+    for opened in (bank, copied):
         opened.close()
 
 
@@ -270,9 +272,9 @@ def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path):
     other = layout_of(HierFFNOptions(sizes=[5], branching=2))
     made(tmp_path / "there", other)
     bank.save(tmp_path / "there")
-    copy = MemoryBank(tmp_path / "there", bank.layout)
-    assert copy.written(1) == [1] and copy.written(3) == [5, 64]
-    copy.close()
+    copied = MemoryBank(tmp_path / "there", bank.layout)
+    assert copied.written(1) == [1] and copied.written(3) == [5, 64]
+    copied.close()
 
 
 def test_a_copy_of_a_bank_with_a_flipped_byte_is_refused(bank, folder, tmp_path):
@@ -322,6 +324,15 @@ def test_a_bank_that_could_not_be_opened_for_writing_can_be_once_it_is_repaired(
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     shutil.copy(tmp_path / "kept", path)
     MemoryBank(folder, layout_of(), writable=True).close()
+
+
+def test_a_pickled_bank_opens_its_files_anew(bank):
+    """What number an open file has means nothing to another process."""
+    again = pickle.loads(pickle.dumps(bank))
+    assert again._files[3]._file != bank._files[3]._file and again._lock is None
+    assert torch.equal(again.block(3, 5), record_of(again.layout, 3, 5))
+    assert copy.deepcopy(again) is again
+    again.close()
 
 
 def refused(folder, layout=None):

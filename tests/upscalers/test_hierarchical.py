@@ -7,10 +7,13 @@ import pytest
 import torch
 from models.hierarchical_models import IDS, KINDS, OTHER_IDS, add_reference, fill
 from tiny import prompt, save_tiny_model
+from transformers import AutoModelForCausalLM
 
+from midus_commands import chapters as chapters_command
 from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.banks.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import edit_config, file_digests, load, read_tensors, same_tensors
+from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers import strip, upscale
 from upscalers.landing.ownership import foreign_files
@@ -285,6 +288,52 @@ def test_overwriting_deletes_banks_and_nothing_that_a_person_put_there(base, com
         assert done.status == 2 and f"{BANKS_FOLDER}/{place}" in done.err and path.read_text() == "mine"
         path.unlink()
     assert command(*request, "--overwrite").status == 0
+
+
+def test_a_base_on_the_hub_has_its_bank(hub, base, command, tmp_path):
+    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
+    once = trained(tmp_path / "new", tmp_path / "once")
+    hub.repositories["org/base"] = Repository(files=files_of(once))
+    done = command("--base", "org/base", "--method", "llama-pro", "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert torch.equal(logits(tmp_path / "out", IDS), logits(once, IDS))
+    assert command("inspect", "org/base").status == 0
+    hub.repositories["org/model"] = Repository(files=files_of(tmp_path / "out"))
+    done = command("strip", "org/model", "--output", tmp_path / "stripped")
+    assert done.status == 0, done.err
+    assert torch.equal(logits(tmp_path / "stripped", IDS), logits(once, IDS))
+    loaded = AutoModelForCausalLM.from_pretrained("org/base").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt(), memory_ids=IDS).logits, logits(once, IDS))
+
+
+def test_editing_chapters_carries_banks_along(base, in_process, tmp_path):
+    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options=SMALL, verify=False)
+    once = trained(tmp_path / "new", tmp_path / "once")
+    upscale(base=once, method="moc", output=tmp_path / "twice", verify=False)
+    words = ("swap", tmp_path / "twice", "--chapters", "1,2", "--output", tmp_path / "edited")
+    done = in_process(chapters_command.main, "midus-chapters", *words)
+    assert done.status == 0, done.err
+    assert bank_of(tmp_path / "edited", "hier-ffn") == bank_of(once, "hier-ffn")
+    assert torch.equal(logits(tmp_path / "edited", IDS), logits(once, IDS))
+
+
+def test_banks_that_are_carried_count_for_the_room_that_is_needed(base, command, tmp_path, monkeypatch):
+    upscale(base=base, method="hier-ffn", output=tmp_path / "new", options={"sizes": [1024]}, verify=False)
+    once = trained(tmp_path / "new", tmp_path / "once")
+    upscale(base=once, method="llama-pro", output=tmp_path / "twice", verify=False)
+    requests = {
+        "out": ("--base", once, "--method", "llama-pro", "--no-verify"),
+        "stripped": ("strip", tmp_path / "twice"),
+    }
+    spare = {"out": 64_000_000, "stripped": 0}
+    for name, words in requests.items():
+        for free, status in ((spare[name] + 1_000_000, 2), (spare[name] + 40_000_000, 0)):
+            usage = shutil._ntuple_diskusage(10**9, 10**9 - free, free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+            done = command(*words, "--output", tmp_path / name)
+            assert done.status == status, done.err
+            assert status == 0 or "GB free. Make room or" in done.err
 
 
 def test_inspect_tells_of_the_memory(base, command, tmp_path):

@@ -13,6 +13,7 @@ from midus_config.memories.chapters import ChaptersOptions
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
 from upscalers.chapters.edit_record import Edit, edited_card, edited_config
 from upscalers.chapters.numbers import written
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files, resolve_source
@@ -112,11 +113,12 @@ def edit_checkpoint(
         shards = _shards(opened, decided)
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
         folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
-        folder.check_space(num_bytes)
+        folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
         with folder as partial, shown(progress):
             begin_writing(progress, num_bytes, len(shards))
             writer = CheckpointWriter({**opened.tensors, **decided.sources}, scan=False, progress=progress)
             done = writer.write(partial, shards)
+            carry_banks(source.folder, partial, opened.memories.banks)
             _write_siblings(source.folder, partial, edited_config(config, memory.name, decided.options, edit), edit)
             open_base(partial)
             folder.commit()

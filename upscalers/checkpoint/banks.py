@@ -2,13 +2,15 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, level_file
 from upscalers.request.errors import RequestError
 
 _LEVELS = 64
+BANK_PATTERNS = (f"{BANKS_FOLDER}/*/{BANK_DESCRIPTION}", f"{BANKS_FOLDER}/*/level-*.safetensors")
+"""What the files of banks are called in a repository."""
 
 
 def bank_files(folder: Path) -> set[Path]:
@@ -62,6 +64,6 @@ def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -
             raise RequestError(str(error)) from None
 
 
-def bytes_of_banks(folder: Path) -> int:
-    """What the banks of a checkpoint take of the disk."""
-    return sum(path.stat().st_blocks * 512 for path in bank_files(folder))
+def bytes_of_banks(folder: Path, names: Collection[str]) -> int:
+    """What banks of a checkpoint take of the disk, by the names of their memories."""
+    return sum(path.stat().st_blocks * 512 for path in bank_files(folder) if path.parent.name in names)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from upscalers.checkpoint.banks import BANK_PATTERNS
 from upscalers.checkpoint.base_model import INDEX_FILE, SINGLE_FILE, pickled_message
 from upscalers.checkpoint.gguf import convert_gguf
 from upscalers.checkpoint.tokenizer import has_tokenizer
@@ -141,7 +142,9 @@ def travelling_files(folder: Path) -> list[Path]:
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
     """Fetch config and index first, then the rest of one copy of the model: no second one in another layout."""
     folder = _fetch(
-        name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *_TRAVELLING_BELOW)
+        name,
+        revision,
+        _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *_TRAVELLING_BELOW, *BANK_PATTERNS),
     )
     if config_only:
         return folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.families import MEMORY_PREFIX, Config
-from upscalers.checkpoint.banks import carry_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
@@ -73,14 +73,14 @@ def strip(
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
-        folder.check_space(sum(tensor.num_bytes for tensor in tensors))
+        kept = {name: bank for name, bank in opened.memories.banks.items() if name not in plan.new_memories}
+        folder.check_space(sum(tensor.num_bytes for tensor in tensors) + bytes_of_banks(source.folder, kept))
         digested = TensorDigests(opened.tensors, _digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with folder as partial, shown(progress), digested as digests:
             begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
             digests.begin()
             writer = CheckpointWriter(opened.tensors, scan=False, progress=progress, copied=digests.add)
             written = writer.write(partial, shards)
-            kept = {name: bank for name, bank in opened.memories.banks.items() if name not in plan.new_memories}
             carry_banks(source.folder, partial, kept)
             folder.flush(progress)  # which takes as long as the digests, and no processor
             progress.stage("checking what was written", 1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
 from upscalers.checkpoint.source import name_and_revision, resolve_source
@@ -130,7 +131,8 @@ def upscale(
         outcome = Outcome(Identity(None, None), Bytes(0, num_bytes))
         if output is not None:
             folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
-            folder.check_space(num_bytes + job.scratch_bytes() + _SPARE_BYTES)
+            carried = bytes_of_banks(source.folder, opened.memories.banks)
+            folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
             if not dry_run:
                 scan = verify is not False and not allow_nan
                 with shown(progress):
