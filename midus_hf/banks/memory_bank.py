@@ -85,6 +85,10 @@ class MemoryBank(BlockReader):
             self._cached_bytes -= dropped.nbytes
         return record
 
+    def keeps(self, level: int, index: int) -> bool:
+        """Whether a block is in memory, so that fetching it reads nothing."""
+        return (level, index) in self._cache
+
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
         """Put the record of a block, `[numel]`, in its place."""
         assert self._lock is not None, "the bank was opened to be read"

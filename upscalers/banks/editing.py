@@ -111,7 +111,7 @@ def edit_bank(
         folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
         files = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
         files = [path for path in files if BANKS_FOLDER not in path.relative_to(source.folder).parts]
-        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder))
+        folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder as partial:
             for path in files:
                 place = partial / path.relative_to(source.folder)

@@ -1,0 +1,167 @@
+"""How long a text waits for its blocks: a tree of blocks against a flat bank of as much per text, cold and warm.
+
+    python -m benchmarks.fetch_cost --work outputs/fetch
+    python -m benchmarks.fetch_cost --work outputs/fetch --shape llama-3.2-1b --texts 10
+
+Both banks have blocks of `hier-ffn` in bfloat16. The tree has three levels of 16 nodes, as in the paper's section 3; the flat bank
+has one block as large as all three together for each of the 4,096 leaves. `cold`: nothing is in the page cache, and nothing is kept
+from earlier texts. `session`: each text is of the same topic as the one before down to level 2, and levels that stay are kept
+(figure 5); the rest is cold. `warm`: blocks are in the page cache, and none is kept. `disk` reads as many bytes as a cold fetch of
+the tree in one go, from a file of its own.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.tracked import RESULTS, Run, append, this_run
+from midus_config.fetched_blocks import BankLayout, level_file
+from midus_config.memory_entries import read_memories
+from midus_config.model_sizes import ModelSizes
+from midus_hf.banks.memory_bank import MemoryBank, create_bank
+
+FETCH_RESULTS = RESULTS / "fetch.csv"
+SHAPES = {
+    "160m": (ModelSizes(hidden_size=512, num_heads=16, num_layers=35, intermediate_size=2048), [256, 64, 16]),
+    "llama-3.2-1b": (
+        ModelSizes(hidden_size=2048, num_heads=32, num_layers=16, intermediate_size=8192),
+        [768, 256, 16],
+    ),
+}
+"""Of the model, and the sizes of blocks (tables 1 and 2)."""
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """Median seconds until the blocks of a text are in memory, and the bytes that are read for it."""
+
+    shape: str
+    bank: str
+    state: str
+    texts: int
+    read_bytes: int
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the banks, removed afterwards")
+    parser.add_argument("--shape", choices=SHAPES, default="160m", help="default: 160m")
+    parser.add_argument("--texts", type=int, default=20, help="default: 20")
+    parser.add_argument("--no-append", action="store_true", help="print alone")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True)
+    print("| bank | state | read | median ms | GB/s |")
+    print("|---|---|---|---|---|")
+    try:
+        for row in _rows(this_run("cpu"), arguments):
+            rate = row.read_bytes / row.seconds / 1e9 if row.read_bytes else 0.0
+            read, milliseconds = f"{row.read_bytes / 1e6:.1f} MB", f"{1000 * row.seconds:.1f}"
+            print(f"| {row.bank} | {row.state} | {read} | {milliseconds} | {rate:.2f} |", flush=True)
+            if not arguments.no_append:
+                append([row], FETCH_RESULTS)
+    finally:
+        shutil.rmtree(arguments.work)
+
+
+def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
+    sizes, of_levels = SHAPES[arguments.shape]
+    generator = torch.Generator().manual_seed(0)
+    # Of one topic down to level 2: sixteen leaves, in any order.
+    session = torch.randint(16, (arguments.texts,), generator=generator) + 16 * int(torch.randint(256, (1,)))
+    banks = {"tree": _layout(sizes, of_levels), "flat": _layout(sizes, [0, 0, sum(of_levels)])}
+
+    def row(bank: str, state: str, read: int, seconds: list[float]) -> Row:
+        median = statistics.median(seconds)
+        return Row(
+            **asdict(run),
+            shape=arguments.shape,
+            bank=bank,
+            state=state,
+            texts=len(seconds),
+            read_bytes=read,
+            seconds=median,
+        )
+
+    whole = 2 * banks["tree"].fetched
+    plain = arguments.work / "plain"
+    plain.write_bytes(os.urandom(1 << 20) * (whole // (1 << 20) + 1))
+    yield row("none", "disk", whole, [_read_plain(plain, whole) for _ in range(5)])
+    plain.unlink()
+    for name, layout in banks.items():
+        folder = arguments.work / name
+        create_bank(folder, layout, torch.bfloat16, 0)
+        _write_blocks(folder, layout, session)
+        for state in ("cold", "session", "warm"):
+            bank = MemoryBank(folder, layout, cache_bytes=4 * whole if state == "session" else 0)
+            seconds, read = [], []
+            for leaf in session.tolist():
+                if state != "warm":
+                    _forget_pages(folder, layout)
+                if state != "session":
+                    bank.close()
+                    bank = MemoryBank(folder, layout, cache_bytes=0)
+                path = layout.blocks.path(leaf)
+                read.append(
+                    sum(
+                        2 * layout.record_numel(level)
+                        for level in layout.levels
+                        if not bank.keeps(level, path[level - 1])
+                    )
+                )
+                started = time.perf_counter()
+                bank.fetch(torch.tensor([path]))
+                seconds.append(time.perf_counter() - started)
+            bank.close()
+            # The first text of a session finds nothing; one that asks for the same leaf again reads nothing.
+            changed = [index for index, count in enumerate(read) if count and (state != "session" or index)]
+            yield row(name, state, read[changed[-1]], [seconds[index] for index in changed])
+        shutil.rmtree(folder)
+
+
+def _layout(sizes: ModelSizes, of_levels: list[int]) -> BankLayout:
+    entry = {"type": "hier-ffn", "layers": list(range(sizes.num_layers)), "sizes": of_levels}
+    return read_memories([entry], sizes).banks["hier-ffn"]
+
+
+def _write_blocks(folder: Path, layout: BankLayout, leaves: torch.Tensor) -> None:
+    bank = MemoryBank(folder, layout, writable=True, cache_bytes=0)
+    for level in layout.levels:
+        for index in sorted({layout.blocks.path(leaf)[level - 1] for leaf in leaves.tolist()}):
+            bank.write(level, index, torch.randn(layout.record_numel(level)))
+    bank.sync()
+    bank.close()
+
+
+def _forget_pages(folder: Path, layout: BankLayout) -> None:
+    """Let the kernel forget what it holds of the files."""
+    for level in layout.levels:
+        file = os.open(folder / level_file(level), os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def _read_plain(path: Path, count: int) -> float:
+    """Seconds that reading a file takes which is not in the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    buffer = bytearray(count)
+    started = time.perf_counter()
+    done = 0
+    while done < count:
+        done += os.preadv(file, [memoryview(buffer)[done:]], done)
+    seconds = time.perf_counter() - started
+    os.close(file)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
