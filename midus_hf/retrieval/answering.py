@@ -1,0 +1,101 @@
+"""Prompts in, answers out: a path is found for each prompt, its blocks are fetched, and the model generates with them."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
+
+
+class FetchingPipeline:
+    """As `transformers.pipeline("text-generation")`, for a model whose texts fetch blocks.
+
+    Args:
+        model: That `from_pretrained` loaded from its folder, with its bank.
+        tokenizer: Of the model; a tokenizer without a padding token pads with its end of a text.
+        retriever: Finds paths, by the tree that the bank was trained with.
+
+    Raises:
+        ValueError: If the model fetches no blocks, or by a tree of another shape.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, retriever: MemoryRetriever):
+        layouts = getattr(getattr(model, "banks", None), "layouts", {})
+        if not layouts:
+            raise ValueError(
+                f"this {model.config.model_type} model fetches no blocks; expected one with a bank. Use transformers.pipeline."
+            )
+        tree = retriever.tree
+        for name, layout in layouts.items():
+            if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
+                raise ValueError(
+                    f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
+                    f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
+                )
+        self.model, self.tokenizer, self.retriever = model, tokenizer, retriever
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        blocked: Sequence[tuple[int, int]] = (),
+        return_full_text: bool = True,
+        **generation: Any,
+    ) -> list[dict[str, Any]]:
+        """Answer prompts, all in one batch.
+
+        Args:
+            prompts: One, or several.
+            blocked: Nodes whose blocks are never fetched, as in `ClusterTree.paths`. Default: none.
+            return_full_text: Whether the text begins with the prompt. Default: true.
+            generation: What `generate` takes, such as `max_new_tokens`.
+
+        Returns:
+            For each prompt `{"generated_text", "memory_ids", "seconds"}`: its path, and for all prompts together how long it took to
+            `retrieve`, to `fetch` and to `generate`.
+
+        Raises:
+            ValueError: If `blocked` leaves no path.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        started = time.perf_counter()
+        paths = self.retriever.paths(texts, blocked)
+        retrieved = time.perf_counter()
+        blocks = self.model.fetch_memory(paths)  # type: ignore[operator]
+        fetched = time.perf_counter()
+        encoded = self._encoded(texts)
+        with torch.no_grad():
+            tokens = self.model.generate(  # type: ignore[operator]
+                **encoded, memory_ids=paths, pad_token_id=self._pad_token_id, **generation
+            )
+        finished = time.perf_counter()
+        del blocks  # which the bank had ready for every token
+        seconds = {"retrieve": retrieved - started, "fetch": fetched - retrieved, "generate": finished - fetched}
+        continuations = self.tokenizer.batch_decode(
+            tokens[:: len(tokens) // len(texts), encoded["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        return [
+            {
+                "generated_text": (text if return_full_text else "") + continuation,
+                "memory_ids": path,
+                "seconds": seconds,
+            }
+            for text, continuation, path in zip(texts, continuations, paths.tolist(), strict=True)
+        ]
+
+    @property
+    def _pad_token_id(self) -> int | None:
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+    def _encoded(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """Tokens and their mask, padded on the left, where generation does not begin."""
+        rows = [self.tokenizer(text).input_ids for text in texts]
+        longest = max(map(len, rows))
+        padding = self._pad_token_id or 0
+        tokens = torch.tensor([[padding] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        return {"input_ids": tokens.to(self.model.device), "attention_mask": mask.to(self.model.device)}

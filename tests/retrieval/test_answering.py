@@ -1,0 +1,76 @@
+"""Prompts are answered with the blocks of the paths that a tree finds for them."""
+
+import pytest
+import torch
+from evaluation.byte_models import byte_model, byte_tokenizer, save_byte_model
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
+from transformers import AutoModelForCausalLM
+
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.retrieval import FetchingPipeline, MemoryRetriever, TextEmbedder
+from upscalers import upscale
+
+PROMPTS = ["w1 w2 w3", "w40 w41", "w7 w8 w9 w10 w11"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose blocks act, of a tree of 3 by 9."""
+    folder = tmp_path_factory.mktemp("answering")
+    base = save_byte_model("llama", folder / "base", dtype=torch.float64)
+    options = {"sizes": [4, 3], "branching": 3}
+    upscale(base=base, method="hier-ffn", output=folder / "model", options=options, verify=False)
+    layout = AutoModelForCausalLM.from_pretrained(folder / "model").banks.layouts["hier-ffn"]
+    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    generator = torch.Generator().manual_seed(0)
+    for level in (1, 2):
+        for index in range(layout.blocks.nodes(level)):
+            bank.write(level, index, 2 * torch.randn(layout.record_numel(level), generator=generator))
+    bank.close()
+    return AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory):
+    bert = save_tiny_bert(tmp_path_factory.mktemp("bert"))
+    return MemoryRetriever(random_tree(3, 2, width=WIDTH), TextEmbedder(str(bert)))
+
+
+def alone(model, prompt: str, path) -> str:
+    tokens = torch.tensor([byte_tokenizer()(prompt).input_ids])
+    with torch.no_grad():
+        found = model.generate(tokens, memory_ids=torch.tensor([path]), max_new_tokens=6, do_sample=False)
+    return prompt + byte_tokenizer().decode(found[0, tokens.shape[1] :], skip_special_tokens=True)
+
+
+def test_each_prompt_is_answered_with_the_blocks_of_its_path(model, retriever):
+    answers = FetchingPipeline(model, byte_tokenizer(), retriever)(PROMPTS, max_new_tokens=6, do_sample=False)
+    paths = retriever.paths(PROMPTS).tolist()
+    assert len({tuple(path) for path in paths}) > 1
+    for prompt, path, answer in zip(PROMPTS, paths, answers, strict=True):
+        assert answer["memory_ids"] == path
+        assert answer["generated_text"] == alone(model, prompt, path)
+        assert answer["seconds"].keys() == {"retrieve", "fetch", "generate"} and min(answer["seconds"].values()) > 0
+
+
+def test_one_prompt_may_be_given_and_left_out_of_its_answer(model, retriever):
+    ask = FetchingPipeline(model, byte_tokenizer(), retriever)
+    (whole,) = ask(PROMPTS[0], max_new_tokens=4, do_sample=False)
+    (answer,) = ask(PROMPTS[0], max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert whole["generated_text"] == PROMPTS[0] + answer["generated_text"]
+
+
+def test_blocked_nodes_are_not_fetched(model, retriever):
+    ask = FetchingPipeline(model, byte_tokenizer(), retriever)
+    node = retriever.paths(PROMPTS[:1])[0, 0].item()
+    (answer,) = ask(PROMPTS[0], blocked=[(1, node)], max_new_tokens=2)
+    assert answer["memory_ids"][0] != node
+
+
+def test_models_without_banks_and_other_trees_are_refused(model, retriever):
+    with pytest.raises(ValueError, match=r"this llama model fetches no blocks; .* Use transformers\.pipeline"):
+        FetchingPipeline(byte_model("llama"), byte_tokenizer(), retriever)
+    other = MemoryRetriever(random_tree(3, 3, width=WIDTH), retriever.embedder)
+    with pytest.raises(ValueError, match="by a tree of 2 levels of 3, and the retriever has 3 levels of 3"):
+        FetchingPipeline(model, byte_tokenizer(), other)
