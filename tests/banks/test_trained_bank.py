@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from midus_config.fetched_blocks import BankLayout
 from midus_config.memories.hierarchical import HierFFNOptions
@@ -160,6 +161,35 @@ def test_a_step_without_gradients_changes_nothing(folder):
     after = blocks_of(bank)
     assert all(torch.equal(after[key], before[key]) for key in EVERY)
     assert bank.touched() == sorted(FETCHED[0])
+
+
+def test_processes_get_the_mean_of_the_gradients_of_all(folder, monkeypatch):
+    """Of every block that any of two processes fetched, zeros where the other did not; so their blocks stay equal."""
+    banks = [bank_in(folder), bank_in(folder)]
+    gradients = []
+    for bank, step in zip(banks, (0, 1), strict=True):
+        loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
+        gradients.append({key: state.master.grad.clone() for key, state in bank._states.items()})
+    keys = sorted(FETCHED[0] | FETCHED[1])
+    zeros = {key: torch.zeros(banks[0].layout.record_numel(key[0])) for key in keys}
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda of_all, own: of_all.__setitem__(slice(None), [sorted(g) for g in gradients])
+    )
+    for bank, own in zip(banks, gradients, strict=True):
+        (other,) = (found for found in gradients if found is not own)
+        calls = iter(keys)
+        monkeypatch.setattr(
+            dist, "all_reduce", lambda grad, calls=calls, other=other: grad.add_((zeros | other)[next(calls)])
+        )
+        bank.average_gradients()
+        assert next(calls, None) is None
+        for key, leaf in zip(keys, bank.leaves(), strict=True):
+            torch.testing.assert_close(leaf.grad, sum((zeros | found)[key] for found in gradients) / 2)
+        bank.step(**SETTINGS)
+    first, second = (blocks_of(bank, keys) for bank in banks)
+    assert all(torch.equal(first[key], second[key]) for key in keys)
+    assert banks[0].touched() == banks[1].touched() == keys
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -1,5 +1,6 @@
 """Models whose memories fetch blocks: what they compute on every family, how they generate, train, compile and are saved."""
 
+import inspect
 import json
 import shutil
 
@@ -442,6 +443,11 @@ def test_without_an_open_bank_ids_are_refused_and_texts_without_ids_are_not():
     with pytest.raises(BankError) as raised:
         generic(prompt())
     assert str(raised.value) == NOT_OPEN
+
+
+def test_a_trainer_keeps_ids_since_the_signature_names_them(family):
+    """It drops the columns of a dataset that `forward` does not name."""
+    assert "memory_ids" in inspect.signature(type(host_of(tiny_model(family), entry_of("hier-kv"))).forward).parameters
 
 
 def test_a_model_without_banks_does_not_know_ids():
