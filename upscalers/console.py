@@ -207,6 +207,9 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(
         table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )
+    if "bank" in inspection["parameters"]:
+        fetched, bank = (inspection["parameters"][name] for name in ("fetched", "bank"))
+        _add(table, "bank", f"{bank:,} parameters beside the checkpoint, of which a text fetches {fetched:,}")
     RichConsole().print(table)
     layers = _table("layer", "from", "parameters")
     for layer in inspection["layers"]:

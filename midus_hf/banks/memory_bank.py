@@ -129,15 +129,16 @@ class MemoryBank(BlockReader):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / BANK_DESCRIPTION).exists():
             os.close(_lock(folder))  # whoever writes there would lose it
+            (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
         for level, file in self._files.items():
-            create_level_file(folder / level_file(level), file.num_records, file.numel, file.dtype)
-        write_description(folder, self.description)
-        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as copy:
-            for level in self.layout.levels:
+            path = folder / level_file(level)
+            create_level_file(path, file.num_records, file.numel, file.dtype)
+            with contextlib.closing(LevelFile(path, file.num_records, file.numel, writable=True)) as copy:
                 for index in self.written(level):
-                    record = self._files[level].read(index)
+                    record = file.read(index)
                     assert record is not None
-                    copy.write(level, index, record)
+                    copy.write(index, record)
+        write_description(folder, self.description)
 
     def close(self) -> None:
         """Close its files; nothing can be fetched afterwards."""

@@ -16,7 +16,7 @@ from midus_config.fetched_blocks import BankLayout
 from midus_config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.banks import MemoryBank
-from midus_hf.banks.level_file import BankError
+from midus_hf.banks.level_file import BankError, LevelFile
 from midus_hf.banks.memory_bank import create_bank
 
 SIZES = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=3)
@@ -293,6 +293,17 @@ def test_two_cannot_write_and_many_can_read(bank, folder):
     readers = [MemoryBank(folder, bank.layout) for _ in range(2)]
     for reader in readers:
         reader.close()
+
+
+def test_a_copy_that_broke_off_is_no_bank(bank, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LevelFile, "write", fail)
+    with pytest.raises(KeyboardInterrupt):
+        bank.save(tmp_path / "copy")
+    with pytest.raises(BankError, match="there is no memory bank in"):
+        MemoryBank(tmp_path / "copy", layout_of())
 
 
 def test_a_copy_does_not_take_the_place_of_what_another_run_writes(bank, tmp_path):

@@ -340,8 +340,11 @@ def test_inspect_tells_of_the_memory(base, command, tmp_path):
     upscale(base=base, method="hier-lora-vo", output=tmp_path / "out", options=SMALL, verify=False)
     found = inspect_checkpoint(tmp_path / "out")
     assert found["method"] == "hier-lora-vo" and "hier-lora-vo" in json.dumps(found["memory"])
+    counts = upscale(base=base, method="hier-lora-vo", options=SMALL, dry_run=True).parameters
+    assert (found["parameters"]["fetched"], found["parameters"]["bank"]) == (counts.fetched, counts.bank)
     done = command("inspect", tmp_path / "out")
     assert done.status == 0 and "hier-lora-vo" in done.out
+    assert f"of which a text fetches {counts.fetched:,}" in " ".join(done.out.split())
 
 
 @pytest.mark.parametrize(

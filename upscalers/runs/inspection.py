@@ -25,8 +25,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
 
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "layers",
-        "measurements"}`, `layers` with `{"index", "new", "from", "parameters"}` per layer. Where chapters were edited,
-        `"chapter_edits"` has the edits. What `strip` gave back has
+        "measurements"}`, `parameters` with `fetched` and `bank` as well where texts fetch blocks, `layers` with `{"index", "new",
+        "from", "parameters"}` per layer. Where chapters were edited, `"chapter_edits"` has the edits. What `strip` gave back has
         `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
         upscaling is left in it, beside that nothing but `{"model", "model_type", "num_layers", "parameters"}`.
 
@@ -57,6 +57,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             for index in range(plan.num_layers)
         ]
         base = record.get("base")
+        banks = list(opened.memories.banks.values())
         return {
             "model": str(model),
             "method": entry["method"],
@@ -73,6 +74,11 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
                     math.prod(tensor.shape)
                     for name, tensor in opened.tensors.items()
                     if name not in uncounted and plan.owns(name)
+                ),
+                **(
+                    {"fetched": sum(bank.fetched for bank in banks), "bank": sum(bank.bank for bank in banks)}
+                    if banks
+                    else {}
                 ),
             },
             "layers": layers,
