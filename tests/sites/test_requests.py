@@ -70,7 +70,7 @@ def test_layers_that_are_memory_blocks_are_refused(layers, base, command, tmp_pa
     )
     assert outcome.status == 2
     assert outcome.err.count("\n") == 1
-    assert f"layers is {layers}; expected all, a number from 1 to 4, a share such as 0.25, or a list" in outcome.err
+    assert f"layers is {layers}; expected all, a number from 1 to 4, a share such as 0.25, early:N" in outcome.err
     assert "that have a feed-forward network: 0, 2, 3, 5." in outcome.err
     assert not (tmp_path / "out").exists()
 

@@ -116,6 +116,10 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
         (2, [4, 12]),
         ([0, 5, 15], [0, 5, 15]),
         ("all", list(range(16))),
+        ("early:3", [0, 1, 2]),
+        ("middle:4", [6, 7, 8, 9]),
+        ("middle:3", [6, 7, 8]),
+        ("late:3", [13, 14, 15]),
     ],
 )
 def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected, tmp_path):

@@ -1,5 +1,6 @@
 """What methods share that attach memory to layers of the base: nothing is added to the depth."""
 
+import re
 from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
@@ -76,12 +77,18 @@ class AttachedMemoryMethod(HostedMemoryMethod):
             chosen = max(1, round(chosen * len(own)))
         if type(chosen) is int and 1 <= chosen <= len(own):
             return tuple(own[(2 * number + 1) * len(own) // (2 * chosen)] for number in range(chosen))
+        stretch = re.fullmatch(r"(early|middle|late):([1-9]\d*)", chosen) if isinstance(chosen, str) else None
+        if stretch and int(stretch[2]) <= len(own):
+            count = int(stretch[2])
+            first = {"early": 0, "middle": (len(own) - count) // 2, "late": len(own) - count}[stretch[1]]
+            return tuple(own[first : first + count])
         if isinstance(chosen, list) and chosen and all(type(layer) is int for layer in chosen):
             if sorted(set(chosen)) == chosen and set(chosen) <= set(own):
                 return tuple(chosen)
         raise RequestError(
-            f"layers is {self.options.layers!r}; expected all, a number from 1 to {len(own)}, a share such as 0.25, or a list of "
-            f"ascending indices among the layers of the base that have a feed-forward network: {', '.join(map(str, own))}."
+            f"layers is {self.options.layers!r}; expected all, a number from 1 to {len(own)}, a share such as 0.25, early:N, "
+            "middle:N or late:N for N neighbours, or a list of ascending indices among the layers of the base that have a "
+            f"feed-forward network: {', '.join(map(str, own))}."
         )
 
     def _skips(self, base: BaseModel, layers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,7 +149,7 @@ def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> ty
             option(
                 default_layers,
                 "which layers have it",
-                "all | a number of evenly spaced ones | a share of all | a list of indices",
+                "all | a number of evenly spaced ones | a share of all | early:N, middle:N or late:N | a list of indices",
             ),
         ),
         ("site", str, option(sites[0], f"where it sits in them: {', '.join(sites)}")),
