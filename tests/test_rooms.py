@@ -93,7 +93,7 @@ def test_a_package_imports_those_before_it_alone(package):
 
 
 def test_retrieval_imports_its_own_room_and_documents_and_options_alone():
-    allowed = ("midus_hf.retrieval", "midus_hf.documents", "midus_hf.config_file")
+    allowed = ("midus_hf.retrieval", "midus_hf.documents", "midus_hf.config_file", "midus_hf.saved_models")
     for file in files_of("midus_hf/retrieval"):
         for name in imports_of(file, "midus_hf", everywhere=True):
             assert name.startswith(allowed), f"{file.name} imports {name}"

@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
 from midus_hf.documents import first_line
+from midus_hf.saved_models import load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _UNUSED = "pooler."
@@ -40,7 +41,7 @@ class TextEmbedder:
         self.name, self.batch_size = str(model), batch_size
         _check_modules(self.name)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(self.name)
+            self.tokenizer = load_tokenizer(self.name)
             loaded: Any = AutoModel.from_pretrained(self.name, dtype=torch.float32, output_loading_info=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(

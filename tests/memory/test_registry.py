@@ -33,7 +33,9 @@ def test_every_type_has_a_module_of_the_declared_tensors():
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
         assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
         shared = [tensor for tables in options.tables(SIZES, (0, 1)) for tensor in tables.tensors.values()]
-        roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared)}
+        blocks = options.fetched(SIZES)
+        fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []
+        roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared, *fetched)}
         assert "value" in roles and memory.__doc__, name
 
 

@@ -12,7 +12,10 @@ from tests.upscalers.checkpoints import SMALL_MEMORY
 from upscalers import RequestError, upscale
 from upscalers.checkpoint.base_model import open_base
 
-LAYERS = r"expected all, a number from 1 to 4, a share such as 0\.25, or a list of ascending indices .*: 0, 1, 2, 3\."
+LAYERS = (
+    r"expected all, a number from 1 to 4, a share such as 0\.25, early:N, middle:N or late:N for N neighbours, or a list of ascending "
+    r"indices .*: 0, 1, 2, 3\."
+)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_what_is_said_for_trainer(family, upscaled, scene, monkeypatch, heading,
     exec(snippet(heading, where), given)
     check_moved(before, given["model"].state_dict())
     check_rates(rates, 1e-4 if "plain" in heading else 1e-2)
-    assert type(given["trainer"]).__mro__[0 if "plain" in heading else 4] is Trainer
+    assert type(given["trainer"]).__mro__[0 if "plain" in heading else 5] is Trainer
 
 
 @pytest.mark.parametrize("packing", [False, True])
