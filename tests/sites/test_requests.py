@@ -13,8 +13,8 @@ from upscalers import RequestError, upscale
 from upscalers.checkpoint.base_model import open_base
 
 LAYERS = (
-    r"expected all, a number from 1 to 4, a share such as 0\.25, early:N, middle:N or late:N for N neighbours, or a list of ascending "
-    r"indices .*: 0, 1, 2, 3\."
+    r"expected all, a number from 1 to 4, a share such as 0\.25, early:N, middle:N or late:N for N neighbours, or a list of "
+    r"ascending indices .*: 0, 1, 2, 3\."
 )
 
 
