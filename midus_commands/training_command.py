@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,9 @@ def _train(
     return None
 
 
+_SECONDS_TO_SETTLE = 0.5
+
+
 def _is_in_process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized()
@@ -110,6 +114,9 @@ def _leave_process_group() -> None:
     """
     if _is_in_process_group():
         sys.modules["torch.distributed"].destroy_process_group()
+        # A thread of gloo that has just finished lets go of tensors, for which it needs the interpreter's lock, while it holds one
+        # that the end of the group asks for: where collecting gets there first, both wait for ever. This lets it go first.
+        time.sleep(_SECONDS_TO_SETTLE)
         gc.collect()  # Trainer and model are cycles, and hold the group and so its threads
 
 

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("column_worker.py")
 def test_each_process_gets_what_a_whole_table_gives_its_tokens(processes):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([*launcher, WORKER], capture_output=True, text=True, env=environment)
+    run = subprocess.run([*launcher, WORKER], capture_output=True, timeout=300, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("checked") == processes
 

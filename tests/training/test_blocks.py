@@ -168,6 +168,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
     run = subprocess.run(
         [*launcher, SCRIPT, recipe, *(f"{name}={value}" for name, value in words.items())],
         capture_output=True,
+        timeout=300,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )

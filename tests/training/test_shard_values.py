@@ -41,6 +41,7 @@ def in_two_processes(model, corpus, output, **options) -> None:
     run = subprocess.run(
         [*launcher, SCRIPT, recipe, f"model={model}", f"corpus={corpus}", f"output={output}", *words],
         capture_output=True,
+        timeout=300,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )

@@ -37,6 +37,7 @@ def run_script(words: list[str], launcher: list[str | Path] | None = None) -> su
     return subprocess.run(
         [*(launcher or [sys.executable]), SCRIPT, *words],
         capture_output=True,
+        timeout=300,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
     )
