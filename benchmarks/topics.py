@@ -143,8 +143,12 @@ def _loss(model: Path, text: Path, max_tokens: int, fetching: list[Any]) -> floa
 
 
 def _once(output: Path, *words: Any) -> None:
-    if not (output / "config.json").is_file():
-        _run(*words, *(["resume=true"] if (output / "train_config.yaml").is_file() else []))
+    """Runs what writes `output`, if it is not there; what a training run began and saved no checkpoint of is begun again."""
+    if (output / "config.json").is_file():
+        return
+    began = (output / "train_config.yaml").is_file()
+    going_on = "resume=true" if any(output.glob("checkpoint-*")) else "overwrite=true"
+    _run(*words, *([going_on] if began else []))
 
 
 def _run(command: Any, *words: Any) -> str:
