@@ -27,6 +27,9 @@ class MemoryModule(DeclaredModule):
       reads and what it gives; it returns what the projection shall give instead.
     - `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)`, queries `[B, H, T, d]`, keys and values
       `[B, K, S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
+    - `inside-attention`, if it `attends`: `forward(read, slot=source)`, `[B, T, D]`, for each slot that it projects; it returns a key
+      and a value `[B, K, T, d]`. And `forward(query, sequence=…, keys=…, values=…)`, which attends in the place of the layer's own
+      attention (`DepthAttention.attend`).
     - any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
 
     A memory that shares tables is also given `tables`, those of its layer by name, each of its `inputs` that the model was
@@ -52,6 +55,8 @@ class MemoryModule(DeclaredModule):
     `output_projection`, `gate`, `up`, `down`."""
     reads_heads: ClassVar[bool] = False
     """Whether a memory inside attention changes what the heads give."""
+    attends: ClassVar[bool] = False
+    """Whether a memory inside attention attends in its place, to what earlier layers wrote as well."""
     wants_unrotated: ClassVar[bool] = False
     """Whether a memory that `reads_heads` gets queries `[B, H, T, d]` without their rotation as well, as `unrotated`."""
     keeps_state: bool = False
@@ -110,19 +115,22 @@ def _check_names(memory_type: str) -> None:
         )
 
 
-def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0) -> MemoryModule:
+def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1) -> MemoryModule:
     """The module of a memory in one layer.
 
     Args:
         options: Of its type.
         sizes: Of the model.
         index: Which of the layers that have the memory it is in. Default: the first.
+        count: How many layers have it. Default: one.
 
     Raises:
         ValueError: If its type has none, or one with parameters or buffers that its options do not declare.
     """
     memory = module_of(options.type)(options, sizes)
     memory.index = index
+    for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
+        memory.leave_out(name)
     tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
     undeclared = [name for name in tensors if name not in memory.declared]
     if undeclared:

@@ -1,0 +1,80 @@
+"""A model's own attention, for a memory that attends in its place."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midus_hf.ops.sequence_lse import sequence_lse
+
+
+@dataclass(frozen=True)
+class SequenceHeads:
+    """What the heads of a layer would read of the sequence.
+
+    Args:
+        module: The layer's attention.
+        own: The model's attention function.
+        implementation: Its name.
+        query: `[B, H, T, d]`, rotated.
+        key: `[B, K, S, d]`, rotated, from the cache.
+        value: `[B, K, S, d]`.
+        mask: As the function takes it.
+        arguments: By keyword, as the function takes them.
+    """
+
+    module: Any
+    own: Callable[..., Any]
+    implementation: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    arguments: Mapping[str, Any]
+
+    @property
+    def scaling(self) -> float:
+        """By what scores are multiplied."""
+        return self.arguments["scaling"]
+
+    @property
+    def softcap(self) -> float | None:
+        """What no score exceeds, if they are capped."""
+        return self.arguments.get("softcap")
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What heads read of the sequence.
+
+        Returns:
+            `[B, T, H, d]`, as the model's own attention gives it, bit for bit; `[B, H, T]`, the logarithm of the sum of the
+            exponentials of scores; and attention weights `[B, H, T, S]`, if that attention gives them.
+
+        Raises:
+            ValueError: If nothing tells that logarithm.
+        """
+        if self.implementation not in ("eager", "sdpa", "flex_attention"):
+            raise ValueError(self._refusal)
+        output, told = self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
+        if self.implementation == "flex_attention":
+            if told is None:
+                raise ValueError(self._refusal)
+            return output, told.to(torch.promote_types(told.dtype, torch.float32)), None
+        return output, self._lse(), told
+
+    def _lse(self) -> torch.Tensor:
+        """Computed beside the attention itself, by the rules of transformers for its masks."""
+        is_causal = False
+        if self.implementation == "sdpa":
+            is_causal = self.arguments.get("is_causal")
+            is_causal = getattr(self.module, "is_causal", True) if is_causal is None else is_causal
+            is_causal = self.query.shape[2] > 1 and self.mask is None and is_causal
+        return sequence_lse(self.query, self.key, self.mask, is_causal, self.scaling, self.softcap)
+
+    @property
+    def _refusal(self) -> str:
+        device = self.query.device.type
+        return (
+            f"attention {self.implementation!r} on {device} does not tell by what its softmax divides, which a memory that reads the "
+            "depth needs; expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+        )
