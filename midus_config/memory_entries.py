@@ -194,7 +194,15 @@ def _check_layers(memories: Memories) -> None:
             if twice:
                 raise ValueError(f"layer {min(twice)} holds two inserted memories; expected at most one.")
             inserted |= set(entry.layers)
+    attends: dict[int, str] = {}
     for entry in memories.attached.values():
+        for layer in entry.layers if entry.options.attends else ():
+            if layer in attends:
+                raise ValueError(
+                    f"memories {attends[layer]!r} and {entry.name!r} both attend in the place of layer {layer}'s own attention; "
+                    "expected at most one. Give them other layers."
+                )
+            attends[layer] = entry.name
         own = inserted & {*entry.layers, *entry.into}
         if own:
             raise ValueError(

@@ -36,6 +36,8 @@ class MemoryOptions:
     type: ClassVar[str]
     sites: ClassVar[tuple[Site, ...]] = ()
     """The sites that the memory can take, its usual one first."""
+    attends: ClassVar[bool] = False
+    """Whether a memory inside attention attends in its place, to what earlier layers wrote as well."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -86,7 +88,7 @@ class MemoryOptions:
         return ()
 
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
-        """What one of its layers takes of what earlier ones gave: the index of the layer that gave it, and its name. Default: nothing.
+        """What one of its layers takes of what earlier ones gave: the index of the giver, and the name. Default: nothing.
 
         Args:
             index: Of the layer, among those that have the memory.

@@ -20,11 +20,11 @@ class Slot(NamedTuple):
     """A key and a value per key/value head and token, which a layer writes for later ones.
 
     Args:
-        index: Of the layer that writes it, among those that have the memory.
+        writer: Index of the layer that writes it, among those that have the memory.
         source: What wrote it.
     """
 
-    index: int
+    writer: int
     source: SlotSource
 
 
@@ -34,6 +34,7 @@ class DepthAttentionOptions(MemoryOptions):
     """Which slots layers write, which of them later layers read, and what they weigh in the softmax over both."""
 
     sites = ("inside-attention",)
+    attends = True
 
     depth_weight: Literal["learned", "one"] = option(
         "learned",
@@ -68,8 +69,8 @@ class DepthAttentionOptions(MemoryOptions):
             raise ValueError(f"slots is {self.slots}; expected 0 or more.")
         if self.keep != "last" and self.slots < self.least_slots:
             raise ValueError(
-                f"slots is {self.slots}, and keep is {self.keep!r}; expected {self.least_slots} or more: what the layer in front wrote is "
-                "always read, and of the others some."
+                f"slots is {self.slots}, and keep is {self.keep!r}; expected {self.least_slots} or more: what the layer "
+                "in front wrote is always read, and of the others some."
             )
 
     @property
@@ -115,11 +116,11 @@ class DepthAttentionOptions(MemoryOptions):
 
     def is_read(self, slot: Slot, count: int) -> bool:
         """Whether one of `count` layers reads a slot."""
-        return slot.index + 1 < count and slot in self.slots_read(slot.index + 1)
+        return slot.writer + 1 < count and slot in self.slots_read(slot.writer + 1)
 
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
         read = tuple(
-            (slot.index, f"{slot.source}_{part}") for slot in self.slots_read(index) for part in ("key", "value")
+            (slot.writer, f"{slot.source}_{part}") for slot in self.slots_read(index) for part in ("key", "value")
         )
         kept = tuple((index - 1, part) for part in KEPT) if self.chooses and index > 1 else ()
         return (*kept, *read)
@@ -137,8 +138,8 @@ class DepthAttentionOptions(MemoryOptions):
         most = len(self.sources) * (len(layers) - 1)
         if self.slots > most:
             raise ValueError(
-                f"slots is {self.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 for all "
-                "of them."
+                f"slots is {self.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 "
+                "for all of them."
             )
 
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from midus_config.declared_tensors import Role
 from midus_config.memories.depth_attention import DepthAttentionOptions, SlotSource
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
@@ -12,7 +13,8 @@ from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention
 
 Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Keys and values `[B, K, T, n, d]` of the slots that are kept, from the oldest to the newest, and the utility of each, `[B, T, n]`."""
+"""Keys and values `[B, K, T, n, d]` of the slots that are kept, from the oldest to the newest, and the utility of each,
+`[B, T, n]`."""
 
 
 @register_memory("depth-attention")
@@ -24,7 +26,7 @@ class DepthAttention(MemoryModule):
         sizes: Of the model.
     """
 
-    attends: ClassVar[bool] = True
+    acts_through: ClassVar[tuple[Role, ...]] = ("gate",)
     options: DepthAttentionOptions
 
     def __init__(self, options: DepthAttentionOptions, sizes: ModelSizes):

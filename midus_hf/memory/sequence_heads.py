@@ -65,10 +65,9 @@ class SequenceHeads:
     def _lse(self) -> torch.Tensor:
         """Computed beside the attention itself, by the rules of transformers for its masks."""
         is_causal = False
-        if self.implementation == "sdpa":
-            is_causal = self.arguments.get("is_causal")
-            is_causal = getattr(self.module, "is_causal", True) if is_causal is None else is_causal
-            is_causal = self.query.shape[2] > 1 and self.mask is None and is_causal
+        if self.implementation == "sdpa" and self.mask is None and self.query.shape[2] > 1:
+            asked = self.arguments.get("is_causal")
+            is_causal = bool(getattr(self.module, "is_causal", True) if asked is None else asked)
         return sequence_lse(self.query, self.key, self.mask, is_causal, self.scaling, self.softcap)
 
     @property

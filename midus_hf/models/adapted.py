@@ -214,7 +214,9 @@ def _noting(adapter: Adapter | None, note: Callable[[torch.Tensor], None]) -> Ad
     return noting
 
 
-def _noting_update(update: Callable[..., Any], note: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[..., Any]:
+def _noting_update(
+    update: Callable[..., Any], note: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Callable[..., Any]:
     """A cache's `update` that tells which keys and values it is given."""
 
     def noting(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

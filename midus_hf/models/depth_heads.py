@@ -32,11 +32,13 @@ class DepthHeads:
         self.name, self.options, self.layers = entry.name, entry.options, entry.layers
         self.index = entry.layers.index(layer)
         self.slots = tuple(
-            (self._carried(slot.index, slot.source, "key"), self._carried(slot.index, slot.source, "value"))
+            (self._carried(slot.writer, slot.source, "key"), self._carried(slot.writer, slot.source, "value"))
             for slot in self.options.slots_read(self.index)
         )
         self.writes = tuple(
-            source for source in self.options.sources if self.options.is_read(Slot(self.index, source), len(self.layers))
+            source
+            for source in self.options.sources
+            if self.options.is_read(Slot(self.index, source), len(self.layers))
         )
         self.keeps = KEPT[0] in self.options.gives(self.index, len(self.layers))
         self.without_rotation = self.options.rope == "same" and _rotations_differ(config, entry.layers)

@@ -77,7 +77,7 @@ class HostLayer:
             )
             self.classes |= {name: type(memory) for name, memory in self.memories.items()}
         for entry in memories.attached_to(layer_idx):
-            if self.classes[entry.name].attends:
+            if entry.options.attends:
                 self.depth = DepthHeads(config, entry, layer_idx)
 
     def _become_block(self, config, memories: Memories) -> None:
@@ -92,12 +92,12 @@ class HostLayer:
         self.self_attn = self.attention_class(config, self.layer_idx)
         if not options.keeps_output_projection:
             self.self_attn.drop_output_projection()
-        self.memory = build_memory(
-            options, memories.sizes, entry.layers.index(self.layer_idx), len(entry.layers)
-        )
+        self.memory = build_memory(options, memories.sizes, entry.layers.index(self.layer_idx), len(entry.layers))
         self.classes[""] = type(self.memory)
 
-    def __call__(self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any
+    ) -> Any:
         """As `nn.Module.__call__`; what memories take of earlier layers, and give for later ones, are inputs and outputs of it.
 
         So nothing within a layer changes what the pass brings, and activation checkpointing, of either kind, keeps these tensors

@@ -96,8 +96,8 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
         fits = slot.dim() == 4 and (slot.shape[0], *slot.shape[2:]) == (batch, tokens, width)
         if not fits or heads % slot.shape[1] or slot.shape != keys[0].shape:
             raise ValueError(
-                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and fewer heads "
-                "that divide the query's."
+                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
+                "as many heads or a divisor of them."
             )
 
 
@@ -106,9 +106,7 @@ def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return heads.unflatten(1, (kv_heads, -1))
 
 
-def _scores(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None
-) -> torch.Tensor:
+def _scores(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None) -> torch.Tensor:
     """`[B, H, T, n]`, float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = _grouped(query.to(wide), keys[0].shape[1])

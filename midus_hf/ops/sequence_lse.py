@@ -48,8 +48,7 @@ def _scores(
     rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores `[B, K, G, t, S]` of some queries, capped and masked, and as they were before the mask."""
-    batch, heads, _, width = query.shape
-    kv_heads = key.shape[1]
+    heads, kv_heads = query.shape[1], key.shape[1]
     few = query[:, :, rows]
     grouped = few.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)  # [B, K, G * t, d]
     scores = (grouped @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
