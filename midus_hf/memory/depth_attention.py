@@ -65,6 +65,7 @@ class DepthAttention(MemoryModule):
         values: Sequence[torch.Tensor],
         utilities: torch.Tensor | None = None,
         keeps: bool = False,
+        raw_keys: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Kept | None]:
         """What heads read in one softmax over the sequence and the slots.
 
@@ -75,6 +76,7 @@ class DepthAttention(MemoryModule):
             values: n of `[B, K, T, d]`.
             utilities: `[B, T, m]`, those of the m oldest slots, which were read before. Default: all are read for the first time.
             keeps: Whether to choose those that the next layer reads. Default: no.
+            raw_keys: n of `[B, K, T, d]`, keys in front of a norm of this layer, which is not that of the next. Default: `keys`.
 
         Returns:
             `[B, T, H, d]`; attention weights, if the sequence's are known; the slots that are kept, if any are.
@@ -85,7 +87,7 @@ class DepthAttention(MemoryModule):
         kept = None
         if keeps:
             shares = depth_shares(query, keys, sequence.scaling, sequence.softcap)
-            kept = self._kept(keys, values, shares, utilities)
+            kept = self._kept(keys if raw_keys is None else raw_keys, values, shares, utilities)
         return output.transpose(1, 2), weights, kept
 
     @property

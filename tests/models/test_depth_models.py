@@ -10,6 +10,7 @@ SEVEN = {"num_hidden_layers": 7}
 LONG = {
     "hybrid of seven layers": {"slots": 6, "keep": "hybrid"} | SEVEN,
     "hybrid of one slot a layer": {"slots": 4, "keep": "hybrid", "attention_slots": "none"} | SEVEN,
+    "best, released": {"slots": 4, "keep": "best", "rope": "released", "attention_slots": "projected"} | SEVEN,
     "best of some": {"slots": 3, "keep": "best", "layers": [0, 1, 3, 4, 6]} | SEVEN,
     "layers of one kind": {"layers": [1, 3]},
     "the paper's": {"depth_weight": "one", "rope": "released"},
