@@ -4,7 +4,9 @@ import pytest
 import torch
 from models.depth_models import KINDS, depth_model, logits
 from models.depth_reference import add_depth
+from models.optimizer_steps import train_steps
 from tiny import prompt, tiny_model
+from transformers import AutoModelForCausalLM
 
 SEVEN = {"num_hidden_layers": 7}
 LONG = {
@@ -63,3 +65,43 @@ def test_they_are_in_deeper_models_that_choose_their_slots(family, kind):
 def test_they_are_where_the_rotation_makes_keys_longer(kind):
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
     compare("qwen3", kind, base={"rope_parameters": yarn})
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["default", "released", "best"])
+def test_weights_of_zero_change_no_bit_whatever_projections_hold(native_family, kind, dtype, attention):
+    attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
+    base = tiny_model(native_family, dtype)
+    model = depth_model(native_family, kind, dtype, acting=False)
+    base.set_attn_implementation(attention)
+    model.set_attn_implementation(attention)
+    tokens = prompt()
+    mask = (torch.arange(tokens.shape[1]) >= torch.tensor([[5], [0]])).long()
+    for scale in (1, 30):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "ffn_" in name:
+                    parameter.mul_(scale)
+        assert torch.equal(logits(model, tokens), logits(base, tokens))
+        given = {"attention_mask": mask}
+        assert torch.equal(logits(model, tokens, **given)[mask == 1], logits(base, tokens, **given)[mask == 1])
+
+
+def test_weights_that_were_trained_and_set_to_zero_again_change_no_bit_after_loading(native_family, tmp_path):
+    model, tokens = depth_model(native_family, dtype=torch.float32, acting=False), prompt()
+    expected = logits(tiny_model(native_family), tokens)
+    weights = {name: value for name, value in model.named_parameters() if name.endswith("depth_weight")}
+    for parameter in model.parameters():
+        parameter.requires_grad_(any(parameter is weight for weight in weights.values()))
+    train_steps(model, 2)
+    assert all(weight.any() for weight in weights.values())
+    moved = logits(model, tokens)
+    assert not torch.allclose(moved, expected, atol=1e-3)
+    model.save_pretrained(tmp_path / "moved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval(), tokens), moved)
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.zero_()
+    model.save_pretrained(tmp_path / "zero")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "zero").eval(), tokens), expected)
