@@ -130,13 +130,14 @@ def read_paths(corpus: LocalText | HubRows, column: str) -> np.ndarray:
     return np.array(paths, dtype=np.int64).reshape(len(paths), -1)
 
 
-def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str) -> None:
+def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str, text: str = "the corpus") -> None:
     """See that a model has blocks for the paths of a corpus.
 
     Args:
         paths: `[documents, p]`.
         banks: Of the model, by the name of the memory.
         column: That holds the paths.
+        text: What a message calls what has them. Default: `"the corpus"`.
 
     Raises:
         ValueError: If it has no banks, or the tree of its banks is another.
@@ -149,13 +150,13 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str)
     layout = next(iter(banks.values()))
     if len(paths) and paths.shape[1] != layout.num_levels:
         raise ValueError(
-            f"the corpus has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
+            f"{text} has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
             "Assign the corpus by the tree that the model is for."
         )
     for level, column_of_level in enumerate(paths.T, 1):
         if len(paths) and int(column_of_level.max()) >= layout.blocks.nodes(level):
             raise ValueError(
-                f"the corpus has node {int(column_of_level.max())} of level {level}, where the model's banks have "
+                f"{text} has node {int(column_of_level.max())} of level {level}, where the model's banks have "
                 f"{layout.blocks.nodes(level)} blocks; expected one tree."
             )
 

@@ -5,7 +5,7 @@ from transformers import PreTrainedModel, default_data_collator
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.freezing import set_trainable
-from midus_hf.training.held_out import prepare_held_out
+from midus_hf.training.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run_setup import Chosen, check_request, make_run
@@ -49,7 +49,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     corpus = config.corpora[0]
-    held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus.column, corpus.encoding)
+    held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus, banks)
 
     def choose(model: PreTrainedModel) -> Chosen:
         return model, set_trainable(model, config.trainable, config.frozen)
@@ -60,7 +60,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         request,
         arguments,
         dataset,
-        data_lines=describe_corpus(config, dataset),
+        data_lines=[*describe_corpus(config, dataset), *describe_held_out(held_out, corpus)],
         held_out=held_out,
         choose=choose,
         trainer_class=RunTrainer,

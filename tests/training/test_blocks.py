@@ -66,6 +66,12 @@ def logged(folder: Path, name: str) -> list[float]:
     return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
 
 
+def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
+    for level in one.layout.levels:
+        assert one.written(level) == other.written(level)
+        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+
+
 @pytest.mark.parametrize("method", TYPES)
 def test_texts_are_learned_by_blocks_that_they_fetch_and_by_nothing_else(models, assigned, tmp_path, method):
     train(config_of(models / method, assigned, tmp_path / "out", max_steps=25))
@@ -113,10 +119,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(models, assigned, tmp_path, chan
         path.rename(tmp_path / path.name)
     train(config_of(models / "hier-ffn", assigned, parts, save_every=3, resume=True, **changes))
     assert logged(parts, "loss") == logged(whole, "loss")
-    one, other = bank_of(whole), bank_of(parts)
-    for level in (1, 2):
-        assert one.written(level) == other.written(level)
-        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+    assert_same_blocks(bank_of(whole), bank_of(parts))
 
 
 def test_a_checkpoint_is_a_model_with_what_was_trained_until_then(models, assigned, tmp_path):
@@ -230,3 +233,70 @@ def test_runs_of_two_subtrees_put_together_are_the_run_of_both(models, tmp_path)
     for level, written in ((1, [0, 1]), (2, [0, 4])):
         assert merged.written(level) == both.written(level) == written
         assert all(torch.equal(merged.block(level, index), both.block(level, index)) for index in written)
+
+
+def held_out_rows(path: Path, leaves) -> Path:
+    """Documents of 20 words, each in a leaf; None for one without a path."""
+    paths = [{} if leaf is None else {"memory_ids": [leaf // 3, leaf]} for leaf in leaves]
+    rows = [{"text": document(20, number), **path} for number, path in enumerate(paths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loss_of(folder: Path, texts: Path) -> float:
+    """Of documents by themselves with the blocks of their paths, in nats per token."""
+    model, total, count = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0, 0
+    for row in map(json.loads, texts.read_text().splitlines()):
+        tokens = torch.tensor([tiny_tokenizer()(row["text"]).input_ids])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1], memory_ids=torch.tensor([row["memory_ids"]])).logits[0].double()
+        total -= logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum().item()
+        count += tokens.shape[1] - 1
+    return total / count
+
+
+def test_held_out_text_fetches_the_blocks_of_its_paths(models, assigned, tmp_path, capsys):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 4])
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts), eval_every=2))
+    assert (
+        "held-out text: 4 documents, each measured by itself, with the blocks of its path" in capsys.readouterr().out
+    )
+    losses = logged(tmp_path / "out", "eval_loss")
+    assert len(losses) == 4 and logged(tmp_path / "out", "eval_with_blocks") == [True] * 4
+    assert losses[0] == pytest.approx(loss_of(models / "hier-ffn", texts), rel=1e-6)
+    assert losses[-1] == pytest.approx(loss_of(tmp_path / "out", texts), rel=1e-6)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+
+
+def test_measuring_with_blocks_changes_nothing_that_is_trained(models, assigned, tmp_path):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 7])  # of leaves 7 and 8 the corpus has nothing
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "without"))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "with", eval_text=str(texts), eval_every=1))
+    assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
+    assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_held_out_text_without_paths_is_measured_without_blocks(models, assigned, tmp_path, capsys, suffix):
+    texts = held_out_rows(tmp_path / f"held_out{suffix}", [None] * 20)
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts), eval_every=3))
+    told = "held-out text has no column 'memory_ids', which midus-cluster assign writes: it is measured without blocks"
+    assert told in capsys.readouterr().out
+    losses = logged(tmp_path / "out", "eval_loss")
+    assert len(losses) == 3 and len(set(losses)) == 1, "the model is frozen"
+    assert logged(tmp_path / "out", "eval_with_blocks") == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ([4, None], r"which cannot be measured: line 2 of .* has None under 'memory_ids'; expected its node"),
+        ([4, 9], r"which cannot be measured: it has node 3 of level 1, where the model's banks have 3 blocks"),
+    ],
+    ids=["some", "another-tree"],
+)
+def test_held_out_text_of_other_paths_is_refused(models, assigned, tmp_path, leaves, message):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", leaves)
+    with pytest.raises(ValueError, match=message):
+        train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts)))
+    assert not (tmp_path / "out").exists()
