@@ -60,7 +60,7 @@ class TrainedBank(BlockReader):
     """The blocks of a bank as training has left them; those that were never fetched are the bank's.
 
     A block that was fetched in a pass with gradients has a master in float32 and moments of its own. The blocks that were fetched
-    last stay in memory, others wait in a temporary folder (`TMPDIR` says where), so a step takes memory for what it fetches, and
+    last stay in memory, others wait in temporary files (`TMPDIR` says where), so a step takes memory for what it fetches, and
     not for the bank.
 
     Args:
@@ -75,7 +75,6 @@ class TrainedBank(BlockReader):
         self.bank = bank
         self._states: collections.OrderedDict[tuple[int, int], BlockState] = collections.OrderedDict()
         self._bytes_in_memory = bytes_in_memory
-        self._folder: tempfile.TemporaryDirectory | None = None
         self._waiting: dict[int, LevelFile] = {}
         self._resumed: dict[tuple[int, int], tuple[LevelFile, int]] = {}
 
@@ -149,11 +148,14 @@ class TrainedBank(BlockReader):
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write a bank with what was trained into another folder, in the dtype of the bank."""
-        self.bank.save(folder)
-        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as copy:
-            for level, index in self.touched():
-                copy.write(level, index, self._read_state(level, index).master)
-            copy.sync()
+        trained = ((level, index, self._read_state(level, index).master) for level, index in self.touched())
+        if not self.bank.lies_in(folder):
+            self.bank.save(folder, trained)
+            return
+        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
+            for level, index, record in trained:
+                itself.write(level, index, record)
+            itself.sync()
 
     def save_state(self, folder: Path) -> None:
         """Write masters, moments and steps of every block that was touched, to go on from."""
@@ -194,11 +196,9 @@ class TrainedBank(BlockReader):
             self._resumed |= {(level, index): (file, place) for place, index in enumerate(indices)}
 
     def close(self) -> None:
-        """Close the files of the bank, and remove the temporary folder."""
+        """Close the files of the bank, and those of what was put aside, which are gone then."""
         self.bank.close()
         self._close_files()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def _close_files(self) -> None:
         """Leave behind what was put aside, and the state that training went on from."""
@@ -238,7 +238,7 @@ class TrainedBank(BlockReader):
         return BlockState(master.requires_grad_(), torch.zeros_like(master), torch.zeros_like(master))
 
     def _put_aside(self) -> None:
-        """Write the blocks that were fetched longest ago to the temporary folder, as many as memory has no room for."""
+        """Write the blocks that were fetched longest ago to temporary files, as many as memory has no room for."""
         excess = sum(state.nbytes for state in self._states.values()) - self._bytes_in_memory
         while excess > 0:
             (level, index), state = self._states.popitem(last=False)
@@ -248,11 +248,12 @@ class TrainedBank(BlockReader):
 
     def _waiting_file(self, level: int) -> LevelFile:
         if level not in self._waiting:
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="midus-blocks-")
-            path, records = Path(self._folder.name, level_file(level)), self.layout.num_records(level)
-            numel = 3 * self.layout.record_numel(level) + 1
-            create_level_file(path, records, numel, torch.float32)
-            self._waiting[level] = LevelFile(path, records, numel, writable=True)
+            numel, records = 3 * self.layout.record_numel(level) + 1, self.layout.num_records(level)
+            # The file has no name as soon as it is open: nothing of it is left on the disk, however the process ends.
+            with tempfile.TemporaryDirectory(prefix="midus-blocks-") as folder:
+                path = Path(folder, level_file(level))
+                create_level_file(path, records, numel, torch.float32)
+                self._waiting[level] = LevelFile(path, records, numel, writable=True)
         return self._waiting[level]
 
 

@@ -9,6 +9,7 @@ import torch
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
+from midus_hf.training.written_files import BLOCK_STATES
 
 if TYPE_CHECKING:
     # What the mixin stands before, for all that it asks of itself.
@@ -18,8 +19,6 @@ else:
 
 GROUP = "blocks"
 """The name of the optimizer's group that has no parameters, but the rate and the decay of blocks."""
-
-_FOLDER = "block_states"
 
 
 class TrainsBlocks(AnyTrainer):
@@ -79,13 +78,21 @@ class TrainsBlocks(AnyTrainer):
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.args.should_save:
             for number, bank in enumerate(self.trained_banks):
-                bank.save_state(Path(output_dir, _FOLDER, str(number)))
+                bank.save_state(Path(output_dir, BLOCK_STATES, str(number)))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None:
-            for number, bank in enumerate(self.trained_banks):
-                bank.load_state(Path(checkpoint, _FOLDER, str(number)))
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        self._load_blocks(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        assert self.state.best_model_checkpoint is not None
+        self._load_blocks(self.state.best_model_checkpoint)
+
+    def _load_blocks(self, checkpoint: str) -> None:
+        """Blocks belong to the model as its weights do: whoever goes back to a checkpoint gets those of that step."""
+        for number, bank in enumerate(self.trained_banks):
+            bank.load_state(Path(checkpoint, BLOCK_STATES, str(number)))
 
 
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:

@@ -9,67 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_tiny_model
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, logged
 from training.tiny_run import document, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training import MemoryTrainer, set_trainable, train
 from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
-from upscalers import upscale
 from upscalers.banks.editing import BankRequest
 from upscalers.banks.merging import merge
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
-TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
-LEAVES = [0, 4, 5]
-"""Those that the corpus has texts of, of nine."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Tiny upscaled models by their method; nobody may change them."""
-    folder = tmp_path_factory.mktemp("fetching")
-    base = save_tiny_model("llama", folder / "base")
-    for method in TYPES:
-        upscale(
-            base=base, method=method, output=folder / method, options={"sizes": [4, 2], "branching": 3}, verify=False
-        )
-        tiny_tokenizer().save_pretrained(folder / method)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def assigned(tmp_path_factory):
-    """A corpus whose documents have paths."""
-    path = tmp_path_factory.mktemp("assigned") / "corpus.jsonl"
-    rows = [
-        {"text": document(30, LEAVES[index % 3]), "memory_ids": [LEAVES[index % 3] // 3, LEAVES[index % 3]]}
-        for index in range(18)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def config_of(model, assigned, output, **changes):
-    options = {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
-    words = {"generic_share": 0.0, "max_steps": 6, "batch_size": 4, **changes}
-    return tiny_config(model, assigned, output, corpus_options=options, **words)
-
-
-def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
-    return AutoModelForCausalLM.from_pretrained(folder).banks.of(method)
-
-
-def logged(folder: Path, name: str) -> list[float]:
-    return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
-
-
-def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
-    for level in one.layout.levels:
-        assert one.written(level) == other.written(level)
-        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
 
 
 @pytest.mark.parametrize("method", TYPES)

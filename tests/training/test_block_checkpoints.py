@@ -1,0 +1,55 @@
+"""Checkpoints of runs that train blocks: what is resumed, chosen, removed and replaced includes the blocks."""
+
+import shutil
+
+import pytest
+import torch
+from training.block_runs import assert_same_blocks, bank_of, config_of, logged
+from training.tiny_run import document
+
+from midus_hf.training import train
+
+
+def forget_the_model(output) -> None:
+    """Leave a run as one that ended before its trained model was saved."""
+    shutil.rmtree(output / "memory_bank")
+    for name in ("config.json", "model.safetensors"):
+        (output / name).unlink()
+
+
+def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(models, assigned, tmp_path):
+    config = config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3)
+    train(config)
+    shutil.copytree(tmp_path / "out", tmp_path / "whole")
+    forget_the_model(tmp_path / "out")
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3, resume=True))
+    assert bank_of(tmp_path / "whole").written(1)
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "whole"))
+
+
+def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, assigned, tmp_path):
+    """Blocks that learn the corpus by heart are soon worse at text of the same leaves that is none of it."""
+    texts = tmp_path / "held_out.jsonl"
+    texts.write_text(f'{{"text": "{document(60, 99)}", "memory_ids": [0, 0]}}\n')
+    changes = {"eval_text": str(texts), "eval_every": 2, "keep_best": True, "keep_checkpoints": 1}
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=30, learning_rate=3e-2, **changes))
+    losses = logged(tmp_path / "out", "eval_loss")[1:]
+    best = 2 * (1 + losses.index(min(losses)))
+    assert best < 30, "the last is not the best"
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / f"checkpoint-{best}"))
+
+
+def test_old_checkpoints_are_removed_with_their_blocks(models, assigned, tmp_path):
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=2, keep_checkpoints=1))
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+def test_a_run_of_blocks_is_replaced_where_that_is_asked(models, assigned, tmp_path):
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    (tmp_path / "out" / "memory_bank" / "hier-ffn" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"
+    ):
+        train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
