@@ -8,18 +8,28 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from midus_config.fetched_blocks import level_file
+from midus_config.fetched_blocks import BANK_AUDIT, level_file
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
 
 _TOUCHED = "touched.json"
 _BYTES_IN_MEMORY = 8 * 2**30
+
+
+class Audit(Protocol):
+    """A record of what trained blocks."""
+
+    def save(self, path: Path) -> None:
+        """Write the record as it is to a file."""
+
+    def load(self, path: Path) -> None:
+        """Go on from a record that was saved."""
 
 
 @dataclass
@@ -69,6 +79,8 @@ class TrainedBank(BlockReader):
     """
 
     trains = True
+    audit: Audit | None = None
+    """What is saved and loaded with blocks, if a run records what trains them."""
 
     def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
         super().__init__(bank.layout)
@@ -147,15 +159,23 @@ class TrainedBank(BlockReader):
         return sorted({*trained, *waiting, *self._resumed})
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write a bank with what was trained into another folder, in the dtype of the bank."""
+        """Write a bank with what was trained into another folder, in the dtype of the bank.
+
+        With it goes the record of what trained blocks. Without one, that of the bank stays behind once blocks were trained: it
+        would not be whole.
+        """
         trained = ((level, index, self._read_state(level, index).master) for level, index in self.touched())
         if not self.bank.lies_in(folder):
-            self.bank.save(folder, trained)
+            save_audit = (_save_nothing if self.touched() else None) if self.audit is None else self.audit.save
+            self.bank.save(folder, trained, save_audit)
             return
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
             for level, index, record in trained:
                 itself.write(level, index, record)
             itself.sync()
+        (self.bank.folder / BANK_AUDIT).unlink(missing_ok=True)
+        if self.audit is not None:
+            self.audit.save(self.bank.folder / BANK_AUDIT)
 
     def save_state(self, folder: Path) -> None:
         """Write masters, moments and steps of every block that was touched, to go on from."""
@@ -173,6 +193,8 @@ class TrainedBank(BlockReader):
                     file.write(place, self._read_state(level, index).packed())
                 file.sync()
             partial.replace(path)
+        if self.audit is not None:
+            self.audit.save(folder / BANK_AUDIT)
         (folder / _TOUCHED).write_text(json.dumps({str(level): found for level, found in by_level.items()}))
 
     def load_state(self, folder: Path) -> None:
@@ -187,6 +209,8 @@ class TrainedBank(BlockReader):
             raise BankError(
                 f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
             ) from None
+        if self.audit is not None:
+            self.audit.load(folder / BANK_AUDIT)
         self._states.clear()
         self._close_files()
         self.changed()
@@ -259,3 +283,7 @@ class TrainedBank(BlockReader):
 
 def _written(file: LevelFile) -> Iterator[int]:
     yield from file.checksums().nonzero()[0].tolist()
+
+
+def _save_nothing(path: Path) -> None:
+    """Leave a bank without a record of what trained its blocks."""

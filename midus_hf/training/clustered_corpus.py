@@ -91,6 +91,15 @@ class ClusteredDataset(Dataset):
         example["labels"][length:] = IGNORED_LABEL
         return {**example, "memory_ids": self._path(index)}
 
+    def path(self, index: int) -> list[int]:
+        """The path that a sequence comes with, `[p]`."""
+        return self._path(index).tolist()
+
+    def documents(self, index: int) -> list[tuple[int, int]]:
+        """The documents in a sequence, by their place in the corpus, and how many tokens it has of each."""
+        stretches = self._stretches(int(self._sequence_begins[index]), int(self._sequence_ends[index]))
+        return [(document, end - begin) for document, begin, end in stretches]
+
     def _path(self, index: int) -> torch.Tensor:
         path = torch.from_numpy(self._leaf_paths[self._leaf[index]].copy())
         is_generic = np.random.default_rng([self.seed, index]).random() < self.generic_share
@@ -98,12 +107,16 @@ class ClusteredDataset(Dataset):
 
     def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
         """The pieces of documents between two places in the order of leaves."""
+        return (self.tokens.cut(first, last) for _, first, last in self._stretches(begin, end))
+
+    def _stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Each of these documents, and where its piece begins and ends among all tokens."""
         number = int(np.searchsorted(self._begins, begin, side="right")) - 1
         while begin < end:
-            document = self._order[number]
+            document = int(self._order[number])
             first = int(self._bounds[document]) + begin - int(self._begins[number])
             until = min(end, int(self._begins[number + 1]))
-            yield self.tokens.cut(first, first + until - begin)
+            yield document, first, first + until - begin
             begin, number = until, number + 1
 
 

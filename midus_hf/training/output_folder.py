@@ -233,4 +233,7 @@ def _without_cache(corpus: Any) -> Any:
     """What says which text is read: where its tokens are kept may change."""
     if isinstance(corpus, list):
         return [_without_cache(part) for part in corpus]
-    return {key: value for key, value in corpus.items() if key != "cache_dir"} if isinstance(corpus, dict) else corpus
+    if not isinstance(corpus, dict):
+        return corpus
+    # None is what an option is that was not there yet when the run began.
+    return {key: value for key, value in corpus.items() if key != "cache_dir" and value is not None}

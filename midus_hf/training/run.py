@@ -10,8 +10,9 @@ from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run_setup import Chosen, check_request, make_run
 from midus_hf.training.run_trainer import RunTrainer
+from midus_hf.training.sequence_audit import NumberedSequences
 from midus_hf.training.trainer_arguments import training_arguments
-from midus_hf.training.training_data import build_dataset, describe_corpus, open_corpora
+from midus_hf.training.training_data import audit_of, build_dataset, describe_corpus, open_corpora
 from midus_hf.training.training_run import TrainingRun, TrainResult
 
 
@@ -51,6 +52,8 @@ def prepare(config: TrainConfig) -> TrainingRun:
     corpus = config.corpora[0]
     held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus, banks)
 
+    audit = None if not config.audit else audit_of(dataset, config)
+
     def choose(model: PreTrainedModel) -> Chosen:
         return model, set_trainable(model, config.trainable, config.frozen)
 
@@ -59,10 +62,11 @@ def prepare(config: TrainConfig) -> TrainingRun:
         config,
         request,
         arguments,
-        dataset,
+        dataset if audit is None else NumberedSequences(dataset),
         data_lines=[*describe_corpus(config, dataset), *describe_held_out(held_out, corpus)],
         held_out=held_out,
         choose=choose,
         trainer_class=RunTrainer,
         data_collator=default_data_collator,
+        audit=audit,
     )

@@ -1,6 +1,7 @@
 """What runs need that train the blocks of a bank: tiny models that fetch, texts that have paths, and a look at what was trained."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from tiny import save_tiny_model
 from training.tiny_run import document, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.training_log import read_log
 from upscalers import upscale
@@ -15,6 +17,9 @@ from upscalers import upscale
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
 LEAVES = [0, 4, 5]
 """Those that the corpus has texts of, of nine."""
+
+AUDIT = Path("memory_bank", "hier-ffn", "audit.sqlite3")
+"""The record of what trained blocks, within a model."""
 
 
 def save_fetching(folder: Path) -> Path:
@@ -56,3 +61,18 @@ def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
     for level in one.layout.levels:
         assert one.written(level) == other.written(level)
         assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+
+
+def forget_the_model(output: Path) -> None:
+    """Leave a run as one that ended before its trained model was saved."""
+    shutil.rmtree(output / "memory_bank")
+    for name in ("config.json", "model.safetensors"):
+        (output / name).unlink()
+
+
+def recorded(folder: Path) -> dict[tuple, tuple[int, int]]:
+    """Level, index and line, and how many sequences and tokens."""
+    with BankAudit(folder / AUDIT) as audit:
+        found = list(audit.trained())
+        assert not audit.unrecorded() and not any(each.deleted for each in found)
+    return {(*each.block, each.document.line): (each.sequences, each.tokens) for each in found}

@@ -3,18 +3,11 @@
 import shutil
 
 import pytest
-import torch
-from training.block_runs import assert_same_blocks, bank_of, config_of, logged
+import yaml
+from training.block_runs import assert_same_blocks, bank_of, config_of, forget_the_model, logged
 from training.tiny_run import document
 
 from midus_hf.training import train
-
-
-def forget_the_model(output) -> None:
-    """Leave a run as one that ended before its trained model was saved."""
-    shutil.rmtree(output / "memory_bank")
-    for name in ("config.json", "model.safetensors"):
-        (output / name).unlink()
 
 
 def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(models, assigned, tmp_path):
@@ -53,3 +46,13 @@ def test_a_run_of_blocks_is_replaced_where_that_is_asked(models, assigned, tmp_p
         ValueError, match=r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"
     ):
         train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
+
+
+def test_a_run_is_resumed_that_began_before_an_option_was_there(models, assigned, tmp_path):
+    output = tmp_path / "out"
+    train(config_of(models / "hier-ffn", assigned, output, save_every=3))
+    record = output / "train_config.yaml"
+    options = yaml.safe_load(record.read_text())
+    del options["audit"], options["corpus"]["id_column"]
+    record.write_text(yaml.safe_dump(options))
+    train(config_of(models / "hier-ffn", assigned, output, save_every=3, resume=True))

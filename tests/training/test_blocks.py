@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, logged
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, logged, recorded
 from training.tiny_run import document, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -100,7 +100,7 @@ def test_activation_checkpointing_changes_nothing(models, assigned, tmp_path):
 
 
 def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "one"))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "one", audit=True))
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "two"
     recipe.write_text(
         f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {assigned.parent / 'cache'}}}\nlearning_rate: 1e-2\n"
@@ -115,6 +115,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
         "log_every": 1,
         "generic_share": 0,
         "save_every": 3,
+        "audit": "true",
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     run = subprocess.run(
@@ -126,6 +127,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
     )
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
+    assert recorded(output) == recorded(tmp_path / "one")
     one, two = bank_of(tmp_path / "one"), bank_of(output)
     for level in (1, 2):
         assert one.written(level) == two.written(level)
