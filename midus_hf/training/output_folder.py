@@ -139,6 +139,7 @@ def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | Non
     found = {number: path for number, path in checkpoints(output).items() if number != best}
     order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
+        remove_written(output, found[number] / STATE_NAME)  # first: what is left if this ends here is no checkpoint
         remove_written(output, found[number])
 
 
