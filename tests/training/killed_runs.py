@@ -4,9 +4,9 @@ It imports everything once and computes nothing, so that each run is a child tha
 
     python killed_runs.py '[{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]'
 
-A point is what a run is about to do to a file of its output (an event of Python's audit hooks, or `os.pwrite`, half of which is done
-then), and for the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output as it was
-left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
+A point is what a run is about to do to a file of its output (an event of Python's audit hooks, or `os.pwrite`, half of which is
+done then), and at the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output
+as it was left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
 """
 
 import json
