@@ -115,12 +115,20 @@ class BankAudit:
             saved._database.backup(self._database)
 
     def save(self, path: Path) -> None:
-        """Write the record as it is to a file, whole or not at all."""
+        """Write the record as it is to a file, whole or not at all.
+
+        Raises:
+            OSError: If it cannot be written, as on a full disk.
+        """
         self._database.commit()
         partial = path.with_name(f"{path.name}.partial")
         partial.unlink(missing_ok=True)
-        with contextlib.closing(sqlite3.connect(partial)) as copy:
-            self._database.backup(copy)
+        try:
+            with contextlib.closing(sqlite3.connect(partial)) as copy:
+                self._database.backup(copy)
+        except sqlite3.OperationalError as error:
+            partial.unlink(missing_ok=True)
+            raise OSError(f"{path} cannot be written: {error}") from error
         partial.replace(path)
 
     def add(self, trained: Iterable[Trained]) -> None:

@@ -1,6 +1,7 @@
 """`midus-bank audit`: what trained blocks, by block and by document; edits of the bank keep the record true."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -234,6 +235,23 @@ def test_a_bank_without_a_record_or_with_a_damaged_one_is_refused(made, model, t
     )
     path.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
     assert "audit.sqlite3 is damaged" in refusal("audit", tmp_path / "damaged", capsys=capsys)
+
+
+def test_a_record_that_cannot_be_written_is_a_failure_of_the_disk(tmp_path):
+    """Of which a run knows that it may go on."""
+    with BankAudit() as audit:
+        audit.add(TRAINED)
+        with pytest.raises(OSError, match="cannot be written: unable to open database file"):
+            audit.save(tmp_path / "absent" / "audit.sqlite3")
+        audit.save(tmp_path / "audit.sqlite3")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(OSError, match="cannot be written: "):
+                audit.save(tmp_path / "full.sqlite3")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["audit.sqlite3"]
 
 
 def test_what_there_is_none_of_cannot_be_gone_on_from(tmp_path):
