@@ -14,6 +14,9 @@ BANKS_FOLDER = "memory_bank"
 BANK_DESCRIPTION = "bank.json"
 """The file of a bank that tells it from others."""
 
+BANK_AUDIT = "audit.sqlite3"
+"""The file of a bank that tells which documents trained its blocks; not every bank has it."""
+
 
 def level_file(level: int) -> str:
     """What the file of a level is called, counted from 1."""

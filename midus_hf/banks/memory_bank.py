@@ -5,12 +5,14 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
+from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BankLayout, level_file
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
@@ -114,31 +116,54 @@ class MemoryBank(BlockReader):
         for file in self._files.values():
             file.sync()
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(
+        self,
+        folder: str | os.PathLike,
+        trained: Iterable[tuple[int, int, torch.Tensor]] = (),
+        save_audit: Callable[[Path], None] | None = None,
+    ) -> None:
         """Write the bank into another folder: what was never written stays a hole there.
 
         Args:
             folder: Made if need be; one that has this very bank is left as it is.
+            trained: Level, index and record of blocks that are others than in this bank. Default: none are.
+            save_audit: Writes the record of what trained blocks to a file. Default: if this bank has one, it is copied.
 
         Raises:
             BankError: If somebody else writes to a bank there, or a block is not what was written.
         """
         folder = Path(folder)
-        if folder.exists() and folder.resolve() == self.folder.resolve():
+        if self.lies_in(folder):
             return
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / BANK_DESCRIPTION).exists():
             os.close(_lock(folder))  # whoever writes there would lose it
             (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
-        for level, file in self._files.items():
-            path = folder / level_file(level)
-            create_level_file(path, file.num_records, file.numel, file.dtype)
-            with contextlib.closing(LevelFile(path, file.num_records, file.numel, writable=True)) as copy:
+        with contextlib.ExitStack() as opened:
+            copies = {}
+            for level, file in self._files.items():
+                path = folder / level_file(level)
+                create_level_file(path, file.num_records, file.numel, file.dtype)
+                copies[level] = LevelFile(path, file.num_records, file.numel, writable=True)
+                opened.callback(copies[level].close)
                 for index in self.written(level):
                     record = file.read(index)
                     assert record is not None
-                    copy.write(index, record)
+                    copies[level].write(index, record)
+            for level, index, record in trained:
+                copies[level].write(index, record)
+            for copy in copies.values():
+                copy.sync()
+        (folder / BANK_AUDIT).unlink(missing_ok=True)
+        if save_audit is not None:
+            save_audit(folder / BANK_AUDIT)
+        elif (self.folder / BANK_AUDIT).exists():
+            shutil.copyfile(self.folder / BANK_AUDIT, folder / BANK_AUDIT)
         write_description(folder, self.description)
+
+    def lies_in(self, folder: str | os.PathLike) -> bool:
+        """Whether a folder is that of this very bank."""
+        return Path(folder).exists() and Path(folder).resolve() == self.folder.resolve()
 
     def close(self) -> None:
         """Close its files; nothing can be fetched afterwards."""
