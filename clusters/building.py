@@ -8,6 +8,7 @@ import torch
 
 from clusters.finished_nodes import FinishedNodes
 from clusters.kmeans import kmeans, nearest
+from clusters.window_shards import Embeddings
 from midus_hf.retrieval import ClusterTree, TreeOrigin
 
 _STRETCH = 8192
@@ -66,7 +67,7 @@ class BuiltTree:
 
 
 def build_tree(
-    embeddings: np.ndarray,
+    embeddings: Embeddings,
     options: TreeOptions,
     origin: TreeOrigin | None = None,
     progress: Callable[[int], None] | None = None,
@@ -80,8 +81,8 @@ def build_tree(
     have no data, and no path leads there. What is random at a node depends on the seed and the node alone.
 
     Args:
-        embeddings: `[N, c]` float16 or float32, an array or a memory map. Rows are divided by their lengths when they are
-            read, a stretch at a time; beside what is read, 24 bytes a row are held in memory.
+        embeddings: `[N, c]` float16 or float32: an array, a memory map, or `JoinedRows`. Rows are divided by their lengths when
+            they are read, a stretch at a time; beside what is read, 24 bytes a row are held in memory.
         options: How the tree is built.
         origin: What its record says of where it is from. Default: only the seed.
         progress: Told of the number of rows that have found their node in a level; N for each level in all. Default: None.
@@ -129,7 +130,7 @@ def build_tree(
     return BuiltTree(tree, nodes)
 
 
-def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
+def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
     """Rows of a memory map, divided by their lengths.
 
     Args:
@@ -154,7 +155,7 @@ def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
 class _Members:
     """Draws from the members of a node."""
 
-    def __init__(self, embeddings: np.ndarray, members: np.ndarray):
+    def __init__(self, embeddings: Embeddings, members: np.ndarray):
         self._embeddings, self._members = embeddings, members
 
     def __call__(self, number: int, rng: np.random.Generator) -> torch.Tensor:

@@ -14,8 +14,10 @@ import numpy as np
 from clusters.building import TreeOptions, build_tree
 from clusters.corpus import Corpus, load_fast_tokenizer
 from clusters.finished_nodes import FinishedNodes
-from clusters.window_store import StoredWindows, map_array, open_windows, store_windows
-from clusters.window_writer import only_run
+from clusters.growing_array import map_array
+from clusters.window_shards import JoinedRows, join_shards
+from clusters.window_store import StoredWindows, open_windows, store_windows
+from clusters.window_writer import only_run, read_record
 from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
 from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
@@ -90,6 +92,44 @@ def build(request: BuildRequest) -> ClusterTree:
         seed=request.options.seed,
     )
     return _cluster(output, stored, request.options, origin)
+
+
+def build_from_embeddings(
+    embeddings: Path, output: Path, options: TreeOptions | None = None, overwrite: bool = False
+) -> ClusterTree:
+    """Cluster what the tasks of a pipeline have embedded, and write the tree; nothing is embedded here, and no model is loaded.
+
+    `windows/` has no embeddings: they stay where they are, and are read from there. Run again after an interruption, it goes on with
+    the node that it was at.
+
+    Args:
+        embeddings: Folder that `clusters.datatrove_steps.EmbedWindows` wrote.
+        output: Folder of the tree.
+        options: How the tree is built. Default: `TreeOptions()`.
+        overwrite: Whether a tree in `output` may be replaced. Default: false.
+
+    Raises:
+        ValueError: If a task is not complete, or as `build`.
+    """
+    check_scikit_learn()
+    options = options or TreeOptions()
+    embeddings, output = embeddings.expanduser(), output.expanduser()
+    _check_output(output, overwrite)
+    len(JoinedRows(embeddings))  # refuses what is not complete, before anything is made
+    with only_run(output / WINDOWS):
+        join_shards(embeddings, output / WINDOWS)
+    record = read_record(output / WINDOWS)
+    assert record is not None
+    made_with = record.request
+    origin = TreeOrigin(
+        embedding_model=made_with["embedding_model_name"],
+        embedding_fingerprint=made_with["embedding_model"],
+        embedding_max_tokens=made_with["max_tokens"],
+        tokenizer=made_with["tokenizer_name"],
+        window_tokens=made_with["window_tokens"],
+        seed=options.seed,
+    )
+    return _cluster(output, open_windows(output / WINDOWS), options, origin)
 
 
 def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:

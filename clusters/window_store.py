@@ -10,8 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from clusters.corpus import Corpus, read_corpus
+from clusters.growing_array import map_array
+from clusters.window_shards import Embeddings, JoinedRows
 from clusters.window_writer import WindowWriter, only_run, read_record, windows_request
-from midus_hf.documents import find_files, first_line
+from midus_hf.documents import find_files
 from midus_hf.retrieval import TextEmbedder
 
 
@@ -20,19 +22,20 @@ class StoredWindows:
     """What is on the disk of a corpus, mapped and not read.
 
     Args:
-        embeddings: `[N, c]` float16 or float32, a row a window, in the order of the corpus.
+        embeddings: `[N, c]` float16 or float32, a row a window, in the order of the corpus; those of tasks are read when they are
+            asked for.
         documents: The number of the document of each window, `[N]` int64.
         labels: The label of each window, a place in `label_names`, `[N]` int32; None where the corpus has none.
         label_names: The labels, in the order in which they first appear.
-        corpus: Where the documents were.
+        corpus: Where the documents were; None if tasks have embedded them.
         fingerprint: Of what was asked for, and of how many windows that made.
     """
 
-    embeddings: np.ndarray
+    embeddings: Embeddings
     documents: np.ndarray
     labels: np.ndarray | None
     label_names: list[str]
-    corpus: Corpus
+    corpus: Corpus | None
     fingerprint: str
 
 
@@ -88,38 +91,21 @@ def open_windows(folder: Path) -> StoredWindows:
         raise ValueError(
             f"folder {str(folder)!r} holds no windows, or not all of a corpus; expected those of a tree. Run midus-cluster build."
         )
-    labelled = record.request["label_column"] is not None
-    corpus = Corpus(*(record.request[key] for key in ("corpus", "column", "label_column", "encoding")))
+    request = record.request
+    embeddings: Embeddings
+    if (shards := request.get("embeddings")) is None:
+        corpus: Corpus | None = Corpus(*(request[key] for key in ("corpus", "column", "label_column", "encoding")))
+        embeddings = map_array(folder / "embeddings.npy", record.windows)
+    else:
+        corpus, embeddings = None, JoinedRows(Path(shards))
     return StoredWindows(
-        embeddings=map_array(folder / "embeddings.npy", record.windows),
+        embeddings=embeddings,
         documents=map_array(folder / "documents.npy", record.windows),
-        labels=map_array(folder / "labels.npy", record.windows) if labelled else None,
+        labels=None if request["label_column"] is None else map_array(folder / "labels.npy", record.windows),
         label_names=record.label_names,
         corpus=corpus,
         fingerprint=record.fingerprint,
     )
-
-
-def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.ndarray:
-    """Map an array that has a row for each window.
-
-    Args:
-        path: A `.npy` file.
-        rows: How many it must have.
-        remedy: What is said to do about it. Default: to delete its folder.
-
-    Raises:
-        ValueError: If it is absent or not whole, or has another number of rows.
-    """
-    try:
-        found = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
-    if len(found) != rows:
-        raise ValueError(
-            f"file {str(path)!r} has {len(found):,} rows; expected {rows:,}, one for each window. {remedy}"
-        )
-    return found
 
 
 def _corpus_request(corpus: Corpus) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _STRETCH = 1024
 
 _VERSION = 2
 _RECORD = "windows.json"
-_PLACES = ("corpus", "embedding_model_name", "tokenizer_name")
+_PLACES = ("corpus", "embeddings", "embedding_model_name", "tokenizer_name")
 """What a request says of where things lie: they may have moved."""
 
 
@@ -41,6 +41,7 @@ class WindowRecord:
         windows: Windows that are there. Default: 0.
         last_document: The number of the document of the last of them. Default: -1.
         last_number: Its number among the windows of its document. Default: -1.
+        texts: A digest of the texts of all documents up to that one. Default: of none.
         label_names: Labels, in the order in which they first appear. Default: none.
         sources: Pairs of a file of rows and the window with which it begins, where that was asked for. Default: none.
         complete: Whether all windows are there. Default: false.
@@ -50,6 +51,7 @@ class WindowRecord:
     windows: int = 0
     last_document: int = -1
     last_number: int = -1
+    texts: str = ""
     label_names: list[str] = field(default_factory=list)
     sources: list[list[Any]] = field(default_factory=list)
     complete: bool = False
@@ -125,6 +127,7 @@ class WindowWriter:
         self._folder, self._keep_sources = folder, keep_sources
         self.record = read_record(folder) or WindowRecord(request)
         check_request(folder, self.record.request, request)
+        self._digests: dict[int, str] = {}
 
     def write(
         self,
@@ -136,13 +139,16 @@ class WindowWriter:
         """Embed what remains, stretch by stretch.
 
         Args:
-            documents: All of them, or those from `record.last_document` on.
+                documents: All of them, from the first on.
             tokenizer: As in `windows_request`.
             embedder: As in `windows_request`.
             progress: As in `TextEmbedder.embed`. Default: None.
 
         Yields:
             The record, after each stretch that is on the disk.
+
+        Raises:
+            ValueError: If documents are not those that an interrupted run has begun with.
         """
         record = self.record
         names = {name: place for place, name in enumerate(record.label_names)}
@@ -169,6 +175,8 @@ class WindowWriter:
                         written.flush()
                 record.windows = embeddings.rows
                 record.last_document, record.last_number = stretch[-1].document.number, stretch[-1].number
+                record.texts = self._digests[record.last_document]
+                self._digests = {key: kept for key, kept in self._digests.items() if key >= record.last_document}
                 record.label_names = list(names)
                 write_record(self._folder, record)
                 yield record
@@ -180,9 +188,27 @@ class WindowWriter:
 
     def _remaining(self, documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Window]:
         done = (self.record.last_document, self.record.last_number)
-        from_there = (document for document in documents if document.number >= done[0])
-        windows = cut_windows(from_there, tokenizer, int(self.record.request["window_tokens"]))
+        windows = cut_windows(self._from_there(documents), tokenizer, int(self.record.request["window_tokens"]))
         return (window for window in windows if (window.document.number, window.number) > done)
+
+    def _from_there(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Documents from the last one on that is there, behind those with which an interrupted run began."""
+        last, digest, number = self.record.last_document, "", -1
+        for document in documents:
+            number = document.number
+            digest = hashlib.sha256(digest.encode() + document.text.encode("utf-8", "surrogatepass")).hexdigest()
+            if number == last and digest != self.record.texts:
+                break
+            if number >= last:
+                self._digests[number] = digest
+                yield document
+        else:
+            if number >= last:
+                return
+        raise ValueError(
+            f"folder {str(self._folder)!r} holds windows of other documents than the first {last + 1:,} that were read now; "
+            "expected the same ones in the same order. Choose another output, or delete this folder."
+        )
 
 
 @contextlib.contextmanager
