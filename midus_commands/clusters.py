@@ -184,6 +184,8 @@ def assign(
                 for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
                     file.write(json.dumps(row) + "\n")
                     written += 1
+            if not written:
+                raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
             os.replace(partial, output)
         finally:
             partial.unlink(missing_ok=True)

@@ -165,6 +165,74 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     assert out == "" and err.splitlines()[-1].startswith(f"midus-cluster: {message}"), err
 
 
+def last_line(words: list[str], capsys) -> str:
+    """What a request that is wrong is told, which must be one line of its own."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("midus-cluster: ") == 1 and err.endswith("\n")
+    return err.splitlines()[-1].removeprefix("midus-cluster: ")
+
+
+def test_a_corpus_without_text_makes_no_tree_and_no_paths(tree, bert, tmp_path, capsys):
+    blank, nothing = tmp_path / "blank.jsonl", tmp_path / "nothing.jsonl"
+    blank.write_text('{"text": " "}\n{"text": "\\n"}\n')
+    nothing.touch()
+    (tmp_path / "empty").mkdir()
+    for corpus in (blank, nothing):
+        expected = f"corpus '{corpus}' has no document with a visible character. Add text to it."
+        words = ["build", "--corpus", str(corpus), "--embedding-model", bert, "--tokenizer", bert, "--device", "cpu"]
+        assert last_line([*words, "--output", str(tmp_path / "out")], capsys) == expected
+        assert not (tmp_path / "out" / "tree.json").exists()
+        words = ["assign", "--tree", tree, "--corpus", str(corpus), "--output", str(tmp_path / "paths.jsonl")]
+        assert last_line(words, capsys) == expected
+        assert not list(tmp_path.glob("*paths*"))
+    words = ["assign", "--tree", tree, "--corpus", str(tmp_path / "empty"), "--output", str(tmp_path / "paths.jsonl")]
+    assert "a folder without text; expected files ending in" in last_line(words, capsys)
+
+
+def test_another_embedding_model_than_that_of_the_tree_is_refused(tree, bert, corpus, tmp_path, capsys):
+    other = save_tiny_bert(tmp_path / "other", seed=1)
+    wide = save_tiny_bert(tmp_path / "wide", width=32)
+    words = ["assign", "--tree", tree, "--corpus", corpus, "--column", "body", "--output", str(tmp_path / "p.jsonl")]
+    line = last_line([*words, "--embedding-model", str(other)], capsys)
+    assert line.startswith(f"embedding model '{other}' has the fingerprint ") and line.endswith(
+        f"that of '{bert}', with which the tree was built. Use that model, or build the tree again."
+    )
+    line = last_line([*words, "--embedding-model", str(wide)], capsys)
+    expected = "has the width 32; expected 16, that of the tree. Use the model that the tree was built with."
+    assert line == f"embedding model '{wide}' {expected}"
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_embeddings_of_another_model_are_not_clustered(bert, corpus, tmp_path, capsys):
+    assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
+    capsys.readouterr()
+    other = str(save_tiny_bert(tmp_path / "other", seed=1))
+    words = build_words(bert, corpus, tmp_path / "tree")
+    words[words.index("--embedding-model") + 1] = other
+    line = last_line([*words, "--overwrite"], capsys)
+    assert "holds windows that were made with another embedding_model, " in line
+    assert line.endswith("Choose another output, or delete this folder.")
+
+
+def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
+    """Two texts make one cluster: its siblings are empty, and no path leads to them."""
+    corpus, paths = tmp_path / "two.jsonl", tmp_path / "paths.jsonl"
+    corpus.write_text('{"body": "w1 w2", "topic": "a"}\n{"body": "w3", "topic": "b"}\n')
+    assert main(build_words(bert, str(corpus), tmp_path / "tree")) == 0
+    assert "2 windows in 1 of 9 leaves" in capsys.readouterr().out
+    words = ["assign", "--tree", str(tmp_path / "tree"), "--corpus", str(corpus), "--column", "body"]
+    words += ["--output", str(paths)]
+    assert last_line([*words, "--block", "1:0"], capsys) == (
+        "blocked leaves no path to a leaf with data; expected at least one. Block fewer nodes."
+    )
+    assert main([*words, "--block", "1:2"]) == 0
+    assert [json.loads(line)["memory_ids"] for line in paths.read_text().splitlines()] == [[0, 0], [0, 0]]
+    assert main(["report", "--tree", str(tmp_path / "tree"), "--json", "--level", "2"]) == 0
+    report = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert [level["empty"] for level in report["levels"]] == [0, 2, 8] and len(report["nodes"]) == 1
+
+
 def test_a_tree_that_names_no_tokenizer_needs_one(tree, corpus, bert, tmp_path, capsys):
     from midus_hf.retrieval import MemoryRetriever
 
