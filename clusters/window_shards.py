@@ -12,13 +12,12 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import torch
 
 from clusters.growing_array import GrowingArray, map_array
 from clusters.window_writer import WindowRecord, check_request, read_record, write_record
 
 _REMEDY = "Run the pipeline again, which embeds what is absent."
-_OPEN_FILES = 256
-"""Files that are mapped at a time: a process may have a thousand open."""
 
 
 def task_folder(folder: Path, rank: int) -> Path:
@@ -57,7 +56,7 @@ class JoinedRows:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._mapped = functools.lru_cache(_OPEN_FILES)(self._map)
+        self._mapped = functools.cache(self._map)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,12 +69,12 @@ class JoinedRows:
     def __getitem__(self, rows: np.ndarray | slice) -> np.ndarray:
         wanted = np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else np.asarray(rows)
         runs = np.searchsorted(self._ends, wanted, side="right")
+        ranks, places = self._ranks[runs], wanted + self._shifts[runs]
         found = np.empty((len(wanted), self.shape[1]), self.records[0].request["dtype"])
-        order = np.argsort(runs, kind="stable")
-        present, begins = np.unique(runs[order], return_index=True)
-        for index, places in zip(present.tolist(), np.split(order, begins[1:]), strict=False):
-            run = self.runs[index]
-            found[places] = self._mapped(run.rank)[wanted[places] - int(self._ends[index]) + run.end]
+        order = np.argsort(ranks, kind="stable")
+        present, begins = np.unique(ranks[order], return_index=True)
+        for rank, here in zip(present.tolist(), np.split(order, begins[1:]), strict=False):
+            found[here] = self._mapped(rank)[places[here]]
         return found
 
     @cached_property
@@ -101,8 +100,23 @@ class JoinedRows:
     def _ends(self) -> np.ndarray:
         return np.array(list(itertools.accumulate(run.end - run.begin for run in self.runs)), np.int64)
 
+    @cached_property
+    def _ranks(self) -> np.ndarray:
+        """The task of each run."""
+        return np.array([run.rank for run in self.runs], np.int64)
+
+    @cached_property
+    def _shifts(self) -> np.ndarray:
+        """How far the rows of each run are from their places among all."""
+        return np.array([run.end for run in self.runs], np.int64) - self._ends
+
     def _map(self, rank: int) -> np.ndarray:
-        return self.map(rank, "embeddings")
+        """Embeddings of a task; the file itself is not kept open, of which a process may have about a thousand."""
+        found = self.map(rank, "embeddings")
+        assert isinstance(found, np.memmap)
+        path = _array_file(self._folder, rank, "embeddings")
+        content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8).numpy()
+        return np.ndarray(found.shape, found.dtype, content, found.offset)
 
     def map(self, rank: int, name: str) -> np.ndarray:
         """An array of a task.
@@ -114,7 +128,7 @@ class JoinedRows:
         Raises:
             ValueError: If it is absent or not whole.
         """
-        path = task_folder(self._folder, rank) / f"{name}.npy"
+        path = _array_file(self._folder, rank, name)
         found = map_array(path, self.records[rank].windows, "Delete its folder, and run the pipeline again.")
         width = self.records[rank].request["width"]
         if name == "embeddings" and found.shape[1:] != (width,):
@@ -141,6 +155,10 @@ class JoinedRows:
                 "wrote. Name it."
             )
         return record
+
+
+def _array_file(folder: Path, rank: int, name: str) -> Path:
+    return task_folder(folder, rank) / f"{name}.npy"
 
 
 def join_shards(folder: Path, output: Path) -> None:

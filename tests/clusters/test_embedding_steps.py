@@ -3,11 +3,12 @@
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from clusters import window_shards, window_writer
+from clusters import window_writer
 from clusters.building import TreeOptions
 from clusters.corpus import Corpus
 from clusters.run import BuildRequest, build, build_from_embeddings, open_build
@@ -107,8 +108,7 @@ def test_tasks_in_processes_give_the_tree_of_one_run(embed, texts, built_alone, 
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 8])
-def test_the_tree_does_not_depend_on_how_many_tasks_embed(embed, run_tasks, built_alone, tmp_path, tasks, monkeypatch):
-    monkeypatch.setattr(window_shards, "_OPEN_FILES", 2)
+def test_the_tree_does_not_depend_on_how_many_tasks_embed(embed, run_tasks, built_alone, tmp_path, tasks):
     run_tasks(embed(), tasks)
     tree = build_from_embeddings(tmp_path / "embeddings", tmp_path / "tree", OPTIONS)
     assert_same_tree(tmp_path / "tree", built_alone)
@@ -239,6 +239,17 @@ def test_the_windows_of_a_corpus_are_not_those_of_tasks(built_alone, tmp_path):
     shutil.copytree(built_alone / "windows", tmp_path / "embeddings" / "00000")
     with pytest.raises(ValueError, match=r"whose 00000 was written by no task; expected a folder that EmbedWindows"):
         build_from_embeddings(tmp_path / "embeddings", tmp_path / "tree", OPTIONS)
+
+
+def test_rows_of_many_tasks_hold_no_files_open(embed, tmp_path):
+    for rank in range(20):
+        embed(label_key=None, source_key=None).run(documents_of(3, first=rank), rank, 20)
+    joined = JoinedRows(tmp_path / "embeddings")
+    rows = joined[:]
+    held = [path for path in Path("/proc/self/fd").iterdir() if path.resolve().name == "embeddings.npy"]
+    assert rows.shape == (60, 16) and not held
+    expected = np.concatenate([np.load(file) for file in sorted((tmp_path / "embeddings").glob("*/embeddings.npy"))])
+    assert np.array_equal(rows, expected)
 
 
 def test_tasks_without_documents_make_no_tree(embed, tmp_path):
