@@ -117,9 +117,9 @@ def test_what_is_half_written_or_altered_is_clustered_again(tmp_path):
 def test_nodes_of_something_else_are_not_taken(tmp_path):
     build_tree(rows(), OPTIONS, finished=nodes_in(tmp_path))
     assert nodes_in(tmp_path).centroids(1, 0) is not None and nodes_in(tmp_path).nodes(3) is not None
+    assert FinishedNodes(tmp_path, "same", 4, 6, 899).nodes(1) is None, "of as many rows alone"
     other = nodes_in(tmp_path, "other")
     assert other.centroids(1, 0) is None and other.nodes(1) is None
-    assert FinishedNodes(tmp_path, "other", 4, 6, 899).nodes(1) is None
     (tmp_path / "clustering.json").write_text("{")
     assert nodes_in(tmp_path, "other").centroids(1, 0) is None
 
