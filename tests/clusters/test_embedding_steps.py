@@ -29,12 +29,16 @@ from clusters.datatrove_steps import AssignPaths, BuildTree, EmbedWindows
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 FILES = {"a.parquet": 7, "b.parquet": 30, "b/c.parquet": 20, "b/d.parquet": 1, "e.parquet": 15}
 """Strings are sorted `b.parquet`, `b/c.parquet`; paths the other way."""
+
+LABELS = {"b.parquet": "xyz", "b/c.parquet": "zyx"}
+"""Of documents in turn; those of other files have `p`."""
+
 TREE_FILES = ("tree.json", "tree.safetensors", "windows/leaves.npy", "windows/documents.npy", "windows/labels.npy")
 
 
 @pytest.fixture
 def texts(tmp_path):
-    """A folder of five files; each fifth document is blank, and labels begin differently in each file."""
+    """A folder of five files; each fifth document is blank, and two of them have the same labels in another order."""
     number = 0
     for name, documents in FILES.items():
         path = tmp_path / "texts" / name
@@ -43,7 +47,7 @@ def texts(tmp_path):
         for _ in range(documents):
             words = [f"w{(7 * number + place) % 60}" for place in range(1 + 5 * number % 12)]
             rows["text"].append(" ".join(words) if number % 5 else "  ")
-            rows["label"].append("abcd"[number % 7 % 4])
+            rows["label"].append(LABELS.get(name, "p")[number % len(LABELS.get(name, "p"))])
             number += 1
         parquet.write_table(pyarrow.table(rows), path)
     return str(tmp_path / "texts")

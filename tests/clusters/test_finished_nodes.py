@@ -130,6 +130,7 @@ def test_nodes_of_levels_follow_from_the_last(tmp_path):
     last = np.arange(900) % 64
     finished.finish_level(2, last // 4)
     finished.finish_level(3, last)
+    assert [path.name for path in tmp_path.glob("nodes.*")] == ["nodes.3.npy"]
     again = nodes_in(tmp_path)
     assert [again.nodes(level).tolist() for level in (1, 2, 3)] == [
         (last // 4 ** (3 - level)).tolist() for level in (1, 2, 3)
