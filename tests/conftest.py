@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--product",
         action="store_true",
-        help="run each test with every family and every other parameter together, not only in pairs",
+        help="run each test with every family and every other parameter together, not only in pairs, and what is marked product",
     )
 
 
