@@ -13,6 +13,7 @@ import sys
 import pytest
 from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
 from evaluation.questions import write_questions
+from processes.warm import run_warm
 from transformers import AutoModelForCausalLM
 
 from midus_commands import evaluate as cli
@@ -21,6 +22,7 @@ from midus_hf.evaluation.settings import EvaluationSettings
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
+COMMAND = "from midus_commands.evaluate import main; main()"
 TEXT = "A text of the ordinary kind, for measuring. " * 10
 
 
@@ -35,11 +37,11 @@ def room(tmp_path_factory):
     return folder
 
 
-def run(*arguments, **environment: str) -> subprocess.CompletedProcess:
-    """Run the command in a process of its own, offline, with its data sets prepared anew."""
+def run(*arguments) -> subprocess.CompletedProcess:
+    """Run the command in a fresh interpreter, offline: what libraries say while they are imported is heard, too."""
     return subprocess.run(
         [sys.executable, "-m", "midus_commands.evaluate", *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -306,7 +308,7 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
 def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path, keyboard):
     words = write_task(tmp_path, stop_at=6)  # in the second model's questions
     models = [room / "base", room / "upscaled"]
-    done = run(*models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
+    done = run_warm(COMMAND, *models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
     assert done.returncode == 130
     report = json.loads(done.stdout)
     assert report["interrupted"] is True
@@ -342,7 +344,7 @@ def test_what_libraries_say_is_not_shown_unless_it_is_an_error_or_asked_for(room
 
     words = [room / "base", "--text", room / "text.txt", "--sequence-length", 32]
     words += write_task(tmp_path, stop_at=-1, noisy=True)
-    loud = run(*words, MIDUS_EVAL_VERBOSE="1")  # which is --verbose
+    loud = run_warm(COMMAND, *words, MIDUS_EVAL_VERBOSE="1")  # which is --verbose
     assert loud.returncode == 0
     for said in ("a warning", "advice", "an error", "chatter"):
         assert f"{said} of a library" in loud.stderr

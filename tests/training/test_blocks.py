@@ -1,13 +1,11 @@
 """Blocks that texts fetch are trained by a Trainer: those that were fetched, alike in all processes, and exactly again."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
 from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, logged, recorded
 from training.tiny_run import document, tiny_config, tiny_tokenizer
@@ -117,14 +115,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
         "save_every": 3,
         "audit": "true",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run(
-        [*launcher, SCRIPT, recipe, *(f"{name}={value}" for name, value in words.items())],
-        capture_output=True,
-        timeout=300,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run = run_ranks(SCRIPT, recipe, *(f"{name}={value}" for name, value in words.items()))
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
     assert recorded(output) == recorded(tmp_path / "one")
