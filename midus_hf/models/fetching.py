@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, snapshot_download
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.banks.tiers import TIERS, TierStatistics
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.memory.fetched import FetchedBatch
 
@@ -47,6 +48,7 @@ class Banks:
 
         Raises:
             BankError: If one is absent, or that of another model.
+            ValueError: If an option does not fit.
         """
         self._open = {
             name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout, **options)
@@ -118,6 +120,25 @@ class Banks:
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
         return fetched
+
+    def prefetch(self, memory_ids: torch.Tensor) -> None:
+        """Let threads read what rows are to fetch soon; returns at once.
+
+        Args:
+            memory_ids: As for `fetch`.
+
+        Raises:
+            ValueError: As `fetch`.
+        """
+        for name in self.layouts:
+            self.of(name).prefetch(memory_ids)
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """What fetches found in each tier since banks were opened, in all of them together."""
+        found: dict[str, TierStatistics] = {tier: TierStatistics() for tier in TIERS}
+        for bank in self._open.values():
+            found = {tier: found[tier].plus(counts) for tier, counts in bank.statistics().items()}
+        return found
 
 
 def upload(
