@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,6 +31,7 @@ class Banks:
     def __init__(self, layouts: Mapping[str, BankLayout]):
         self.layouts = dict(layouts)
         self._open: dict[str, MemoryBank | TrainedBank] = {}
+        self._serves = False
         self.trainable = False
         """Whether a Trainer trains their blocks; `set_trainable` says so."""
 
@@ -119,7 +120,16 @@ class Banks:
             elif layout.blocks.without_ids == "generic":
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
-        return fetched
+        return {name: batch.joined() for name, batch in fetched.items()} if self._serves else fetched
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """While the context lasts, what is fetched serves many passes, and its levels are joined."""
+        before, self._serves = self._serves, True
+        try:
+            yield
+        finally:
+            self._serves = before
 
     def prefetch(self, memory_ids: torch.Tensor) -> None:
         """Let threads read what rows are to fetch soon; returns at once.
