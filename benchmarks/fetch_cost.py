@@ -107,10 +107,11 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
             bank = MemoryBank(folder, layout, **options)
             seconds, read = [], []
             for leaf in session.tolist():
+                if state != "session":
+                    bank.close()  # first: pages that are mapped are not forgotten
                 if not state.startswith("warm"):
                     _forget_pages(folder, layout)
                 if state != "session":
-                    bank.close()
                     bank = MemoryBank(folder, layout, **options)
                 path = layout.blocks.path(leaf)
                 read.append(

@@ -59,6 +59,10 @@ class MemoryBank(BlockReader):
         self.description = read_description(self.folder, layout)
         self.seed: int = self.description["seed"]
         self._threads = ReadingThreads()
+        self._memory, self._device = KeptBlocks(self.tiers.memory_bytes), KeptBlocks(self.tiers.device_bytes)
+        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._under_way = ReadsUnderWay(self._threads, self.tiers.ahead_bytes)
+        self._counts = {tier: TierStatistics() for tier in TIERS}
         self._lock = lock(self.folder) if writable else None
         self._files: dict[int, LevelFile] = {}
         try:
@@ -68,10 +72,6 @@ class MemoryBank(BlockReader):
         except BaseException:
             self.close()
             raise
-        self._memory, self._device = KeptBlocks(self.tiers.memory_bytes), KeptBlocks(self.tiers.device_bytes)
-        self._place: tuple[torch.device, torch.dtype] | None = None
-        self._under_way = ReadsUnderWay(self._threads, self.tiers.ahead_bytes)
-        self._counts = {tier: TierStatistics() for tier in TIERS}
         weakref.finalize(self, self._threads.abandon)
 
     @property
@@ -239,8 +239,12 @@ class MemoryBank(BlockReader):
         write_description(folder, self.description)
 
     def close(self) -> None:
-        """End its threads and close its files; nothing can be fetched afterwards."""
+        """End its threads, close its files and forget what it keeps; nothing can be fetched afterwards."""
         self._threads.close()
+        for kept in (self._memory, self._device):
+            kept.clear()
+        self._under_way.clear()
+        self.changed()
         for file in self._files.values():
             file.close()
         if self._lock is not None:

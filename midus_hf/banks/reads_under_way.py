@@ -75,6 +75,10 @@ class ReadsUnderWay:
             if found is not None:
                 found.read.cancel()
 
+    def clear(self) -> None:
+        """Read nothing any longer."""
+        self.drop(list(self._of_this_process()))
+
     def _of_this_process(self) -> collections.OrderedDict[BlockKey, _UnderWay]:
         """A process that was forked has none of its parent's threads: what they were about to read never arrives."""
         if self._process != os.getpid():

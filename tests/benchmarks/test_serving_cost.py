@@ -61,14 +61,19 @@ def test_one_part_can_be_asked_for_and_nothing_appended(part, count, rows, capsy
 def test_a_ratio_is_of_times_in_one_round_and_the_first_round_warms_up(monkeypatch):
     """Of rounds in which everything takes ten times as long, the ratio is the same."""
     slow = iter([7.0, 70.0, 1.0, 2.0, 20.0, 10.0, 1.0, 2.0])  # the order changes from round to round
-    monkeypatch.setattr(serving_cost, "_milliseconds", lambda run, device: next(slow))
+    monkeypatch.setattr(serving_cost, "_milliseconds", lambda run, device, clock: next(slow))
     run = tracked.this_run("cpu")
     anchor = torch.nn.Linear(2, 3)
     models = type("Models", (), {"anchor": anchor, "fetched": 4})()
-    arguments = type("Arguments", (), {"rounds": 3, "dtype": "float32", "device": "cpu"})()
+    arguments = type("Arguments", (), {"rounds": 3, "dtype": "float32", "device": "cpu", "clock": "wall"})()
     row = serving_cost._row(run, models, arguments, ("generate", "one", 1, 2), (lambda: None, lambda: None))
     assert (row.ratio, row.ratio_p20, row.ratio_p80) == (2.0, 2.0, 2.0)
     assert (row.anchor_ms, row.memory_ms, row.parameters, row.rounds) == (1.0, 2.0, 9, 3)
+
+
+@pytest.mark.parametrize("clock", ["wall", "processor"])
+def test_the_clock_is_told(clock, rows):
+    assert {row["clock"] for row in rows("--rounds", "1", "--part", "generate", "--clock", clock)} == {clock}
 
 
 def test_paths_of_rows_are_of_one_leaf_or_share_nothing(tmp_path):
