@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from midus_config.fetched_blocks import BANK_AUDIT, level_file
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.banks.tiers import BlockKey, TierStatistics
 
 _TOUCHED = "touched.json"
 _BYTES_IN_MEMORY = 8 * 2**30
@@ -106,6 +107,14 @@ class TrainedBank(BlockReader):
         if self._is_touched(level, index):
             return self._read_state(level, index).master.detach()  # not kept: an evaluation may fetch many
         return self.bank.block(level, index)
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """What was read of the bank; blocks that were trained are in no tier."""
+        return self.bank.statistics()
+
+    def read_ahead(self, keys: Sequence[BlockKey]) -> None:
+        """As `BlockReader.read_ahead`, of those that were never trained."""
+        self.bank.read_ahead([key for key in keys if not self._is_touched(*key)])
 
     def leaves(self) -> list[torch.Tensor]:
         """The masters that have a gradient, in the order of their levels and nodes."""
