@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from benchmarks import atoms, atoms_picture
 from benchmarks.tracked import read
 
