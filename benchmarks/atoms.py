@@ -21,10 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.atoms_picture import draw_blocking
 from benchmarks.commands import run_command, run_once
 from benchmarks.tracked import RESULTS, Run, append, this_run
-from clusters.picture import check_picture
 from material.elements import FACTS_FILE, QUESTIONS_FILE, elements
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
@@ -74,7 +72,9 @@ def main() -> None:
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     if arguments.picture:
-        check_picture(arguments.picture)
+        from benchmarks.atoms_picture import draw_blocking  # without matplotlib it fails before anything is measured
+
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
     print("| model | blocked for each text | accuracy | loss |")
     print("|---|---|---|---|")
     rows = []

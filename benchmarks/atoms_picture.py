@@ -1,23 +1,23 @@
-"""A picture of what is left of a bank's facts while its best blocks are blocked, as figure 6b."""
+"""A picture of what is left of a bank's facts while its best blocks are blocked, as figure 6b. Needs matplotlib."""
 
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 _PANELS = {"accuracy": "atomic numbers, share that is right", "loss": "loss of the sentence, nats per token"}
 
 
 def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and loss by the share of the bank that is blocked for each text. Needs matplotlib.
+    """Draw accuracy and loss by the share of the bank that is blocked for each text.
 
     Args:
         rows: Each with `arm`, `blocked`, `nodes`, `accuracy` and `loss`. An arm that has one row, since blocking makes no difference
             to it, is a dashed line.
         path: The file to write, of a kind that matplotlib knows.
     """
-    from matplotlib.figure import Figure
-
     shares = sorted({_share(row) for row in rows})
     figure = Figure(figsize=(10, 4), dpi=120)
     for axes, (measure, label) in zip(figure.subplots(1, 2), _PANELS.items(), strict=True):
