@@ -28,8 +28,8 @@ from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
 ATOMS_RESULTS = RESULTS / "atoms.csv"
-ARMS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
-"""What is read without a path, and the share of sequences that train the generic memory."""
+ARMS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
+"""What is read without a path, and the share of sequences that train the generic memory; nothing is trained of the base."""
 
 _METRIC = "exact_match,first-integer"
 
@@ -113,7 +113,7 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
         words = [model, "--json", "--sequence-length", 64, "--text", sentences, "--tasks", "atomic_numbers", "--data",
                  elements(), "--answers", answers, *fetching]  # fmt: skip
         (measured,) = json.loads(run_command("midus-eval", *words))["models"]
-        trained = arm in ARMS
+        trained = ARMS[arm] is not None
         return Row(
             **asdict(run),
             arm=arm,
@@ -129,9 +129,10 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
             loss=math.log(measured["perplexity"]["perplexity"]),
         )
 
-    yield row(smollm2_135m(), "base", {}, 1, 0)
     for arm in arguments.arms.split(","):
-        model, counts = _trained(work, assigned, arm, branching, arguments)
+        model, counts = smollm2_135m(), {}
+        if (memory := ARMS[arm]) is not None:
+            model, counts = _trained(work, assigned, arm, *memory, branching, arguments)
         # What is blocked makes no difference to a model that fetches nothing.
         for level, blocked in _pairs(arguments.blocked) if arm == "fetched" else [(1, 0)]:
             yield row(model, arm, counts, level, blocked)
@@ -143,10 +144,9 @@ def sentence(name: str, number: int) -> str:
 
 
 def _trained(
-    work: Path, assigned: Path, arm: str, branching: int, arguments: argparse.Namespace
+    work: Path, assigned: Path, arm: str, without_ids: str, share: float, branching: int, arguments: argparse.Namespace
 ) -> tuple[Path, dict[str, int]]:
     """The model of an arm, which is upscaled and trained if it is not there; and the parameters that it fetches, and of its bank."""
-    without_ids, share = ARMS[arm]
     upscaled = work / f"{arm}-{arguments.seed}"
     trained = work / f"{upscaled.name}-{arguments.epochs}-{arguments.rate}"
     options = {"sizes": arguments.sizes, "branching": branching, "without_ids": without_ids}
