@@ -113,7 +113,8 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
 
 def bin_table(counts: dict[str, int], bins: list[list[str]], found: dict[str, list[float]]) -> str:
     """A table of Markdown, a row for each bin."""
-    lines = [f"| times in the corpus | names | {' | '.join(found)} |", "|---" * (2 + len(found)) + "|"]
+    heads = [Path(model).name for model in found]
+    lines = [f"| times in the corpus | names | {' | '.join(heads)} |", "|---" * (2 + len(found)) + "|"]
     for index, names in enumerate(bins):
         span = f"{counts[names[0]]:,} to {counts[names[-1]]:,}"
         lines.append(f"| {span} | {len(names)} | {' | '.join(f'{rates[index]:.3f}' for rates in found.values())} |")

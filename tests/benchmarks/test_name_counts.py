@@ -80,7 +80,7 @@ def test_the_command_counts_in_files_and_tells_of_answers(tmp_path, capsys):
     )
     main(["--counts", counts, "--answers", str(tmp_path / "answers.jsonl"), "--bins", "2"])
     assert capsys.readouterr().out.splitlines() == [
-        "| times in the corpus | names | folder/a |",
+        "| times in the corpus | names | a |",
         "|---|---|---|",
         "| 1 to 1 | 2 | 0.000 |",
         "| 3 to 3 | 2 | 0.500 |",
