@@ -89,12 +89,15 @@ def accuracies(answers: Iterable[dict[str, Any]], bins: list[list[str]], metric:
         metric: Of the scores.
 
     Raises:
-        ValueError: If a bin has no answers of a model, or there are none at all.
+        ValueError: If a bin has no answers of a model, a model has two of one name, or there are none at all.
     """
     scores: dict[str, dict[str, float]] = {}
     for row in answers:
         if metric in row["scores"] and "name" in row["question"]:
-            scores.setdefault(row["model"], {})[row["question"]["name"]] = row["scores"][metric]
+            model, name = row["model"], row["question"]["name"]
+            if name in scores.setdefault(model, {}):
+                raise ValueError(f"answers of {model} have {name} twice; give those of one evaluation of each model.")
+            scores[model][name] = row["scores"][metric]
     found: dict[str, list[float]] = {}
     for model, of_model in scores.items():
         for names in bins:

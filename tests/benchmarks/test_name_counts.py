@@ -54,11 +54,15 @@ def test_accuracies_are_means_within_a_bin():
             r"answers of a have none of iron to lead; give those of all questions",
         ),
         (
+            lambda: accuracies([answer("a", "tin", 1.0), answer("a", "tin", 0.0)], [["tin"]], "exact_match"),
+            r"answers of a have tin twice; give those of one evaluation of each model",
+        ),
+        (
             lambda: accuracies([answer("a", "tin", 1.0)], [["tin"]], "acc"),
             r"answers have no acc of questions with a name; expected what midus-eval --answers wrote",
         ),
     ],
-    ids=["many-bins", "no-bins", "absent", "metric"],
+    ids=["many-bins", "no-bins", "absent", "twice", "metric"],
 )
 def test_what_cannot_be_told_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
