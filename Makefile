@@ -34,7 +34,7 @@ test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 material: $(VENV)/installed
-	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats minilm glosses
+	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements minilm glosses
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .
