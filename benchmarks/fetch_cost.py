@@ -6,8 +6,9 @@
 Both banks have blocks of `hier-ffn` in bfloat16. The tree has three levels of 16 nodes, as in the paper's section 3; the flat bank
 has one block as large as all three together for each of the 4,096 leaves. `cold`: nothing is in the page cache, and nothing is kept
 from earlier texts. `session`: each text is of the same topic as the one before down to level 2, and levels that stay are kept
-(figure 5); the rest is cold. `warm`: blocks are in the page cache, and none is kept. `disk` reads as many bytes as a cold fetch of
-the tree in one go, from a file of its own.
+(figure 5); the rest is cold. `warm`: blocks are in the page cache, and none is kept. `cold, mapped` and `warm, mapped`: the same with
+every level on the tier `disk`. `disk` reads as many bytes as a cold fetch of the tree in one go, from a file of its own, into memory
+that was there before; `disk, new memory` into memory that it asks for.
 """
 
 import argparse
@@ -93,21 +94,25 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
     whole = 2 * banks["tree"].fetched
     plain = arguments.work / "plain"
     plain.write_bytes(os.urandom(1 << 20) * (whole // (1 << 20) + 1))
-    yield row("none", "disk", whole, [_read_plain(plain, whole) for _ in range(5)])
+    for state, is_new in (("disk", False), ("disk, new memory", True)):
+        yield row("none", state, whole, [_read_plain(plain, whole, is_new) for _ in range(9)])
     plain.unlink()
     for name, layout in banks.items():
         folder = arguments.work / name
         create_bank(folder, layout, torch.bfloat16, 0)
         _write_blocks(folder, layout, session)
-        for state in ("cold", "session", "warm"):
-            bank = MemoryBank(folder, layout, cache_bytes=4 * whole if state == "session" else 0)
+        for state in ("cold", "cold, mapped", "session", "warm", "warm, mapped"):
+            mapped = dict.fromkeys(layout.levels, "disk") if state.endswith("mapped") else {}
+            options = {"tiers": {"levels": mapped}, "cache_bytes": 4 * whole if state == "session" else 0}
+            bank = MemoryBank(folder, layout, **options)
             seconds, read = [], []
             for leaf in session.tolist():
-                if state != "warm":
+                if state != "session":
+                    bank.close()  # first: pages that are mapped are not forgotten
+                if not state.startswith("warm"):
                     _forget_pages(folder, layout)
                 if state != "session":
-                    bank.close()
-                    bank = MemoryBank(folder, layout, cache_bytes=0)
+                    bank = MemoryBank(folder, layout, **options)
                 path = layout.blocks.path(leaf)
                 read.append(
                     sum(
@@ -148,16 +153,17 @@ def _forget_pages(folder: Path, layout: BankLayout) -> None:
         os.close(file)
 
 
-def _read_plain(path: Path, count: int) -> float:
-    """Seconds that reading a file takes which is not in the page cache."""
+def _read_plain(path: Path, count: int, is_new: bool) -> float:
+    """Seconds that reading a file takes which is not in the page cache, with or without asking for memory."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    buffer = bytearray(count)
+    there = torch.zeros(0 if is_new else count, dtype=torch.uint8)
     started = time.perf_counter()
+    data = memoryview((torch.empty(count, dtype=torch.uint8) if is_new else there).numpy())
     done = 0
     while done < count:
-        done += os.preadv(file, [memoryview(buffer)[done:]], done)
+        done += os.preadv(file, [data[done:]], done)
     seconds = time.perf_counter() - started
     os.close(file)
     return seconds

@@ -13,9 +13,6 @@ import argparse
 import copy
 import json
 import math
-import shlex
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.commands import run_command
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from material.addresses import addresses
 from midus_config.flops.model import estimate_flops
@@ -31,7 +29,6 @@ from midus_config.memory_entries import MemoryEntry
 from midus_config.parameters import count_parameters
 
 FROM_SCRATCH_RESULTS = RESULTS / "from_scratch.csv"
-_BIN = Path(sys.executable).parent
 _VOCABULARY, _TOKENS, _SEQUENCES = 4096, 256, 16
 _HIDDEN, _LAYERS, _HEADS, _INNER = 192, 6, 4, 384
 
@@ -126,12 +123,12 @@ def _measured(
     counts, rows = count_parameters(config), []
     output = work / f"{arm}-{seed}"
     if not (output / "config.json").is_file():
-        _run("midus-train", *_training(arguments, work / f"{arm}.json", tokenizer, output, seed))
+        run_command("midus-train", *_training(arguments, work / f"{arm}.json", tokenizer, output, seed))
     quarter = arguments.steps // 4
     for steps in (quarter, 2 * quarter, 3 * quarter, arguments.steps):
         folder = output if steps == arguments.steps else output / f"checkpoint-{steps}"
         words = [folder, "--json", "--sequence-length", _TOKENS, "--max-tokens", 65536, "--text", addresses().held_out]
-        told = json.loads(_run("midus-eval", *words))["models"][0]["perplexity"]["perplexity"]
+        told = json.loads(run_command("midus-eval", *words))["models"][0]["perplexity"]["perplexity"]
         rows.append(
             Row(
                 **asdict(run),
@@ -194,15 +191,6 @@ def _tokenizer(folder: Path) -> Path:
         tokenizer.train(sorted(map(str, addresses().train.glob("*.txt"))), trainer)
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
     return folder
-
-
-def _run(command: str, *words: str | int | Path) -> str:
-    line = [str(_BIN / command), *map(str, words)]
-    print(f"$ {shlex.join(line)}", file=sys.stderr, flush=True)
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{line[0]} ended with status {done.returncode}")
-    return done.stdout
 
 
 if __name__ == "__main__":

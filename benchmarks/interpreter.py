@@ -1,6 +1,7 @@
-"""Triton's interpreter, where its version has a fault that keeps kernels from running in it."""
+"""Triton's interpreter without a fault that keeps kernels from running in it, and a search that takes a third of their time."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -9,17 +10,34 @@ from midus_hf.ops.triton_import import HAS_TRITON, triton
 
 @contextlib.contextmanager
 def mended_interpreter() -> Iterator[None]:
-    """Give 3.6's interpreter the indices of 3.7's: it takes `int` of an array `[1]`, which numpy 2.4 and newer refuse."""
-    if not (HAS_TRITON and triton.__version__.startswith("3.6.")):
+    """Give 3.6's interpreter the indices of 3.7's, and any version's a memory of where triton's operations are.
+
+    3.6 takes `int` of an array `[1]`, which numpy 2.4 and newer refuse. All search the whole of `triton.language` for operations
+    at every call that a kernel makes of a function.
+    """
+    if not HAS_TRITON:
         yield
         return
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, is_operation = interpreter._patch_lang_tensor, triton.language.core.is_builtin
+    operations: dict[object, list[str]] = {}
 
-    def patched(tensor: object, scope: object) -> None:
+    def patched_tensor(tensor: object, scope: object) -> None:
         patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # type: ignore[attr-defined]
+        if triton.__version__.startswith("3.6."):
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # type: ignore[attr-defined]
 
-    with patch.object(interpreter, "_patch_lang_tensor", patched):
+    def patched_operations(owner: object, builder: object, scope: object) -> None:
+        if owner not in operations:
+            operations[owner] = [name for name, member in inspect.getmembers(owner) if is_operation(member)]
+        for name in operations[owner]:
+            member = getattr(owner, name)
+            if is_operation(member):  # not so where the caller has replaced it already
+                interpreter._patch_attr(owner, name, member, builder, scope)
+
+    with (
+        patch.object(interpreter, "_patch_lang_tensor", patched_tensor),
+        patch.object(interpreter, "_patch_builtin", patched_operations),
+    ):
         yield

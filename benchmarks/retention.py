@@ -14,14 +14,12 @@ there: a run goes on where it stopped.
 import argparse
 import json
 import math
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import run_command, run_once
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from material.addresses import addresses
 from material.articles import articles
@@ -31,7 +29,6 @@ from material.smollm2 import smollm2_135m
 
 RETENTION_RESULTS = RESULTS / "retention.csv"
 TASKS = ("piqa", "openbookqa")
-_BIN = Path(sys.executable).parent
 _CONFIGS = Path(__file__).parent.parent / "configs"
 
 ARMS: dict[str, list[str]] = {
@@ -102,7 +99,7 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
     for arm in arguments.arms.split(","):
         for seed in map(int, arguments.seeds.split(",")):
             upscaled = work / f"{arm}-{seed}"
-            _once(upscaled, "upscale", "--base", smollm2_135m(), *ARMS[arm], "--seed", seed, "--output", upscaled)
+            run_once(upscaled, "upscale", "--base", smollm2_135m(), *ARMS[arm], "--seed", seed, "--output", upscaled)
             trained = json.loads((upscaled / "upscale.json").read_text(encoding="utf-8"))["parameters"]["trainable"]
             for rate in arguments.rates.split(","):
                 continued = work / f"{upscaled.name}-{rate}"
@@ -114,11 +111,11 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
                 ]
                 corpus = [f"corpus={addresses().train}", f"max_steps={arguments.steps}"]
                 places = [f"model={upscaled}", f"output={continued}"]
-                _once(continued, "midus-train", _CONFIGS / "train" / "demo.yaml", *places, *corpus, *rates)
+                run_once(continued, "midus-train", _CONFIGS / "train" / "demo.yaml", *places, *corpus, *rates)
                 yield measured(continued, arm, "continued", "", seed, float(rate), trained)
                 for bank in BANKS if arm == "moc" else ("",):
                     tuned = work / f"{continued.name}-chats{bank and f'-{bank}'}"
-                    _once(tuned, "midus-sft", *_fine_tuning(continued, tuned, bank, seed, arguments))
+                    run_once(tuned, "midus-sft", *_fine_tuning(continued, tuned, bank, seed, arguments))
                     yield measured(tuned, arm, "tuned", bank, seed, float(rate), trained)
 
 
@@ -144,28 +141,14 @@ def _measure(model: Path, max_tokens: int, limit: int) -> dict[str, float]:
     """Losses on both texts, and accuracies."""
     common: list[Any] = [model, "--json", "--sequence-length", 256, "--max-tokens", max_tokens]
     tasks = ["--config", _CONFIGS / "eval" / "demo.yaml", "--data", benchmarks(), "--limit", limit]
-    domain = json.loads(_run("midus-eval", *common, "--text", addresses().held_out, *tasks))["models"][0]
-    general = json.loads(_run("midus-eval", *common, "--text", articles()))["models"][0]
+    domain = json.loads(run_command("midus-eval", *common, "--text", addresses().held_out, *tasks))["models"][0]
+    general = json.loads(run_command("midus-eval", *common, "--text", articles()))["models"][0]
     accuracies = {task: domain["tasks"][task]["acc_norm"] for task in TASKS}
     return {
         "domain_loss": math.log(domain["perplexity"]["perplexity"]),
         "general_loss": math.log(general["perplexity"]["perplexity"]),
         **accuracies,
     }
-
-
-def _once(output: Path, *words: str | int | Path) -> None:
-    if not (output / "config.json").is_file():
-        _run(*words, *(["resume=true"] if (output / "train_config.yaml").is_file() else []))
-
-
-def _run(command: str | int | Path, *words: str | int | Path) -> str:
-    line = [str(_BIN / str(command)), *map(str, words)]
-    print(f"$ {shlex.join(line)}", file=sys.stderr, flush=True)
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{line[0]} ended with status {done.returncode}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ the tree is built first, which takes about a quarter of an hour on one core.
 import argparse
 import json
 import math
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import run_command, run_once
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from material.articles import articles
 from material.glosses import glosses
@@ -31,7 +29,6 @@ TOPICS_RESULTS = RESULTS / "topics.csv"
 ARMS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
 """What is read without a path, and the share of sequences that train the generic memory."""
 
-_BIN = Path(sys.executable).parent
 _HELD_OUT = 10
 
 
@@ -77,7 +74,7 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
     work.mkdir(parents=True, exist_ok=True)
     tree = arguments.tree or work / "tree"
     if not (tree / "tree.json").is_file():
-        _run("midus-cluster", "build", "--corpus", glosses(), "--embedding-model", minilm(), "--tokenizer", minilm(),
+        run_command("midus-cluster", "build", "--corpus", glosses(), "--embedding-model", minilm(), "--tokenizer", minilm(),
              "--levels", 3, "--output", tree)  # fmt: skip
     train, held_out = _assigned(work, tree, arguments.glosses)
     texts = {"trained": train, "held_out": held_out, "articles": articles()}
@@ -95,7 +92,7 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
         for seed in map(int, arguments.seeds.split(",")):
             upscaled = work / f"{arm}-{seed}"
             options = ["--set", f"sizes={arguments.sizes}", "--set", f"without_ids={without_ids}", "--seed", seed]
-            _once(
+            run_once(
                 upscaled, "upscale", "--base", smollm2_135m(), "--method", "hier-ffn", *options, "--output", upscaled
             )
             counts = json.loads((upscaled / "upscale.json").read_text(encoding="utf-8"))["parameters"]
@@ -118,7 +115,7 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
                     "epochs": 1,
                     "seed": seed,
                 }
-                _once(trained, "midus-train", recipe, *(f"{name}={value}" for name, value in settings.items()))
+                run_once(trained, "midus-train", recipe, *(f"{name}={value}" for name, value in settings.items()))
                 yield row(trained, arm, float(rate), seed, counts)
 
 
@@ -129,7 +126,7 @@ def _assigned(work: Path, tree: Path, count: int) -> tuple[Path, Path]:
         every = glosses().read_text(encoding="utf-8").splitlines(keepends=True)
         chosen, assigned = work / f"glosses-{count}.jsonl", work / f"assigned-{count}.jsonl"
         chosen.write_text("".join(every[index * len(every) // count] for index in range(count)), encoding="utf-8")
-        _run("midus-cluster", "assign", "--tree", tree, "--corpus", chosen, "--output", assigned, "--overwrite",
+        run_command("midus-cluster", "assign", "--tree", tree, "--corpus", chosen, "--output", assigned, "--overwrite",
              "--embedding-model", minilm(), "--tokenizer", minilm())  # fmt: skip
         lines = assigned.read_text(encoding="utf-8").splitlines(keepends=True)
         train.write_text("".join(line for number, line in enumerate(lines) if number % _HELD_OUT), encoding="utf-8")
@@ -139,25 +136,7 @@ def _assigned(work: Path, tree: Path, count: int) -> tuple[Path, Path]:
 
 def _loss(model: Path, text: Path, max_tokens: int, fetching: list[Any]) -> float:
     words = [model, "--json", "--sequence-length", 256, "--max-tokens", max_tokens, "--text", text, *fetching]
-    return math.log(json.loads(_run("midus-eval", *words))["models"][0]["perplexity"]["perplexity"])
-
-
-def _once(output: Path, *words: Any) -> None:
-    """Runs what writes `output`, if it is not there; what a training run began and saved no checkpoint of is begun again."""
-    if (output / "config.json").is_file():
-        return
-    began = (output / "train_config.yaml").is_file()
-    going_on = "resume=true" if any(output.glob("checkpoint-*")) else "overwrite=true"
-    _run(*words, *([going_on] if began else []))
-
-
-def _run(command: Any, *words: Any) -> str:
-    line = [str(_BIN / str(command)), *map(str, words)]
-    print(f"$ {shlex.join(line)}", file=sys.stderr, flush=True)
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{line[0]} ended with status {done.returncode}")
-    return done.stdout
+    return math.log(json.loads(run_command("midus-eval", *words))["models"][0]["perplexity"]["perplexity"])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from clusters.finished_nodes import FinishedNodes
 from clusters.kmeans import kmeans, nearest
+from clusters.window_shards import Embeddings
 from midus_hf.retrieval import ClusterTree, TreeOrigin
 
 _STRETCH = 8192
@@ -65,10 +67,11 @@ class BuiltTree:
 
 
 def build_tree(
-    embeddings: np.ndarray,
+    embeddings: Embeddings,
     options: TreeOptions,
     origin: TreeOrigin | None = None,
     progress: Callable[[int], None] | None = None,
+    finished: FinishedNodes | None = None,
 ) -> BuiltTree:
     """Cluster rows into a tree.
 
@@ -78,11 +81,13 @@ def build_tree(
     have no data, and no path leads there. What is random at a node depends on the seed and the node alone.
 
     Args:
-        embeddings: `[N, c]` float16 or float32, an array or a memory map. Rows are divided by their lengths when they are
-            read, a stretch at a time; beside what is read, 24 bytes a row are held in memory.
+        embeddings: `[N, c]` float16 or float32: an array, a memory map, or `JoinedRows`. Rows are divided by their lengths when
+            they are read, a stretch at a time; beside what is read, 24 bytes a row are held in memory.
         options: How the tree is built.
         origin: What its record says of where it is from. Default: only the seed.
         progress: Told of the number of rows that have found their node in a level; N for each level in all. Default: None.
+        finished: What an interrupted run with the same embeddings and options has done, which is not done again; what this one
+            does is added to it. Default: None.
 
     Raises:
         ValueError: If there are no rows, or rows of length 0 or that are not finite.
@@ -94,20 +99,29 @@ def build_tree(
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
         of_level = torch.full((branching**level, width), torch.nan)
+        assigned = None if finished is None else finished.nodes(level)
         for parent, members in _members_of(nodes):
-            rng = np.random.default_rng([options.seed, level, parent])
-            found = kmeans(
-                _Members(embeddings, members),
-                _num_clusters(len(members), branching),
-                options.steps,
-                options.samples,
-                rng,
-            )
+            found = None if finished is None else finished.centroids(level, parent)
+            if found is None:
+                found = kmeans(
+                    _Members(embeddings, members),
+                    _num_clusters(len(members), branching),
+                    options.steps,
+                    options.samples,
+                    np.random.default_rng([options.seed, level, parent]),
+                )
+                if finished is not None:
+                    finished.add(level, parent, found)
+            of_level[branching * parent : branching * parent + len(found)] = found
             for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
-                nodes[stretch] = branching * parent + nearest(unit_rows(embeddings, stretch), found).numpy()
+                if assigned is None:
+                    nodes[stretch] = branching * parent + nearest(unit_rows(embeddings, stretch), found).numpy()
                 if progress is not None:
                     progress(len(stretch))
-            of_level[branching * parent : branching * parent + len(found)] = found
+        if assigned is not None:
+            nodes = assigned
+        elif finished is not None:
+            finished.finish_level(level, nodes)
         counts = torch.from_numpy(np.bincount(nodes, minlength=branching**level))
         of_level[counts == 0] = torch.nan
         centroids.append(of_level)
@@ -116,7 +130,7 @@ def build_tree(
     return BuiltTree(tree, nodes)
 
 
-def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
+def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
     """Rows of a memory map, divided by their lengths.
 
     Args:
@@ -141,7 +155,7 @@ def unit_rows(embeddings: np.ndarray, rows: np.ndarray | slice) -> torch.Tensor:
 class _Members:
     """Draws from the members of a node."""
 
-    def __init__(self, embeddings: np.ndarray, members: np.ndarray):
+    def __init__(self, embeddings: Embeddings, members: np.ndarray):
         self._embeddings, self._members = embeddings, members
 
     def __call__(self, number: int, rng: np.random.Generator) -> torch.Tensor:

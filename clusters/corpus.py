@@ -10,12 +10,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from midus_hf.documents import (
     DocumentError,
-    endings,
     find_files,
     first_line,
     iterate_documents,
-    json_line_rows,
-    parquet_rows,
+    rows_of,
     text_of_row,
 )
 
@@ -47,11 +45,13 @@ class Document:
         number: Its place among the documents that hold anything but white space, from 0.
         text: All of it.
         label: Its gold label; None where the corpus has none.
+        source: The file of rows that it is from; None if it is a file of its own, or nobody says.
     """
 
     number: int
     text: str
     label: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,14 @@ def read_corpus(corpus: Corpus) -> Iterator[Document]:
         DocumentError: As `find_files` and `iterate_documents`; or if labels are wanted of a file without columns, or of a
             row without a label.
     """
-    found = (pair for file in find_files(corpus.path) for pair in _read_file(file, corpus) if pair[0].strip())
-    return (Document(number, text, label) for number, (text, label) in enumerate(found))
+    found = (
+        (text, label, source)
+        for file in find_files(corpus.path)
+        for source in [None if rows_of(file, corpus.encoding) is None else str(file)]
+        for text, label in _read_file(file, corpus)
+        if text.strip()
+    )
+    return (Document(number, text, label, source) for number, (text, label, source) in enumerate(found))
 
 
 def cut_windows(
@@ -139,12 +145,8 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _read_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, str | None]]:
     if corpus.label_column is None:
         return ((text, None) for text in iterate_documents([path], corpus.column, corpus.encoding))
-    suffix, compression = endings(path)
-    if suffix == ".parquet" and not compression:
-        rows = parquet_rows(path)
-    elif suffix == ".jsonl" or (suffix == ".json" and compression):
-        rows = json_line_rows(path, corpus.encoding)
-    else:
+    rows = rows_of(path, corpus.encoding)
+    if rows is None:
         raise DocumentError(
             f"file {str(path)!r} is plain text, which has no column {corpus.label_column!r} of labels; expected JSON lines or "
             "Parquet. Leave --label-column out."

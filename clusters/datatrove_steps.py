@@ -1,17 +1,144 @@
-"""A step for pipelines of datatrove, which read, filter and write corpora on many machines. Needs the package datatrove."""
+"""Steps for pipelines of datatrove, which read, filter and write corpora on many machines. Needs the package datatrove.
+
+`EmbedWindows` runs as many tasks, `BuildTree` joins what they have written, and `AssignPaths` runs as many tasks again.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
 from clusters.assigning import document_paths
+from clusters.building import TreeOptions
 from clusters.corpus import Document, load_fast_tokenizer
-from midus_hf.retrieval import MemoryRetriever
+from clusters.run import build_from_embeddings
+from clusters.window_shards import task_folder
+from clusters.window_writer import WindowWriter, only_run, windows_request
+from midus_hf.retrieval import MemoryRetriever, TextEmbedder
+from midus_hf.retrieval.tree_files import lasting_name
 
 _DOCUMENTS = 256
 """Documents that are taken from the step before at a time."""
+
+
+class EmbedWindows(PipelineStep):
+    """Embeds the windows of the documents of each task into a folder of the task's own; it is the last step, and passes nothing on.
+
+    A task that was interrupted goes on with the stretch that it was at and ends in the same bytes, if it is given the same documents
+    again: as many tasks, and the same steps before. Other documents are refused. Documents that hold nothing but white space are
+    left out.
+
+    Args:
+        output: Folder of all tasks, which all of them can write to, and `BuildTree` can map.
+        embedding_model: As in `TextEmbedder`.
+        tokenizer: Folder or hub id of the tokenizer that cuts windows.
+        window_tokens: Tokens of a window. Default: 2048.
+        max_tokens: As in `TextEmbedder`. Default: None.
+        device: As in `TextEmbedder`. Default: `"cpu"`.
+        batch_size: As in `TextEmbedder`. Default: 64.
+        dtype: What embeddings are kept as. Default: `"float32"`.
+        label_key: Where the metadata of documents has gold labels. Default: None, there are none.
+        source_key: Where the metadata has the file of rows that a document is from, `"file_path"` for readers of files. Windows are
+            then joined in the order of these files, and the embeddings of a file depend on no other, so that the tree is the same
+            for any number of tasks. Not for documents that came with a `file_path` of their own, such as that of a web archive: a
+            stretch ends wherever it changes. Default: None, windows are joined in the order of tasks.
+    """
+
+    name = "embeddings of windows"
+    type = "clusters"
+
+    def __init__(
+        self,
+        output: str,
+        embedding_model: str,
+        tokenizer: str,
+        window_tokens: int = 2048,
+        max_tokens: int | None = None,
+        device: str = "cpu",
+        batch_size: int = 64,
+        dtype: str = "float32",
+        label_key: str | None = None,
+        source_key: str | None = None,
+    ):
+        super().__init__()
+        self.output, self.embedding_model, self.tokenizer = output, embedding_model, tokenizer
+        self.window_tokens, self.max_tokens, self.dtype = window_tokens, max_tokens, dtype
+        self.device, self.batch_size = device, batch_size
+        self.label_key, self.source_key = label_key, source_key
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        """Embed the documents of the step before.
+
+        Args:
+            data: Its documents.
+            rank: Of the task. Default: 0.
+            world_size: Tasks. Default: 1.
+
+        Raises:
+            ValueError: As `load_fast_tokenizer` and `TextEmbedder`; if the folder holds windows of another request, of other
+                documents or of another number of tasks, or is being written; or if a document lacks its label or source.
+        """
+        tokenizer = load_fast_tokenizer(self.tokenizer)
+        embedder = TextEmbedder(self.embedding_model, self.device, self.batch_size, self.max_tokens)
+        request = {
+            **windows_request(tokenizer, embedder, self.window_tokens, self.dtype),
+            "label_column": self.label_key,
+            "source_key": self.source_key,
+            "tasks": world_size,
+            "rank": rank,
+            "embedding_model_name": lasting_name(self.embedding_model),
+            "tokenizer_name": lasting_name(self.tokenizer),
+        }
+        folder = task_folder(Path(self.output).expanduser(), rank)
+        with only_run(folder):
+            writer = WindowWriter(folder, request, keep_sources=True)
+            if not writer.record.complete:
+                before = writer.record.windows
+                for record in writer.write(self._documents(data), tokenizer, embedder):
+                    self.stat_update("windows", value=record.windows - before)
+                    before = record.windows
+                writer.finish()
+
+    def _documents(self, data: Any) -> Iterator[Document]:
+        visible = (document for document in data or () if document.text.strip())
+        for number, document in enumerate(visible):
+            label, source = (_metadata(document, key) for key in (self.label_key, self.source_key))
+            yield Document(number, document.text, label, source)
+
+
+class BuildTree(PipelineStep):
+    """Builds the tree of what `EmbedWindows` has written, as `midus-cluster build --embeddings` does; a pipeline of its own.
+
+    One task does it, and others do nothing. It goes on after an interruption with the node that it was at.
+
+    Args:
+        embeddings: The output of `EmbedWindows`.
+        output: Folder of the tree.
+        options: How it is built. Default: `TreeOptions()`.
+    """
+
+    name = "a tree of topics"
+    type = "clusters"
+
+    def __init__(self, embeddings: str, output: str, options: TreeOptions | None = None):
+        super().__init__()
+        self.embeddings, self.output, self.options = embeddings, output, options or TreeOptions()
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Build it.
+
+        Args:
+            data: Not used. Default: None.
+            rank: Of the task; the first one builds. Default: 0.
+            world_size: Tasks; not used. Default: 1.
+
+        Raises:
+            ValueError: As `build_from_embeddings`.
+        """
+        if rank == 0:
+            build_from_embeddings(Path(self.embeddings), Path(self.output), self.options)
 
 
 class AssignPaths(PipelineStep):
@@ -73,3 +200,14 @@ class AssignPaths(PipelineStep):
             for document in batch:
                 self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
                 yield document
+
+
+def _metadata(document: Any, key: str | None) -> str | None:
+    if key is None:
+        return None
+    found = document.metadata.get(key)
+    if not isinstance(found, str | int):
+        raise ValueError(
+            f"document {document.id!r} has {found!r} as its {key!r}; expected a string or a whole number in its metadata."
+        )
+    return str(found)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from midus_hf.documents import first_line
+
 
 class GrowingArray:
     """An array on disk that rows are appended to; `numpy.load` reads it, as a memory map too.
@@ -62,3 +64,25 @@ class GrowingArray:
         self._file.seek(0)
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.rows, *self._inner)}
         np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def map_array(path: Path, rows: int, remedy: str = "Delete its folder, and build again.") -> np.ndarray:
+    """Map an array that has a row for each window.
+
+    Args:
+        path: A `.npy` file.
+        rows: How many it must have.
+        remedy: What is said to do about it. Default: to delete its folder.
+
+    Raises:
+        ValueError: If it is absent or not whole, or has another number of rows.
+    """
+    try:
+        found = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"file {str(path)!r} is absent or not whole: {first_line(error)}. {remedy}") from error
+    if len(found) != rows:
+        raise ValueError(
+            f"file {str(path)!r} has {len(found):,} rows; expected {rows:,}, one for each window. {remedy}"
+        )
+    return found

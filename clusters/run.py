@@ -1,6 +1,10 @@
 """From a corpus to a folder with its tree."""
 
+import contextlib
+import dataclasses
+import hashlib
 import importlib.util
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +13,11 @@ import numpy as np
 
 from clusters.building import TreeOptions, build_tree
 from clusters.corpus import Corpus, load_fast_tokenizer
-from clusters.window_store import StoredWindows, map_array, open_windows, store_windows
+from clusters.finished_nodes import FinishedNodes
+from clusters.growing_array import map_array
+from clusters.window_shards import JoinedRows, join_shards
+from clusters.window_store import StoredWindows, open_windows, store_windows
+from clusters.window_writer import only_run, read_record
 from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
 from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
@@ -18,6 +26,11 @@ WINDOWS = "windows"
 """The folder within a tree's where the embeddings of its corpus are."""
 
 _LEAVES = "leaves.npy"
+_FINISHED = "clustering"
+"""The folder within that of windows where nodes are kept until the tree is whole."""
+
+_VERSION = 1
+"""Of what makes centroids of embeddings and options."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class BuildRequest:
 def build(request: BuildRequest) -> ClusterTree:
     """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
 
-    Run again after an interruption, it goes on with the embeddings that are there; clustering begins anew.
+    Run again after an interruption, it goes on with the embeddings that are there, and then with the node that it was at.
 
     Args:
         request: What is wanted.
@@ -63,8 +76,6 @@ def build(request: BuildRequest) -> ClusterTree:
         ValueError: If the output holds a tree or other files, scikit-learn is not installed, or as `store_windows`, `build_tree`
             and what they are given.
     """
-    from tqdm import tqdm
-
     check_scikit_learn()
     output = request.output.expanduser()
     _check_output(output, request.overwrite)
@@ -80,16 +91,45 @@ def build(request: BuildRequest) -> ClusterTree:
         window_tokens=request.window_tokens,
         seed=request.options.seed,
     )
-    total = len(stored.embeddings) * request.options.levels
-    with tqdm(desc="clustering", unit=" rows", total=total, disable=None) as bar:
-        built = build_tree(stored.embeddings, request.options, origin, bar.update)
-    (output / RECORD_FILE).unlink(missing_ok=True)  # so that leaves are never those of another tree
-    partial = output / WINDOWS / f".{_LEAVES}.partial"
-    with partial.open("wb") as file:
-        np.save(file, built.leaves.astype(np.int32))
-    os.replace(partial, output / WINDOWS / _LEAVES)
-    built.tree.save(output)
-    return built.tree
+    return _cluster(output, stored, request.options, origin)
+
+
+def build_from_embeddings(
+    embeddings: Path, output: Path, options: TreeOptions | None = None, overwrite: bool = False
+) -> ClusterTree:
+    """Cluster what the tasks of a pipeline have embedded, and write the tree; nothing is embedded here, and no model is loaded.
+
+    `windows/` has no embeddings: they stay where they are, and are read from there. Run again after an interruption, it goes on with
+    the node that it was at.
+
+    Args:
+        embeddings: Folder that `clusters.datatrove_steps.EmbedWindows` wrote.
+        output: Folder of the tree.
+        options: How the tree is built. Default: `TreeOptions()`.
+        overwrite: Whether a tree in `output` may be replaced. Default: false.
+
+    Raises:
+        ValueError: If a task is not complete, or as `build`.
+    """
+    check_scikit_learn()
+    options = options or TreeOptions()
+    embeddings, output = embeddings.expanduser(), output.expanduser()
+    _check_output(output, overwrite)
+    len(JoinedRows(embeddings))  # refuses what is not complete, before anything is made
+    with only_run(output / WINDOWS):
+        join_shards(embeddings, output / WINDOWS)
+    record = read_record(output / WINDOWS)
+    assert record is not None
+    made_with = record.request
+    origin = TreeOrigin(
+        embedding_model=made_with["embedding_model_name"],
+        embedding_fingerprint=made_with["embedding_model"],
+        embedding_max_tokens=made_with["max_tokens"],
+        tokenizer=made_with["tokenizer_name"],
+        window_tokens=made_with["window_tokens"],
+        seed=options.seed,
+    )
+    return _cluster(output, open_windows(output / WINDOWS), options, origin)
 
 
 def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
@@ -109,6 +149,31 @@ def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
     stored = open_windows(folder / WINDOWS)
     leaves = map_array(folder / WINDOWS / _LEAVES, len(stored.documents), "Build the tree again with --overwrite.")
     return tree, stored, leaves
+
+
+def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: TreeOrigin) -> ClusterTree:
+    """Cluster windows, and write the tree and their leaves."""
+    from tqdm import tqdm
+
+    rows, width = stored.embeddings.shape
+    asked = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
+    with only_run(output / WINDOWS):
+        finished = FinishedNodes(
+            output / WINDOWS / _FINISHED, hashlib.sha256(asked.encode()).hexdigest(), options.branching, width, rows
+        )
+        with (
+            contextlib.closing(finished),
+            tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar,
+        ):
+            built = build_tree(stored.embeddings, options, origin, bar.update, finished)
+        (output / RECORD_FILE).unlink(missing_ok=True)  # so that leaves are never those of another tree
+        partial = output / WINDOWS / f".{_LEAVES}.partial"
+        with partial.open("wb") as file:
+            np.save(file, built.leaves.astype(np.int32))
+        os.replace(partial, output / WINDOWS / _LEAVES)
+        built.tree.save(output)
+        finished.delete()
+    return built.tree
 
 
 def check_scikit_learn() -> None:

@@ -7,6 +7,7 @@ from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
+from material.elements import elements
 from material.glosses import glosses
 from material.minilm import minilm
 from material.registry import MaterialError
@@ -19,6 +20,7 @@ FETCH = {
     "articles": articles,
     "benchmarks": benchmarks,
     "chats": lambda: chats().train.parent,
+    "elements": elements,
     "minilm": minilm,
     "glosses": glosses,
 }

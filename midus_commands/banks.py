@@ -120,6 +120,45 @@ def merge(
     _show(merge_runs(BankRequest(model, output, memory, overwrite), runs), json_)
 
 
+@app.command()
+def audit(
+    model: Model,
+    block: Annotated[
+        list[str] | None,
+        typer.Option(help="LEVEL:NODE, or LEVEL:generic: its documents; repeat at will.", metavar="NODE"),
+    ] = None,
+    subtree: Subtree = False,
+    documents: Annotated[bool, typer.Option("--documents", help="By document, of all blocks.")] = False,
+    memory: Memory = None,
+    json_: Json = False,
+) -> None:
+    """Show what has trained blocks, of a bank that a run with audit: true has trained: by block, or by document."""
+    from upscalers.banks.audit import audit as told_of
+
+    told = told_of(model, block or [], subtree, documents, memory)
+    if json_:
+        print(json.dumps(told))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    if "blocks" in told:
+        table = Table("block", "documents", "sequences", "tokens", "")
+        for each in told["blocks"]:
+            numbers = (f"{each[name]:,}" for name in ("documents", "sequences", "tokens"))
+            remark = "deleted" if each["deleted"] else "" if each["whole"] else "and what was not recorded"
+            table.add_row(each["block"], *numbers, remark)
+    else:
+        table = Table("file", "line", "id", "block", "sequences", "tokens", "")
+        for each in told["documents"]:
+            for of in each["blocks"]:
+                document = (each["file"], str(each["line"]), each["id"] or "", of["block"])
+                table.add_row(
+                    *document, f"{of['sequences']:,}", f"{of['tokens']:,}", "deleted" if of["deleted"] else ""
+                )
+    Console().print(table)
+
+
 def _show(done: dict[str, Any], json_: bool) -> None:
     if json_:
         print(json.dumps(done))

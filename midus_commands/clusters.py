@@ -28,19 +28,48 @@ Tree = Annotated[Path, typer.Option(help="What build has made.", metavar="TREE")
 Device = Annotated[
     str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
 ]
+_EMBEDDING = (
+    "corpus",
+    "embedding_model",
+    "tokenizer",
+    "column",
+    "label_column",
+    "encoding",
+    "window_tokens",
+    "max_tokens",
+    "dtype",
+    "batch_size",
+    "device",
+)
+"""Options of `build` that say what is embedded, and how."""
+
 BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")]
 
 
 @app.command()
 def build(
-    corpus: CorpusPath,
-    embedding_model: Annotated[
-        str, typer.Option(help="Folder or hub id of a sentence-transformers model.", metavar="DIR")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="Folder or hub id of the tokenizer that cuts windows.", metavar="DIR")
-    ],
+    context: typer.Context,
     output: Annotated[Path, typer.Option(help="Folder of the tree.", metavar="TREE")],
+    corpus: Annotated[
+        str | None,
+        typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH", show_default=False),
+    ] = None,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a sentence-transformers model.", metavar="DIR", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the tokenizer that cuts windows.", metavar="DIR", show_default=False),
+    ] = None,
+    embeddings: Annotated[
+        Path | None,
+        typer.Option(
+            help="What tasks of a pipeline have embedded, in place of the three above.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
     branching: Annotated[int, typer.Option(help="Children of a node.", metavar="N")] = 16,
     levels: Annotated[int, typer.Option(help="Levels of the tree.", metavar="N")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of EM for each node.", metavar="N")] = 20,
@@ -63,28 +92,40 @@ def build(
     device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tree; its embeddings are kept.")] = False,
 ) -> None:
-    """Embed a corpus and cluster it; run again after an interruption, go on with the embeddings that are there."""
+    """Embed a corpus and cluster it; run again after an interruption, go on with what is there."""
     from clusters.building import TreeOptions
     from clusters.corpus import Corpus
-    from clusters.run import BuildRequest
+    from clusters.run import BuildRequest, build_from_embeddings
     from clusters.run import build as build_tree_of
 
-    request = BuildRequest(
-        Corpus(corpus, column, label_column, encoding),
-        embedding_model,
-        tokenizer,
-        output,
-        TreeOptions(branching, levels, steps, samples, seed),
-        window_tokens,
-        max_tokens,
-        _device(device),
-        batch_size,
-        dtype,
-        overwrite,
-    )
-    with contextlib.redirect_stdout(sys.stderr):
-        _describe(corpus)
-        tree = build_tree_of(request)
+    options = TreeOptions(branching, levels, steps, samples, seed)
+    if embeddings is not None:
+        _check_no_embedding(context)
+        with contextlib.redirect_stdout(sys.stderr):
+            tree = build_from_embeddings(embeddings, output, options, overwrite)
+    elif corpus is None or embedding_model is None or tokenizer is None:
+        given = {"--corpus": corpus, "--embedding-model": embedding_model, "--tokenizer": tokenizer}
+        lacking = ", ".join(name for name, value in given.items() if value is None)
+        raise ValueError(
+            f"build lacks {lacking}; expected a corpus with its model and tokenizer, or --embeddings. Set them."
+        )
+    else:
+        request = BuildRequest(
+            Corpus(corpus, column, label_column, encoding),
+            embedding_model,
+            tokenizer,
+            output,
+            options,
+            window_tokens,
+            max_tokens,
+            _device(device),
+            batch_size,
+            dtype,
+            overwrite,
+        )
+        with contextlib.redirect_stdout(sys.stderr):
+            _describe(corpus)
+            tree = build_tree_of(request)
     assert tree.sizes is not None
     used = int((tree.sizes[-1] > 0).sum())
     print(
@@ -143,6 +184,8 @@ def assign(
                 for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
                     file.write(json.dumps(row) + "\n")
                     written += 1
+            if not written:
+                raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
             os.replace(partial, output)
         finally:
             partial.unlink(missing_ok=True)
@@ -157,7 +200,8 @@ def report(
     samples: Annotated[int, typer.Option(help="Documents of each that are quoted.", metavar="N")] = 3,
     seed: Annotated[int, typer.Option(help="Draws them.", metavar="N")] = 0,
     corpus: Annotated[
-        str | None, typer.Option(help="Where the corpus lies now.  [default: where it lay]", metavar="PATH")
+        str | None,
+        typer.Option(help="Where the corpus lies now.  [default: where build read it]", metavar="PATH"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Draw the tree (.png, .svg or .pdf).  [default: none]", metavar="FILE")
@@ -165,6 +209,7 @@ def report(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Say how large the nodes of a tree are, how they agree with gold labels, and what is in them."""
+    from clusters.corpus import Corpus
     from clusters.picture import check_picture, draw_tree
     from clusters.report import level_reports, node_reports, sample_texts
     from clusters.run import check_scikit_learn, open_build
@@ -187,8 +232,9 @@ def report(
         seed=seed,
     )
     of_levels = level_reports(built.branching, built.levels, leaves, stored.labels)
-    place = stored.corpus if corpus is None else dataclasses.replace(stored.corpus, path=corpus)
-    texts = sample_texts(place, [number for node in of_nodes for number in node.samples])
+    place = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
+    quoted = [number for node in of_nodes for number in node.samples]
+    texts = {} if place is None else sample_texts(place, quoted)
     if json_output:
         report_ = {
             "tree": str(tree),
@@ -213,6 +259,16 @@ def report(
         console.print(node_table(of_nodes, level, texts))
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
         draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
+
+
+def _check_no_embedding(context: typer.Context) -> None:
+    """Refuse options that say how to embed where everything is embedded."""
+    for name in _EMBEDDING:
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{name.replace('_', '-')} is given with --embeddings, which were made without it; expected one of the two. "
+                "Leave it out."
+            )
 
 
 def _describe(corpus: str) -> None:

@@ -46,6 +46,12 @@ def midus_eval(
         typer.Option(help="Worked examples before a question.  [default: the task's, else 0]", metavar="N"),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Questions per task.  [default: all]", metavar="N")] = None,
+    answers: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a line of JSON for each question and model to this file.  [default: none]", metavar="FILE"
+        ),
+    ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(
@@ -74,6 +80,13 @@ def midus_eval(
             "--blocked",
             help="Never fetch this node, LEVEL:NODE, nor any below; repeat at will.  [default: none]",
             metavar="NODE",
+        ),
+    ] = None,
+    block_best: Annotated[
+        str | None,
+        typer.Option(
+            help="Block so many nodes of a level for each text, those it would fetch first.  [default: none]",
+            metavar="LEVEL:COUNT",
         ),
     ] = None,
     batch_size: Annotated[
@@ -105,8 +118,8 @@ def midus_eval(
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
 
-    With --data, the tasks boolq, commonsenseqa, logiqa, mmlu, openbookqa and piqa take their questions from that
-    folder and nothing is fetched. Other tasks are lm-eval's own, whose questions come from the hub.
+    With --data, the tasks atomic_numbers, boolq, commonsenseqa, logiqa, mmlu, openbookqa and piqa take their questions
+    from that folder and nothing is fetched. Other tasks are lm-eval's own, whose questions come from the hub.
     """
     if write_tasks is not None:
         _write_tasks(write_tasks, data)
@@ -127,9 +140,11 @@ def midus_eval(
             "apart": apart,
             "retriever": retriever,
             "blocked": blocked or None,
+            "block_best": block_best,
             "tasks": None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()],
             "data": data,
             "include_path": include_path,
+            "answers": answers,
             "num_fewshot": num_fewshot,
             "limit": limit,
             "batch_size": batch_size,

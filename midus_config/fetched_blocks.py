@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,6 +13,9 @@ BANKS_FOLDER = "memory_bank"
 
 BANK_DESCRIPTION = "bank.json"
 """The file of a bank that tells it from others."""
+
+BANK_AUDIT = "audit.sqlite3"
+"""The file of a bank that tells which documents trained its blocks; not every bank has it."""
 
 
 def level_file(level: int) -> str:
@@ -28,11 +31,14 @@ class FetchedBlocks:
         branching: k, children of each node of the tree; level l, counted from 1, has `k ** l` nodes.
         levels: For each level the tensors that one block has in one layer, by name; none where a level has no blocks.
         without_ids: What a text reads that names no blocks: nothing, or those of the generic memory. Default: nothing.
+        joined_along: By name, the dimension of a tensor along which the blocks of several levels make one block that computes the
+            same. Default: they do not.
     """
 
     branching: int
     levels: tuple[Mapping[str, DeclaredTensor], ...]
     without_ids: Literal["none", "generic"] = "none"
+    joined_along: Mapping[str, int] = field(default_factory=dict)
 
     def nodes(self, level: int) -> int:
         """Nodes of a level, counted from 1, each of which has a block."""

@@ -27,6 +27,24 @@ class DocumentError(ValueError):
     """Text that cannot be read, or that there is too little of."""
 
 
+class RowPlace(str):
+    """Where a row is, for messages.
+
+    Args:
+        words: That say so.
+        file: That has it.
+        line: Its line, or of Parquet its row, counted from 1.
+    """
+
+    file: Path
+    line: int
+
+    def __new__(cls, words: str, file: Path, line: int) -> "RowPlace":
+        place = super().__new__(cls, words)
+        place.file, place.line = file, line
+        return place
+
+
 def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-8") -> list[str]:
     """Read all documents of a file or a folder.
 
@@ -225,7 +243,7 @@ def _ending(path: Path) -> str:
     return "".join(endings(path)) or "without an ending"
 
 
-def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[str, Any]] | None:
+def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[RowPlace, Any]] | None:
     """The rows of a file of JSON lines or Parquet, each with where it is, for messages; None if it is plain text.
 
     Args:
@@ -275,7 +293,7 @@ def _open_compressed(path: Path, compression: str) -> Any:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[compression]))
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
     """The rows of a Parquet file, each with where it is, for messages.
 
     Args:
@@ -288,15 +306,15 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     datasets = import_datasets(place)
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for row in rows:
-            yield place, row
+        for number, row in enumerate(rows, start=1):
+            yield RowPlace(place, path, number), row
     except DocumentError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise DocumentError(f"{place} is no readable Parquet: {first_line(error)}. Write it again.") from error
 
 
-def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[RowPlace, Any]]:
     """The rows of a file of JSON lines, each with where it is, for messages.
 
     Args:
@@ -311,7 +329,7 @@ def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
         with _open(path) as stream, io.TextIOWrapper(stream, encoding=codec_of(encoding), newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    place = f"line {number} of {str(path)!r}"
+                    place = RowPlace(f"line {number} of {str(path)!r}", path, number)
                     yield place, _parse(line, place)
     except UnicodeDecodeError as error:
         raise _not_text(path, encoding, f"{error.reason} after line {number}") from error

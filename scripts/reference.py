@@ -35,7 +35,9 @@ MODULES = {
     "midus_hf.evaluation": [],
     "midus_hf.retrieval": [],
     "clusters.building": ["build_tree", "TreeOptions", "BuiltTree"],
-    "clusters.run": ["build", "BuildRequest", "open_build"],
+    "clusters.run": ["build", "BuildRequest", "build_from_embeddings", "open_build"],
+    "clusters.finished_nodes": ["FinishedNodes"],
+    "clusters.datatrove_steps": ["EmbedWindows", "BuildTree", "AssignPaths"],
     "clusters.assigning": ["document_paths"],
     "clusters.report": ["level_reports", "node_reports"],
 }

@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from unittest.mock import patch
 
 # Before anything imports datasets, which reads it once: tests leave nothing in the cache of who runs them.
 _cache = tempfile.TemporaryDirectory(prefix="datasets-cache-")
@@ -29,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--product",
         action="store_true",
-        help="run each test with every family and every other parameter together, not only in pairs",
+        help="run each test with every family and every other parameter together, not only in pairs, and what is marked product",
     )
 
 
@@ -49,6 +50,13 @@ def one_thread():
     logging.disable_progress_bar()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks():
+    """What tests write need not outlast a loss of power: an upscaled model forces ninety files and folders to the disk."""
+    with patch.object(os, "fsync", lambda file: None):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,12 +10,12 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
     """Thin out tests that run on the product of families and other parameters.
 
     Of each test, every family stays, and every combination of the other parameters stays, with as few tests as that takes. What
-    chooses its families itself, by `parametrize`, stays as it is.
+    chooses its families itself, by `parametrize`, stays as it is; what is marked `product` does not stay.
 
     Args:
         items: Tests as pytest has collected them.
     """
-    items = list(items)
+    items = [item for item in items if not any(item.iter_markers("product"))]
     axes = [_axes(item) for item in items]
     families: dict[Hashable, list[Hashable]] = {}
     others: dict[Hashable, list[Hashable]] = {}

@@ -14,6 +14,7 @@ class Item:
     test: str
     params: dict[str, Any]
     chosen: list[str] = field(default_factory=list)
+    is_marked: bool = False
 
     @property
     def nodeid(self) -> str:
@@ -24,6 +25,8 @@ class Item:
         return SimpleNamespace(params=self.params)
 
     def iter_markers(self, name: str) -> list[SimpleNamespace]:
+        if name == "product":
+            return [SimpleNamespace(args=())] * self.is_marked
         return [SimpleNamespace(args=(names,)) for names in self.chosen]
 
 
@@ -48,6 +51,11 @@ def test_what_is_on_no_family_or_chooses_its_own_stays():
     plain = [Item("plain", {"size": size}) for size in range(4)]
     chosen = product("chosen", "abc", range(3), chosen=["size, family"])
     assert keep_pairs([*plain, *chosen]) == [*plain, *chosen]
+
+
+def test_what_is_marked_does_not_stay():
+    plain, marked = Item("test", {"size": 1}), Item("test", {"size": 2}, is_marked=True)
+    assert keep_pairs([plain, marked]) == [plain]
 
 
 def test_a_fixture_knows_the_parameters_of_the_tests_that_ask_for_it():

@@ -113,7 +113,7 @@ def test_clusters_use_no_upscalers():
         assert not imports_of(file, "upscalers", everywhere=True), f"{file.name} imports upscalers"
 
 
-@pytest.mark.parametrize("package", ["benchmarks", "demo", "material", "scripts"])
-def test_nobody_but_commands_imports_clusters(package):
+@pytest.mark.parametrize("package", ["demo", "material", "scripts"])
+def test_nobody_but_commands_and_benchmarks_imports_clusters(package):
     for file in files_of(package):
         assert not imports_of(file, "clusters", everywhere=True), f"{file} imports clusters"

@@ -1,5 +1,6 @@
 """What texts fetch blocks from, wherever these are."""
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from midus_config.fetched_blocks import BankLayout
+from midus_hf.banks.tiers import BlockKey, TierStatistics
 from midus_hf.memory.fetched import FetchedBatch
 
 GENERIC = -1
@@ -36,9 +38,30 @@ class BlockReader(ABC):
             index: Of the node within the level, or, behind the last, the generic memory's.
         """
 
+    @abstractmethod
+    def statistics(self) -> dict[str, TierStatistics]:
+        """What fetches found in each tier since the bank was opened."""
+
+    @abstractmethod
+    def read_ahead(self, keys: Sequence[BlockKey]) -> None:
+        """Let threads read blocks that are to be fetched soon; returns at once."""
+
     def changed(self) -> None:
         """Forget what was fetched: a block has changed."""
         self._latest = None
+
+    def prefetch(self, memory_ids: torch.Tensor) -> None:
+        """Let threads read the blocks of paths that are to be fetched soon; returns at once.
+
+        The fetch waits for what is under way. What goes wrong is raised there.
+
+        Args:
+            memory_ids: As for `fetch`.
+
+        Raises:
+            ValueError: As `fetch`.
+        """
+        self.read_ahead(self._keys(self._checked(memory_ids)))
 
     def fetch(
         self, memory_ids: torch.Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -55,29 +78,57 @@ class BlockReader(ABC):
             ValueError: If the shape is another, or a number out of range.
         """
         paths = self._checked(memory_ids)
-        key = (tuple(map(tuple, paths)), torch.device(device), dtype)
+        keys = self._keys(paths)
+        asked = (tuple(map(tuple, paths)), torch.device(device), dtype, self._versions(keys))
         wants_gradients = torch.is_grad_enabled()
         serves_again = not (self.trains and wants_gradients)
-        if serves_again and self._latest is not None and self._latest[0] == key:
+        if serves_again and self._latest is not None and self._latest[0] == asked:
             return self._latest[1]  # generation asks for the same at every token
         # What is kept may be read by a pass with gradients later; to leave inference mode is to turn gradients on.
-        with torch.inference_mode(False), torch.set_grad_enabled(wants_gradients):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(wants_gradients),
+            self._all_at_once(keys, device, dtype),
+        ):
             fetched = self._fetched(paths, device, dtype)
         if serves_again:
-            self._latest = (key, fetched)
+            self._latest = (asked, fetched)
         return fetched
 
     def _fetched(self, paths: list[list[int]], device: torch.device | str, dtype: torch.dtype | None) -> FetchedBatch:
         records, blocks = {}, {}
         for level in self.layout.levels:
-            generic = self.layout.blocks.nodes(level)
-            of_row = [generic if path[level - 1] == GENERIC else path[level - 1] for path in paths]
+            of_row = self._of_rows(paths, level)
             there_are = list(dict.fromkeys(of_row))
-            stacked = [self.block(level, index) for index in there_are]
-            records[level] = _stacked(stacked).to(device, dtype)
+            records[level] = self._stacked(level, there_are, device, dtype)
             positions = {index: position for position, index in enumerate(there_are)}
             blocks[level] = torch.tensor([positions[index] for index in of_row], device=device)
         return FetchedBatch(self.layout, records, blocks)
+
+    def _stacked(
+        self, level: int, indices: Sequence[int], device: torch.device | str, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """The records of blocks of a level, `[U, numel]`, on a device."""
+        return stacked([self.block(level, index) for index in indices]).to(device, dtype)
+
+    def _all_at_once(
+        self, keys: Sequence[BlockKey], device: torch.device | str, dtype: torch.dtype | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """While the context lasts, blocks are read that will be asked for in it."""
+        return contextlib.nullcontext()
+
+    def _versions(self, keys: Sequence[BlockKey]) -> tuple[int, ...]:
+        """What tells that a block is another than it was when it was fetched, where others may change it."""
+        return ()
+
+    def _of_rows(self, paths: list[list[int]], level: int) -> list[int]:
+        """The index of the block of a level that each row has."""
+        generic = self.layout.blocks.nodes(level)
+        return [generic if path[level - 1] == GENERIC else path[level - 1] for path in paths]
+
+    def _keys(self, paths: list[list[int]]) -> list[BlockKey]:
+        """Every block of some paths, once."""
+        return [(level, index) for level in self.layout.levels for index in dict.fromkeys(self._of_rows(paths, level))]
 
     def generic_ids(self, batch: int) -> torch.Tensor:
         """Paths of the generic memory for all rows, `[batch, p]`."""
@@ -104,6 +155,6 @@ class BlockReader(ABC):
         return paths
 
 
-def _stacked(records: Sequence[torch.Tensor]) -> torch.Tensor:
+def stacked(records: Sequence[torch.Tensor]) -> torch.Tensor:
     """`[U, numel]`; no copy where there is one."""
     return records[0].unsqueeze(0) if len(records) == 1 else torch.stack(list(records))

@@ -1,25 +1,23 @@
 """The blocks of one level of a bank: a safetensors file of records, of which those that were never written are a hole."""
 
 import json
+import mmap
 import os
 import struct
+import weakref
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from midus_hf.banks.reading_threads import ReadingThreads
+from midus_hf.banks.record_read import RecordRead, checksum_of, pieces
+
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PAGE = 4096
-_PIECE = 2**22
-"""Bytes that one thread reads and checks."""
-
-_MOST_THREADS = 8
-_POOLS: dict[int, ThreadPoolExecutor] = {}
 
 
 class BankError(ValueError):
@@ -37,19 +35,24 @@ class LevelFile:
         num_records: Expected.
         numel: Elements of a record, expected.
         writable: Whether records will be written. Default: false.
+        threads: That read and check large records, whose owner closes them. Default: some of its own.
 
     Raises:
         BankError: If the file is absent, is none of these, is cut short, or has other sizes.
     """
 
-    def __init__(self, path: Path, num_records: int, numel: int, writable: bool = False):
-        self.path, self.num_records, self.numel = path, num_records, numel
+    def __init__(
+        self, path: Path, num_records: int, numel: int, writable: bool = False, threads: ReadingThreads | None = None
+    ):
+        self.path, self.num_records, self.numel, self.writable = path, num_records, numel, writable
+        self._threads, self._owns_threads = threads or ReadingThreads(), threads is None
         try:
             self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
             raise BankError(
                 f"bank file {path} cannot be opened ({error.strerror}); expected it beside the model."
             ) from None
+        self._closing = weakref.finalize(self, os.close, self._file)  # a bank that nobody closed takes no file with it
         try:
             self._read_header()
         except BaseException:
@@ -97,28 +100,68 @@ class LevelFile:
         Raises:
             BankError: If it is not what was written.
         """
+        read = self.prepare(index)
+        if read is None:
+            return None
+        return (read.begin(self._threads) if len(pieces(self.record_bytes)) > 1 else read).result()
+
+    def prepare(self, index: int, mapped: bool = False) -> RecordRead | None:
+        """What reads a record, now or by threads; None if it was never written.
+
+        Args:
+            index: Of the record.
+            mapped: Whether it may be the file itself, mapped, instead of a copy: it takes no memory of its own, and shows what
+                others write there. Default: false.
+
+        Raises:
+            BankError: If the file ends within it.
+        """
         expected = self.checksum(index)
         if expected == 0:
             return None
-        record = torch.empty(self.numel, dtype=self.dtype)
+        # What is written through this very object must not show in what was fetched before.
+        record = self._mapped(index) if mapped and not self.writable else None
+        record, is_there = (torch.empty(self.numel, dtype=self.dtype), False) if record is None else (record, True)
         data = _bytes_of(record)
 
-        def read_piece(start: int, end: int) -> int:
-            self._read_at(index, start, data[start:end])
+        def work(start: int, end: int) -> int:
+            if not is_there:
+                self._read_at(index, start, data[start:end])
             return zlib.crc32(data[start:end])
 
-        if _in_pieces(len(data), read_piece) != expected:
+        def fail() -> None:
             raise BankError(
                 f"block {index} of bank file {self.path} is not what was written: its checksum differs. Copy the bank again, or "
                 "delete the block."
             )
-        return record
+
+        return RecordRead(expected, self.record_bytes, record, work, fail)
+
+    def _mapped(self, index: int) -> torch.Tensor | None:
+        """A record as the file has it, which is read where it is touched; None where it lies across elements."""
+        start = self._blocks_at + index * self.record_bytes
+        if start % self.dtype.itemsize:
+            return None
+        within = start % mmap.ALLOCATIONGRANULARITY
+        try:
+            pages = mmap.mmap(self._file, within + self.record_bytes, access=mmap.ACCESS_COPY, offset=start - within)
+        except ValueError:
+            raise BankError(f"bank file {self.path} ends within block {index}. Copy the bank again.") from None
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            pages.madvise(mmap.MADV_SEQUENTIAL)
+        return torch.frombuffer(pages, dtype=self.dtype, count=self.numel, offset=within)
 
     def _read_at(self, index: int, start: int, data: memoryview) -> None:
         """Fill `data` from a place within a record."""
         place = self._blocks_at + index * self.record_bytes + start
         while data:
-            count = os.preadv(self._file, [data], place)
+            try:
+                count = os.preadv(self._file, [data], place)
+            except OSError as error:
+                raise BankError(
+                    f"block {index} of bank file {self.path} cannot be read ({error.strerror}); expected an open file on a disk that "
+                    "answers. Open the bank again."
+                ) from error
             if not count:
                 raise BankError(f"bank file {self.path} ends within block {index}. Copy the bank again.")
             data, place = data[count:], place + count
@@ -129,7 +172,7 @@ class LevelFile:
         data = _bytes_of(record.detach().to("cpu", self.dtype).contiguous())
         self._write_at(self._checksums_at + 4 * index, struct.pack("<I", 0))
         self._write_at(self._blocks_at + index * self.record_bytes, data)
-        self._write_at(self._checksums_at + 4 * index, struct.pack("<I", _checksum(data)))
+        self._write_at(self._checksums_at + 4 * index, struct.pack("<I", self._checksum(data)))
 
     def forget(self, index: int) -> None:
         """Let a record be one that was never written."""
@@ -140,8 +183,18 @@ class LevelFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+        """Close the file, and end its threads if they are its own."""
+        if self._owns_threads:
+            self._threads.close()
+        self._closing()
+        self._file = -1  # its number may soon be that of another file
+
+    def _checksum(self, data: memoryview) -> int:
+        places = pieces(len(data))
+        if len(places) == 1:
+            return checksum_of([zlib.crc32(data)])
+        sums = [self._threads.submit(lambda start, end: zlib.crc32(data[start:end]), *place) for place in places]
+        return checksum_of([found.result() for found in sums])
 
     def _write_at(self, place: int, data: bytes | memoryview) -> None:
         done = 0
@@ -165,35 +218,6 @@ def create_level_file(path: Path, num_records: int, numel: int, dtype: torch.dty
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 4 * num_records + blocks_bytes)
-
-
-def _checksum(data: bytes | memoryview) -> int:
-    return _in_pieces(len(data), lambda start, end: zlib.crc32(data[start:end]))
-
-
-def _in_pieces(count: int, checksum_of: Callable[[int, int], int]) -> int:
-    """The CRC-32 of bytes, or, of more than a piece, that of the CRC-32s of pieces; never 0, which says that there is nothing.
-
-    Pieces are read and checked by threads: a disk has more than one answer at a time, and a sum takes as long as reading.
-
-    Args:
-        count: Bytes in all.
-        checksum_of: The CRC-32 of those between two places.
-    """
-    starts = range(0, count, _PIECE)
-    if len(starts) <= 1:
-        return checksum_of(0, count) or 1
-    sums = list(_threads().map(lambda start: checksum_of(start, min(start + _PIECE, count)), starts))
-    return zlib.crc32(struct.pack(f"<{len(sums)}I", *sums)) or 1
-
-
-def _threads() -> ThreadPoolExecutor:
-    """Those of this process: a process that was forked has none of its parent's."""
-    process = os.getpid()
-    if process not in _POOLS:
-        _POOLS.clear()
-        _POOLS[process] = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="bank")
-    return _POOLS[process]
 
 
 def _bytes_of(record: torch.Tensor) -> memoryview:

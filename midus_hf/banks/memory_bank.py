@@ -1,55 +1,79 @@
 """A bank of memory blocks in files beside a checkpoint, of which texts fetch some."""
 
-import collections
 import contextlib
-import fcntl
-import json
+import functools
 import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout, level_file
-from midus_hf.banks.block_reader import BlockReader
+from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BankLayout, level_file
+from midus_hf.banks.bank_description import describe, lock, read_description, write_description
+from midus_hf.banks.block_reader import BlockReader, stacked
 from midus_hf.banks.initial_blocks import initial_block
-from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
+from midus_hf.banks.level_file import LevelFile, create_level_file
+from midus_hf.banks.reading_threads import ReadingThreads
+from midus_hf.banks.reads_under_way import ReadsUnderWay
+from midus_hf.banks.record_read import RecordRead
+from midus_hf.banks.tiers import TIERS, BankTiers, BlockKey, KeptBlock, KeptBlocks, Tier, TierStatistics
 
-_FORMAT = 1
-_CACHE_BYTES = 2**30
+_WORTH_THREADS = 2**20
+"""Bytes that several threads read faster than one."""
 
 
 class MemoryBank(BlockReader):
     """The blocks of a memory: a file per level, read when a text asks for a block, and kept while there is room.
 
+    One thread fetches. Blocks on a device are kept for one device and dtype at a time, those of the last fetch.
+
     Args:
         folder: Of the bank.
         layout: That the model's config implies.
         writable: Whether blocks will be written; nobody else can then. Default: false.
-        cache_bytes: Of blocks that were read last, to keep. Default: 1 GB.
+        cache_bytes: Of blocks that were read last, to keep in memory: `memory_bytes` of tiers. Default: what those say.
+        tiers: Where blocks wait, `BankTiers` or a mapping of its arguments. Default: all in 1 GB of memory.
 
     Raises:
         BankError: If there is no bank, or that of another model, or somebody else writes to it.
+        ValueError: If tiers do not fit the tree.
     """
 
     def __init__(
-        self, folder: str | os.PathLike, layout: BankLayout, writable: bool = False, cache_bytes: int = _CACHE_BYTES
+        self,
+        folder: str | os.PathLike,
+        layout: BankLayout,
+        writable: bool = False,
+        cache_bytes: int | None = None,
+        tiers: BankTiers | Mapping[str, Any] | None = None,
     ):
         super().__init__(layout)
+        self.tiers = BankTiers.of(tiers)
+        self.tiers.check(layout)
+        if cache_bytes is not None:
+            self.tiers = replace(self.tiers, memory_bytes=cache_bytes)
         self.folder = Path(folder)
         self.description = read_description(self.folder, layout)
         self.seed: int = self.description["seed"]
-        self._lock = _lock(self.folder) if writable else None
+        self._threads = ReadingThreads()
+        self._memory, self._device = KeptBlocks(self.tiers.memory_bytes), KeptBlocks(self.tiers.device_bytes)
+        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._under_way = ReadsUnderWay(self._threads, self.tiers.ahead_bytes)
+        self._counts = {tier: TierStatistics() for tier in TIERS}
+        self._lock = lock(self.folder) if writable else None
         self._files: dict[int, LevelFile] = {}
         try:
             for level in layout.levels:
                 path, records = self.folder / level_file(level), layout.num_records(level)
-                self._files[level] = LevelFile(path, records, layout.record_numel(level), writable)
+                self._files[level] = LevelFile(path, records, layout.record_numel(level), writable, self._threads)
         except BaseException:
             self.close()
             raise
-        self._cache: collections.OrderedDict[tuple[int, int], torch.Tensor] = collections.OrderedDict()
-        self._cache_bytes, self._cached_bytes = cache_bytes, 0
+        weakref.finalize(self, self._threads.abandon)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +86,7 @@ class MemoryBank(BlockReader):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same bank, to be read: an open file is nothing to another process."""
-        return MemoryBank, (self.folder.absolute(), self.layout, False, self._cache_bytes)
+        return MemoryBank, (self.folder.absolute(), self.layout, False, None, self.tiers)
 
     def block(self, level: int, index: int) -> torch.Tensor:
         """The record of a block, `[numel]`, on the CPU; not to be changed.
@@ -71,23 +95,98 @@ class MemoryBank(BlockReader):
             level: Counted from 1.
             index: Of the node within the level, or, behind the last, the generic memory's.
         """
-        key = (level, index)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        record = self._files[level].read(index)
-        if record is None:
-            record = initial_block(self.layout, level, index, self.seed, self.dtype)
-        self._cache[key] = record
-        self._cached_bytes += record.nbytes
-        while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.nbytes
-        return record
+        tier: Tier = "disk" if self.tiers.of_level(level) == "disk" else "memory"
+        return self._block(level, index, self._counts[tier], None if tier == "disk" else self._memory)
 
     def keeps(self, level: int, index: int) -> bool:
-        """Whether a block is in memory, so that fetching it reads nothing."""
-        return (level, index) in self._cache
+        """Whether a block is in memory or on a device, so that fetching it reads nothing."""
+        return any(self._current(kept, (level, index)) is not None for kept in (self._memory, self._device))
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """What fetches found in each tier since the bank was opened."""
+        held = {"device": self._device.held_bytes, "memory": self._memory.held_bytes, "disk": 0}
+        return {tier: replace(counts, held_bytes=held[tier]) for tier, counts in self._counts.items()}
+
+    def read_ahead(self, keys: Sequence[BlockKey]) -> None:
+        """Let threads read blocks that are to be fetched soon; returns at once."""
+        self._under_way.begin([key for key in keys if not self.keeps(*key)], self._prepared)
+
+    def _stacked(
+        self, level: int, indices: Sequence[int], device: torch.device | str, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        if self.tiers.of_level(level) != "device":
+            return super()._stacked(level, indices, device, dtype)
+        place = (torch.device(device), dtype or self.dtype)
+        if place != self._place:
+            self._device.clear()
+            self._place = place
+        counts = self._counts["device"]
+        return stacked([self._block(level, index, counts, self._device, place) for index in indices])
+
+    @contextlib.contextmanager
+    def _all_at_once(
+        self, keys: Sequence[BlockKey], device: torch.device | str, dtype: torch.dtype | None
+    ) -> Iterator[None]:
+        """A disk has more than one answer at a time: what must be read is begun together, where it is worth a thread."""
+        missing = [key for key in keys if not self.keeps(*key)]
+        size = sum(self._files[level].record_bytes for level, _ in missing)
+        begun = self._under_way.begin(missing, self._prepared, ahead=False) if size > _WORTH_THREADS else []
+        try:
+            yield
+        finally:
+            self._under_way.drop(begun)  # after an error; else they were taken
+
+    def _versions(self, keys: Sequence[BlockKey]) -> tuple[int, ...]:
+        return tuple(self.checksum(*key) for key in keys)
+
+    def _block(
+        self,
+        level: int,
+        index: int,
+        counts: TierStatistics,
+        kept: KeptBlocks | None,
+        place: tuple[torch.device, torch.dtype] | None = None,
+    ) -> torch.Tensor:
+        """A block from where it is kept, else read and kept there.
+
+        Args:
+            level: Of the block.
+            index: Of the block.
+            counts: Of the tier.
+            kept: What the tier has; None if it keeps nothing.
+            place: Device and dtype of what it keeps. Default: the CPU, as the file has it.
+        """
+        key = (level, index)
+        found = None if kept is None else self._current(kept, key)
+        if found is not None:
+            counts.hits += 1
+            return found.record
+        read, ahead = self._under_way.taken(key, self.checksum(level, index))
+        read = read or self._prepared(key)
+        record = read.result()
+        counts.misses += 1
+        counts.ahead += ahead
+        counts.read_bytes += record.nbytes
+        if place is not None:
+            record = record.to(*place)
+        if kept is not None:
+            kept.put(key, KeptBlock(record, read.checksum))
+        return record
+
+    def _current(self, kept: KeptBlocks, key: BlockKey) -> KeptBlock | None:
+        """A block that is kept; None if it is not, or if another was written to the file since."""
+        found = kept.get(key)
+        if found is not None and found.checksum != self.checksum(*key):
+            kept.drop(key)
+            return None
+        return found
+
+    def _prepared(self, key: BlockKey) -> RecordRead:
+        """What reads a block, or draws one that was never written."""
+        level, index = key
+        read = self._files[level].prepare(index, mapped=self.tiers.of_level(level) == "disk")
+        drawn = functools.partial(initial_block, self.layout, level, index, self.seed, self.dtype)
+        return read or RecordRead(0, self._files[level].record_bytes, drawn)
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
         """Put the record of a block, `[numel]`, in its place."""
@@ -114,42 +213,71 @@ class MemoryBank(BlockReader):
         for file in self._files.values():
             file.sync()
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(
+        self,
+        folder: str | os.PathLike,
+        trained: Iterable[tuple[int, int, torch.Tensor]] = (),
+        save_audit: Callable[[Path], None] | None = None,
+    ) -> None:
         """Write the bank into another folder: what was never written stays a hole there.
 
         Args:
             folder: Made if need be; one that has this very bank is left as it is.
+            trained: Level, index and record of blocks that are others than in this bank. Default: none are.
+            save_audit: Writes the record of what trained blocks to a file. Default: if this bank has one, it is copied.
 
         Raises:
             BankError: If somebody else writes to a bank there, or a block is not what was written.
         """
         folder = Path(folder)
-        if folder.exists() and folder.resolve() == self.folder.resolve():
+        if self.lies_in(folder):
             return
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / BANK_DESCRIPTION).exists():
-            os.close(_lock(folder))  # whoever writes there would lose it
+            os.close(lock(folder))  # whoever writes there would lose it
             (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
-        for level, file in self._files.items():
-            path = folder / level_file(level)
-            create_level_file(path, file.num_records, file.numel, file.dtype)
-            with contextlib.closing(LevelFile(path, file.num_records, file.numel, writable=True)) as copy:
+        with contextlib.ExitStack() as opened:
+            copies = {}
+            for level, file in self._files.items():
+                path = folder / level_file(level)
+                create_level_file(path, file.num_records, file.numel, file.dtype)
+                copies[level] = LevelFile(path, file.num_records, file.numel, writable=True)
+                opened.callback(copies[level].close)
                 for index in self.written(level):
                     record = file.read(index)
                     assert record is not None
-                    copy.write(index, record)
+                    copies[level].write(index, record)
+            for level, index, record in trained:
+                copies[level].write(index, record)
+            for copy in copies.values():
+                copy.sync()
+        (folder / BANK_AUDIT).unlink(missing_ok=True)
+        if save_audit is not None:
+            save_audit(folder / BANK_AUDIT)
+        elif (self.folder / BANK_AUDIT).exists():
+            shutil.copyfile(self.folder / BANK_AUDIT, folder / BANK_AUDIT)
         write_description(folder, self.description)
 
+    def lies_in(self, folder: str | os.PathLike) -> bool:
+        """Whether a folder is that of this very bank."""
+        return Path(folder).exists() and Path(folder).resolve() == self.folder.resolve()
+
     def close(self) -> None:
-        """Close its files; nothing can be fetched afterwards."""
+        """End its threads, close its files and forget what it keeps; nothing can be fetched afterwards."""
+        self._threads.close()
+        for kept in (self._memory, self._device):
+            kept.clear()
+        self._under_way.clear()
+        self.changed()
         for file in self._files.values():
             file.close()
         if self._lock is not None:
             os.close(self._lock)
 
     def _drop(self, level: int, index: int) -> None:
-        dropped = self._cache.pop((level, index), None)
-        self._cached_bytes -= 0 if dropped is None else dropped.nbytes
+        for kept in (self._memory, self._device):
+            kept.drop((level, index))
+        self._under_way.drop([(level, index)])
         self.changed()
 
 
@@ -166,61 +294,4 @@ def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtyp
     folder.mkdir(parents=True, exist_ok=True)
     for level in layout.levels:
         create_level_file(folder / level_file(level), layout.num_records(level), layout.record_numel(level), dtype)
-    write_description(folder, {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed})
-
-
-def write_description(folder: Path, description: dict[str, Any]) -> None:
-    """Write what tells the bank from others."""
-    (folder / BANK_DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-
-
-def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
-    """Read it, and compare it with what the model's config implies.
-
-    Raises:
-        BankError: If there is none, or it is that of another model.
-    """
-    path = folder / BANK_DESCRIPTION
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BankError(
-            f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."
-        ) from None
-    except ValueError:
-        raise BankError(f"{path} is no JSON; expected the description of a bank. Copy the bank again.") from None
-    if not isinstance(description, dict) or description.get("format") != _FORMAT:
-        raise BankError(f"{path} has another format than {_FORMAT}; expected a bank that this version reads.")
-    difference = _difference(description.get("layout"), layout.to_dict())
-    if difference:
-        raise BankError(
-            f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
-        )
-    if type(description.get("seed")) is not int:
-        raise BankError(f"{path} has the seed {description.get('seed')!r}; expected an integer. Copy the bank again.")
-    return description
-
-
-def _difference(found: Any, expected: dict[str, Any]) -> str | None:
-    """The first thing that two layouts disagree in; None if they agree."""
-    if not isinstance(found, dict):
-        return f"its layout is {found!r}"
-    for key, value in expected.items():
-        if found.get(key) != value:
-            return f"its {key} is {found.get(key)!r}; expected {value!r}"
-    return None
-
-
-def _lock(folder: Path) -> int:
-    """Hold the bank for writing.
-
-    Raises:
-        BankError: If somebody else does.
-    """
-    file = os.open(folder / BANK_DESCRIPTION, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise BankError(f"the memory bank in {folder} is being written by another run. Wait for it.") from None
-    return file
+    write_description(folder, describe(layout, seed))

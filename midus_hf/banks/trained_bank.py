@@ -5,21 +5,32 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from midus_config.fetched_blocks import level_file
+from midus_config.fetched_blocks import BANK_AUDIT, level_file
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.banks.tiers import BlockKey, TierStatistics
 
 _TOUCHED = "touched.json"
 _BYTES_IN_MEMORY = 8 * 2**30
+
+
+class Audit(Protocol):
+    """A record of what trained blocks."""
+
+    def save(self, path: Path) -> None:
+        """Write the record as it is to a file."""
+
+    def load(self, path: Path) -> None:
+        """Go on from a record that was saved."""
 
 
 @dataclass
@@ -60,7 +71,7 @@ class TrainedBank(BlockReader):
     """The blocks of a bank as training has left them; those that were never fetched are the bank's.
 
     A block that was fetched in a pass with gradients has a master in float32 and moments of its own. The blocks that were fetched
-    last stay in memory, others wait in a temporary folder (`TMPDIR` says where), so a step takes memory for what it fetches, and
+    last stay in memory, others wait in temporary files (`TMPDIR` says where), so a step takes memory for what it fetches, and
     not for the bank.
 
     Args:
@@ -69,13 +80,14 @@ class TrainedBank(BlockReader):
     """
 
     trains = True
+    audit: Audit | None = None
+    """What is saved and loaded with blocks, if a run records what trains them."""
 
     def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
         super().__init__(bank.layout)
         self.bank = bank
         self._states: collections.OrderedDict[tuple[int, int], BlockState] = collections.OrderedDict()
         self._bytes_in_memory = bytes_in_memory
-        self._folder: tempfile.TemporaryDirectory | None = None
         self._waiting: dict[int, LevelFile] = {}
         self._resumed: dict[tuple[int, int], tuple[LevelFile, int]] = {}
 
@@ -95,6 +107,14 @@ class TrainedBank(BlockReader):
         if self._is_touched(level, index):
             return self._read_state(level, index).master.detach()  # not kept: an evaluation may fetch many
         return self.bank.block(level, index)
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """What was read of the bank; blocks that were trained are in no tier."""
+        return self.bank.statistics()
+
+    def read_ahead(self, keys: Sequence[BlockKey]) -> None:
+        """As `BlockReader.read_ahead`, of those that were never trained."""
+        self.bank.read_ahead([key for key in keys if not self._is_touched(*key)])
 
     def leaves(self) -> list[torch.Tensor]:
         """The masters that have a gradient, in the order of their levels and nodes."""
@@ -148,12 +168,23 @@ class TrainedBank(BlockReader):
         return sorted({*trained, *waiting, *self._resumed})
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write a bank with what was trained into another folder, in the dtype of the bank."""
-        self.bank.save(folder)
-        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as copy:
-            for level, index in self.touched():
-                copy.write(level, index, self._read_state(level, index).master)
-            copy.sync()
+        """Write a bank with what was trained into another folder, in the dtype of the bank.
+
+        With it goes the record of what trained blocks. Without one, that of the bank stays behind once blocks were trained: it
+        would not be whole.
+        """
+        trained = ((level, index, self._read_state(level, index).master) for level, index in self.touched())
+        if not self.bank.lies_in(folder):
+            save_audit = (_save_nothing if self.touched() else None) if self.audit is None else self.audit.save
+            self.bank.save(folder, trained, save_audit)
+            return
+        with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
+            for level, index, record in trained:
+                itself.write(level, index, record)
+            itself.sync()
+        (self.bank.folder / BANK_AUDIT).unlink(missing_ok=True)
+        if self.audit is not None:
+            self.audit.save(self.bank.folder / BANK_AUDIT)
 
     def save_state(self, folder: Path) -> None:
         """Write masters, moments and steps of every block that was touched, to go on from."""
@@ -171,6 +202,8 @@ class TrainedBank(BlockReader):
                     file.write(place, self._read_state(level, index).packed())
                 file.sync()
             partial.replace(path)
+        if self.audit is not None:
+            self.audit.save(folder / BANK_AUDIT)
         (folder / _TOUCHED).write_text(json.dumps({str(level): found for level, found in by_level.items()}))
 
     def load_state(self, folder: Path) -> None:
@@ -185,6 +218,8 @@ class TrainedBank(BlockReader):
             raise BankError(
                 f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
             ) from None
+        if self.audit is not None:
+            self.audit.load(folder / BANK_AUDIT)
         self._states.clear()
         self._close_files()
         self.changed()
@@ -194,11 +229,9 @@ class TrainedBank(BlockReader):
             self._resumed |= {(level, index): (file, place) for place, index in enumerate(indices)}
 
     def close(self) -> None:
-        """Close the files of the bank, and remove the temporary folder."""
+        """Close the files of the bank, and those of what was put aside, which are gone then."""
         self.bank.close()
         self._close_files()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def _close_files(self) -> None:
         """Leave behind what was put aside, and the state that training went on from."""
@@ -238,7 +271,7 @@ class TrainedBank(BlockReader):
         return BlockState(master.requires_grad_(), torch.zeros_like(master), torch.zeros_like(master))
 
     def _put_aside(self) -> None:
-        """Write the blocks that were fetched longest ago to the temporary folder, as many as memory has no room for."""
+        """Write the blocks that were fetched longest ago to temporary files, as many as memory has no room for."""
         excess = sum(state.nbytes for state in self._states.values()) - self._bytes_in_memory
         while excess > 0:
             (level, index), state = self._states.popitem(last=False)
@@ -248,13 +281,18 @@ class TrainedBank(BlockReader):
 
     def _waiting_file(self, level: int) -> LevelFile:
         if level not in self._waiting:
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="midus-blocks-")
-            path, records = Path(self._folder.name, level_file(level)), self.layout.num_records(level)
-            numel = 3 * self.layout.record_numel(level) + 1
-            create_level_file(path, records, numel, torch.float32)
-            self._waiting[level] = LevelFile(path, records, numel, writable=True)
+            numel, records = 3 * self.layout.record_numel(level) + 1, self.layout.num_records(level)
+            # The file has no name as soon as it is open: nothing of it is left on the disk, however the process ends.
+            with tempfile.TemporaryDirectory(prefix="midus-blocks-") as folder:
+                path = Path(folder, level_file(level))
+                create_level_file(path, records, numel, torch.float32)
+                self._waiting[level] = LevelFile(path, records, numel, writable=True)
         return self._waiting[level]
 
 
 def _written(file: LevelFile) -> Iterator[int]:
     yield from file.checksums().nonzero()[0].tolist()
+
+
+def _save_nothing(path: Path) -> None:
+    """Leave a bank without a record of what trained its blocks."""

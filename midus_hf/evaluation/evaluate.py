@@ -1,9 +1,12 @@
 """Evaluate checkpoints one after the other, with the same settings."""
 
+import contextlib
 import dataclasses
 import functools
+import json
 import re
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,19 +78,43 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
         retriever = MemoryRetriever.load(settings.retriever, device=device)
-        find_paths = functools.partial(retriever.paths, blocked=settings.blocked_nodes)
-        retriever.tree.paths(torch.zeros(1, retriever.tree.width), settings.blocked_nodes)  # that such nodes are there
+        blocked, best = settings.blocked_nodes, settings.best_nodes_blocked
+        find_paths = functools.partial(retriever.paths, blocked=blocked, block_best=best)
+        retriever.paths_of(
+            torch.zeros(1, retriever.tree.width), blocked, best
+        )  # that such nodes, and so many, are there
 
     measured: list[dict[str, Any]] = []
-    for model in models:
-        current: dict[str, Any] = {"model": model}
-        try:
-            _measure(current, documents, tasks, settings, device, quiet, find_paths)
-        except KeyboardInterrupt:
-            words = _interruption(measured, current)
-            raise EvaluationInterrupted(_report(measured, settings), words) from None
-        measured.append(current)
+    with _answers_file(settings.answers) as write_answer:
+        for model in models:
+            current: dict[str, Any] = {"model": model}
+            try:
+                _measure(current, documents, tasks, settings, device, quiet, find_paths, write_answer)
+            except KeyboardInterrupt:
+                words = _interruption(measured, current)
+                raise EvaluationInterrupted(_report(measured, settings), words) from None
+            measured.append(current)
     return _report(measured, settings)
+
+
+@contextlib.contextmanager
+def _answers_file(name: str | None) -> Iterator[Callable[[dict[str, Any]], Any] | None]:
+    """What writes an answer to a file that is there from the beginning, so that it can be refused; None without one."""
+    if name is None:
+        yield None
+        return
+    try:
+        stream = open(name, "x", encoding="utf-8")
+    except FileExistsError:
+        raise ValueError(f"answers is {name!r}, which exists; choose another file.") from None
+    except OSError as error:
+        raise ValueError(f"answers is {name!r}, which cannot be written: {error.strerror}.") from error
+    try:
+        with stream:
+            yield lambda row: print(json.dumps(row, ensure_ascii=False, default=str), file=stream)
+    finally:
+        if not Path(name).stat().st_size:  # nothing was answered; the same command can be given again
+            Path(name).unlink()
 
 
 def _report(measured: list[dict[str, Any]], settings: EvaluationSettings) -> dict[str, Any]:
@@ -111,6 +138,7 @@ def _measure(
     device: str,
     quiet: bool,
     find_paths: "PathFinder | None",
+    write_answer: Callable[[dict[str, Any]], Any] | None,
 ) -> None:
     """Fill in what is measured of the model that `measured` names, as soon as it is known."""
     started, name = time.perf_counter(), measured["model"]
@@ -150,6 +178,7 @@ def _measure(
                 progress=bar.update,
                 quiet=quiet,
                 find_paths=find_paths,
+                tell_answer=None if write_answer is None else lambda row: write_answer({"model": name, **row}),
             )
     measured["seconds"] = time.perf_counter() - started
 

@@ -136,6 +136,7 @@ class Tasks:
         progress: Callable[[int], Any] | None = None,
         quiet: bool = False,
         find_paths: PathFinder | None = None,
+        tell_answer: Callable[[dict[str, Any]], Any] | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model.
 
@@ -150,6 +151,10 @@ class Tasks:
             progress: As in `MidusLM`.
             quiet: Whether to hide the harness's own progress bars. Default: false.
             find_paths: By which questions fetch blocks; it sees them without worked examples. Default: nothing is fetched.
+            tell_answer: Called with each question, once for each filter of its task: `{"task", "filter", "question", "target",
+                "answer", "scores"}`, where `question` is the row of the task, `answer` what the filter left of each of its
+                requests (a pair of log-likelihood and whether it is the likeliest, or what was written), and `scores` every
+                metric. Default: nothing is.
 
         Returns:
             By the name asked for (a group also brings its members), every metric of the task as the harness names it
@@ -171,7 +176,7 @@ class Tasks:
                 task_manager=self.manager,
                 num_fewshot=num_fewshot,
                 limit=limit,
-                log_samples=False,
+                log_samples=tell_answer is not None,
                 random_seed=seed,
                 numpy_random_seed=seed,
                 torch_random_seed=seed,
@@ -188,6 +193,10 @@ class Tasks:
             score["num_fewshot"] = results["n-shot"].get(harness_name)
             score["num_questions"] = results["n-samples"].get(harness_name, {}).get("effective")
             scores[asked_for.get(harness_name, harness_name)] = score
+        if tell_answer is not None:
+            for harness_name, samples in results["samples"].items():
+                for sample in samples:
+                    tell_answer({"task": asked_for.get(harness_name, harness_name), **_answer(sample)})
         return scores
 
     def _questions(self) -> Callable[[Any], str]:
@@ -203,6 +212,17 @@ def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat(task)
         else:
             yield str(name), task
+
+
+def _answer(sample: dict[str, Any]) -> dict[str, Any]:
+    """What `tell_answer` is told of a sample of the harness."""
+    return {
+        "filter": sample["filter"],
+        "question": sample["doc"],
+        "target": sample["target"],
+        "answer": sample["filtered_resps"],
+        "scores": {metric: sample[metric] for metric in sample["metrics"]},
+    }
 
 
 def _is_standard_error(metric: str) -> bool:

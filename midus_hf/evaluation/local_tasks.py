@@ -22,7 +22,8 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
     Args:
         name: Short name.
-        data: Folder that holds `NAME.jsonl`: a row per question, with `question`, `choices`, `gold`.
+        data: Folder that holds `NAME.jsonl`: a row per question, with `question`, `choices`, `gold`; of atomic numbers, an element
+            with its `name` and its `number`.
 
     Returns:
         A task configuration that lm-eval takes as it is.
@@ -33,7 +34,8 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
     data = Path(data).resolve()
     if not (data / f"{name}.jsonl").is_file():
         raise ValueError(
-            f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold."
+            f"{data} holds no {name}.jsonl; expected a row of JSON per question: question, choices, gold "
+            "(of atomic_numbers: name, number)."
         )
     config = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     files = config["dataset_kwargs"]["data_files"]
@@ -44,13 +46,21 @@ def load_local_task(name: str, data: str | Path) -> dict[str, Any]:
 
 
 def write_local_tasks(folder: str | Path, data: str | Path) -> list[Path]:
-    """Write every local task with its data folder put in, for `lm_eval --include_path FOLDER`.
+    """Write those local tasks whose questions a folder holds, with the folder put in, for `lm_eval --include_path FOLDER`.
 
     Returns:
         The files written.
+
+    Raises:
+        ValueError: If the folder holds the questions of none.
     """
     folder = Path(folder)
-    configs = {name: load_local_task(name, data) for name in local_task_names()}
+    held = [name for name in local_task_names() if (Path(data) / f"{name}.jsonl").is_file()]
+    if not held:
+        raise ValueError(
+            f"{Path(data).resolve()} holds the questions of no local task; expected files such as piqa.jsonl."
+        )
+    configs = {name: load_local_task(name, data) for name in held}
     folder.mkdir(parents=True, exist_ok=True)
     for name, config in configs.items():
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

@@ -23,9 +23,13 @@ class EvaluationSettings:
         retriever: A tree of topics, as `midus-cluster build` makes it: models that fetch blocks do so by the path of a whole
             document, or of what a task asks; others are measured alike without. Default: none.
         blocked: Nodes whose blocks are never fetched, nor any below them, each as `LEVEL:NODE`: the next best is. Default: none.
+        block_best: `LEVEL:COUNT`: of this level that many nodes, those that a text would fetch first, are blocked for that text
+            (figure 6b). Default: none.
         tasks: Tasks of lm-evaluation-harness. Default: none.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
         include_path: Folder with more task files. Default: none.
+        answers: File of JSON lines that is written, a line for each question and model: what was asked, expected and answered.
+            Default: none.
         num_fewshot: Worked examples before a question. Default: what the task says, else 0.
         limit: Questions per task. Default: all.
         batch_size: Windows or requests per forward pass. Default: 4.
@@ -47,9 +51,11 @@ class EvaluationSettings:
     apart: bool = False
     retriever: str | None = None
     blocked: list[str] = dataclasses.field(default_factory=list)
+    block_best: str | None = None
     tasks: list[str] = dataclasses.field(default_factory=list)
     data: str | None = None
     include_path: str | None = None
+    answers: str | None = None
     num_fewshot: int | None = None
     limit: int | None = None
     batch_size: int = 4
@@ -72,7 +78,11 @@ class EvaluationSettings:
         for node in self.blocked:
             if not re.fullmatch(r"[1-9]\d*:\d+", node):
                 raise ValueError(f"blocked has {node!r}; expected LEVEL:NODE, such as 2:52.")
-        for name in ("data", "include_path", "num_fewshot", "limit"):
+        if self.block_best is not None and self.retriever is None:
+            raise ValueError(f"block_best is {self.block_best}, but there is no retriever; give one.")
+        if self.block_best is not None and not re.fullmatch(r"[1-9]\d*:\d+", self.block_best):
+            raise ValueError(f"block_best is {self.block_best!r}; expected LEVEL:COUNT, such as 1:1.")
+        for name in ("data", "include_path", "answers", "num_fewshot", "limit"):
             if not self.tasks and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there are no tasks; name them.")
         for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0), ("seed", 0)):
@@ -84,7 +94,17 @@ class EvaluationSettings:
     @property
     def blocked_nodes(self) -> list[tuple[int, int]]:
         """`blocked` as pairs of a level, counted from 1, and a node."""
-        return [(int(level), int(node)) for level, _, node in (pair.partition(":") for pair in self.blocked)]
+        return [_pair(words) for words in self.blocked]
+
+    @property
+    def best_nodes_blocked(self) -> tuple[int, int] | None:
+        """`block_best` as a level, counted from 1, and a number of nodes."""
+        return None if self.block_best is None else _pair(self.block_best)
+
+
+def _pair(words: str) -> tuple[int, int]:
+    first, _, second = words.partition(":")
+    return int(first), int(second)
 
 
 def check_dtype(dtype: str) -> None:

@@ -169,4 +169,7 @@ def _rows_of(fetched: FetchedLayer, name: str) -> Iterator[torch.Tensor]:
     """A tensor of each level, of the block of each row, `[B, r, K, d]`."""
     for level in fetched.levels:
         tensor = level.tensors[name]
-        yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]
+        if level.blocks is None:
+            yield tensor
+        else:
+            yield tensor.expand(len(level.blocks), *tensor.shape[1:]) if len(tensor) == 1 else tensor[level.blocks]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, snapshot_download
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.banks.tiers import TIERS, TierStatistics
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.memory.fetched import FetchedBatch
 
@@ -30,6 +31,7 @@ class Banks:
     def __init__(self, layouts: Mapping[str, BankLayout]):
         self.layouts = dict(layouts)
         self._open: dict[str, MemoryBank | TrainedBank] = {}
+        self._serves = False
         self.trainable = False
         """Whether a Trainer trains their blocks; `set_trainable` says so."""
 
@@ -47,6 +49,7 @@ class Banks:
 
         Raises:
             BankError: If one is absent, or that of another model.
+            ValueError: If an option does not fit.
         """
         self._open = {
             name: MemoryBank(Path(folder, BANKS_FOLDER, name), layout, **options)
@@ -117,7 +120,35 @@ class Banks:
             elif layout.blocks.without_ids == "generic":
                 bank = self.of(name)
                 fetched[name] = bank.fetch(bank.generic_ids(batch), device, dtype)
-        return fetched
+        return {name: batch.joined() for name, batch in fetched.items()} if self._serves else fetched
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """While the context lasts, what is fetched serves many passes, and its levels are joined."""
+        before, self._serves = self._serves, True
+        try:
+            yield
+        finally:
+            self._serves = before
+
+    def prefetch(self, memory_ids: torch.Tensor) -> None:
+        """Let threads read what rows are to fetch soon; returns at once.
+
+        Args:
+            memory_ids: As for `fetch`.
+
+        Raises:
+            ValueError: As `fetch`.
+        """
+        for name in self.layouts:
+            self.of(name).prefetch(memory_ids)
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """What fetches found in each tier since banks were opened, in all of them together."""
+        found: dict[str, TierStatistics] = {tier: TierStatistics() for tier in TIERS}
+        for bank in self._open.values():
+            found = {tier: found[tier].plus(counts) for tier, counts in bank.statistics().items()}
+        return found
 
 
 def upload(

@@ -138,10 +138,11 @@ class HostsMemory:
 
         Args:
             folder: The checkpoint's.
-            options: Of `MemoryBank`.
+            options: Of `MemoryBank`, such as `tiers`, which are those of each bank.
 
         Raises:
             BankError: If one is absent, or that of another model.
+            ValueError: If an option does not fit.
         """
         self.banks.open(folder, **options)
 
@@ -153,6 +154,16 @@ class HostsMemory:
         """
         model: Any = self
         return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
+
+    def prefetch_memory(self, memory_ids: torch.Tensor) -> None:
+        """Let threads read the blocks of paths that are to be fetched soon; returns at once.
+
+        The fetch waits for what is under way, and raises what went wrong with it.
+
+        Args:
+            memory_ids: `[B, p]`, as for `forward`.
+        """
+        self.banks.prefetch(memory_ids)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeclaredModule):

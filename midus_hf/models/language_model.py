@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.router_report import RouterReports
+from midus_hf.models.fetching import BLOCKS
 from midus_hf.models.host import HostsMemory
 
 _IGNORED_LABEL = -100
@@ -87,7 +88,8 @@ class MemoryForCausalLM(HostsMemory):
         return super()._get_candidate_generator(*args, model_kwargs=told, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's `generate`; what memories derive from weights alone is derived once for the call.
+        """As the family's `generate`; what memories derive from weights alone is derived once for the call, and the levels of blocks
+        that texts fetch are joined once.
 
         Where a memory looks at the whole sequence, every token takes a pass over all tokens so far, without a cache.
 
@@ -119,7 +121,9 @@ class MemoryForCausalLM(HostsMemory):
             prompt = next((tensor for tensor in given if isinstance(tensor, torch.Tensor)), None)
             if prompt is not None:  # passes without a cache see more than the prompt
                 kwargs[_PROMPT_MASK] = torch.ones(prompt.shape[:2], dtype=torch.bool, device=prompt.device)
-        with kept_values(self):
+        if kwargs.get(BLOCKS) is not None:
+            kwargs[BLOCKS] = {name: batch.joined() for name, batch in kwargs[BLOCKS].items()}
+        with kept_values(self), self.banks.serving():
             return super().generate(*args, **kwargs)
 
 

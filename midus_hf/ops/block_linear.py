@@ -7,7 +7,7 @@ from midus_hf.ops.backend import resolve
 
 
 def block_linear(
-    inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor, *, backend: str = "auto"
+    inputs: torch.Tensor, weights: torch.Tensor, blocks: torch.Tensor | None, *, backend: str = "auto"
 ) -> torch.Tensor:
     """Map each row by the block that it has, `out[b, t] = weights[blocks[b]] @ inputs[b, t]`.
 
@@ -17,7 +17,7 @@ def block_linear(
     Args:
         inputs: `[B, T, i]`, floating point.
         weights: `[U, o, i]`, the blocks that there are; cast to the dtype of `inputs`.
-        blocks: `[B]`, int64, from 0 to U - 1.
+        blocks: `[B]`, int64, from 0 to U - 1; None where row b has block b, so that U is B.
         backend: As in `OpChoices`; matrix products on every one. Default: `"auto"`.
 
     Returns:
@@ -31,14 +31,20 @@ def block_linear(
             f"inputs is {tuple(inputs.shape)} and weights {tuple(weights.shape)}; expected [batch, tokens, width] and "
             "[blocks, outputs, width]."
         )
-    if blocks.shape != inputs.shape[:1]:
+    if blocks is None and len(weights) != len(inputs):
+        raise ValueError(
+            f"weights has {len(weights)} blocks and blocks is None; expected one for each of the {len(inputs)} rows."
+        )
+    if blocks is not None and blocks.shape != inputs.shape[:1]:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
     body = resolve(backend, "auto", "auto", inputs).backend
     weights = weights.to(inputs.dtype)
     if body == "reference":
-        return torch.einsum("bti,boi->bto", inputs, weights[blocks])
+        return torch.einsum("bti,boi->bto", inputs, weights if blocks is None else weights[blocks])
     if len(weights) == 1:
         return F.linear(inputs, weights[0])
+    if blocks is None:
+        return torch.bmm(inputs, weights.transpose(1, 2))
     if inputs.device.type == "cpu" and len(weights) < len(inputs) and not torch.compiler.is_compiling():
         return grouped(inputs, weights, blocks)
     return torch.bmm(inputs, weights[blocks].transpose(1, 2))

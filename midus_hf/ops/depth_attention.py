@@ -71,17 +71,34 @@ def joint_attention(
         sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
         depth: `[B, H, T, d]`, what they read of the depth.
         depth_lse: `[B, H, T]`.
-        depth_weight: `[H]`, g, not negative. Default: 1, as in the paper.
+        depth_weight: `[B, H, T]` or what can be expanded to it, g, not negative. Default: 1, as in the paper.
 
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
+    _, share = share_of_depth(sequence_lse, depth_lse, depth_weight)
     wide = torch.promote_types(sequence.dtype, torch.float32)
-    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()  # [B, H, T]
-    if depth_weight is not None:
-        ratio = ratio * depth_weight.to(ratio.dtype)[:, None]
-    share = (ratio / (1 + ratio)).unsqueeze(-1).to(wide)
+    share = share.unsqueeze(-1).to(wide)
     return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
+
+
+def share_of_depth(
+    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the depth has of the softmax over both, for each part of the sequence's and of the whole.
+
+    Args:
+        sequence_lse: `[B, H, T]`.
+        depth_lse: `[B, H, T]`.
+        depth_weight: g, as for `joint_attention`.
+
+    Returns:
+        `g e^D / e^S` and w, both `[B, H, T]`.
+    """
+    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
+    if depth_weight is not None:
+        ratio = ratio * depth_weight.to(ratio.dtype)
+    return ratio, ratio / (1 + ratio)
 
 
 _LARGEST_EXPONENT = 80.0

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -43,37 +44,75 @@ class FetchingPipeline:
         *,
         blocked: Sequence[tuple[int, int]] = (),
         return_full_text: bool = True,
+        batch_size: int | None = None,
         **generation: Any,
     ) -> list[dict[str, Any]]:
-        """Answer prompts, all in one batch.
+        """Answer prompts, batch by batch: while one generates, threads read the blocks of the next.
 
         Args:
             prompts: One, or several.
             blocked: Nodes whose blocks are never fetched, as in `ClusterTree.paths`. Default: none.
             return_full_text: Whether the text begins with the prompt. Default: true.
+            batch_size: Prompts of a batch. Default: all in one.
             generation: What `generate` takes, such as `max_new_tokens`.
 
         Returns:
-            For each prompt `{"generated_text", "memory_ids", "seconds"}`: its path, and for all prompts together how long it took to
-            `retrieve`, to `fetch` and to `generate`.
+            For each prompt `{"generated_text", "memory_ids", "seconds", "tiers"}`: its path; how long it took to `retrieve` the
+            paths of all prompts, and for its batch to `fetch` and to `generate`; and what the fetch of its batch found in each tier
+            of the bank, `{"hits", "misses", "ahead", "read_bytes", "held_bytes"}` as in `TierStatistics`.
 
         Raises:
-            ValueError: If `blocked` leaves no path.
+            ValueError: If `blocked` leaves no path, or batches have no prompts.
+            BankError: If blocks of a batch cannot be read.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        size = len(texts) if batch_size is None else batch_size
+        if size < 1 and texts:
+            raise ValueError(f"batch_size is {batch_size}; expected 1 or more, or None for one batch of all prompts.")
         started = time.perf_counter()
         paths = self.retriever.paths(texts, blocked)
-        retrieved = time.perf_counter()
-        blocks = self.model.fetch_memory(paths)  # type: ignore[operator]
+        retrieving = time.perf_counter() - started
+        answers: list[dict[str, Any]] = []
+        while len(answers) < len(texts):
+            batch, following = (slice(start, start + size) for start in (len(answers), len(answers) + size))
+            answers += self._answers(
+                texts[batch], paths[batch], paths[following], retrieving, return_full_text, generation
+            )
+        return answers
+
+    def _answers(
+        self,
+        texts: list[str],
+        paths: torch.Tensor,
+        following: torch.Tensor,
+        retrieving: float,
+        return_full_text: bool,
+        generation: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        """The answers of one batch.
+
+        Args:
+            texts: B prompts.
+            paths: `[B, p]`, theirs.
+            following: `[C, p]`, those of the next batch, which may have none.
+            retrieving: Seconds that finding paths took.
+            return_full_text: As for a call.
+            generation: As for a call.
+        """
+        model: Any = self.model
+        before = model.banks.statistics()
+        started = time.perf_counter()
+        blocks = model.fetch_memory(paths)
         fetched = time.perf_counter()
+        found = {tier: asdict(counts.since(before[tier])) for tier, counts in model.banks.statistics().items()}
+        if len(following):
+            model.prefetch_memory(following)
         encoded = self._encoded(texts)
         with torch.no_grad():
-            tokens = self.model.generate(  # type: ignore[operator]
-                **encoded, memory_ids=paths, pad_token_id=self._pad_token_id, **generation
-            )
+            tokens = model.generate(**encoded, memory_ids=paths, pad_token_id=self._pad_token_id, **generation)
         finished = time.perf_counter()
         del blocks  # which the bank had ready for every token
-        seconds = {"retrieve": retrieved - started, "fetch": fetched - retrieved, "generate": finished - fetched}
+        seconds = {"retrieve": retrieving, "fetch": fetched - started, "generate": finished - fetched}
         continuations = self.tokenizer.batch_decode(
             tokens[:: len(tokens) // len(texts), encoded["input_ids"].shape[1] :], skip_special_tokens=True
         )
@@ -82,6 +121,7 @@ class FetchingPipeline:
                 "generated_text": (text if return_full_text else "") + continuation,
                 "memory_ids": path,
                 "seconds": seconds,
+                "tiers": found,
             }
             for text, continuation, path in zip(texts, continuations, paths.tolist(), strict=True)
         ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from midus_hf.retrieval.blocking import paths_without_best
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.tree_files import lasting_name
@@ -37,20 +38,38 @@ class MemoryRetriever:
             )
         self.tree, self.embedder = tree, embedder
 
-    def paths(self, texts: Sequence[str], blocked: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+    def paths(
+        self,
+        texts: Sequence[str],
+        blocked: Sequence[tuple[int, int]] = (),
+        block_best: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         """The path of each text.
 
         Args:
             texts: N of them; of each the first `embedder.max_tokens` tokens are read.
             blocked: As in `ClusterTree.paths`. Default: none.
+            block_best: A level, and how many of its nodes, those that a text would take first, are blocked for that text.
+                Default: none.
 
         Returns:
             `[N, p]` int64: the node at each level.
 
         Raises:
-            ValueError: As `ClusterTree.paths`.
+            ValueError: As `paths_without_best`.
         """
-        return self.tree.paths(self.embedder.embed(texts), blocked)
+        return self.paths_of(self.embedder.embed(texts), blocked, block_best)
+
+    def paths_of(
+        self,
+        embeddings: torch.Tensor,
+        blocked: Sequence[tuple[int, int]] = (),
+        block_best: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """As `paths`, of texts that are embedded already, `[N, c]`."""
+        if block_best is None:
+            return self.tree.paths(embeddings, blocked)
+        return paths_without_best(self.tree, embeddings, *block_best, blocked)
 
     def save(self, folder: str | Path) -> None:
         """Write the tree, and where its embedding model lies; the model itself is not copied.

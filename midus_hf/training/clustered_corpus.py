@@ -91,6 +91,15 @@ class ClusteredDataset(Dataset):
         example["labels"][length:] = IGNORED_LABEL
         return {**example, "memory_ids": self._path(index)}
 
+    def path(self, index: int) -> list[int]:
+        """The path that a sequence comes with, `[p]`."""
+        return self._path(index).tolist()
+
+    def documents(self, index: int) -> list[tuple[int, int]]:
+        """The documents in a sequence, by their place in the corpus, and how many tokens it has of each."""
+        stretches = self._stretches(int(self._sequence_begins[index]), int(self._sequence_ends[index]))
+        return [(document, end - begin) for document, begin, end in stretches]
+
     def _path(self, index: int) -> torch.Tensor:
         path = torch.from_numpy(self._leaf_paths[self._leaf[index]].copy())
         is_generic = np.random.default_rng([self.seed, index]).random() < self.generic_share
@@ -98,12 +107,16 @@ class ClusteredDataset(Dataset):
 
     def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
         """The pieces of documents between two places in the order of leaves."""
+        return (self.tokens.cut(first, last) for _, first, last in self._stretches(begin, end))
+
+    def _stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Each of these documents, and where its piece begins and ends among all tokens."""
         number = int(np.searchsorted(self._begins, begin, side="right")) - 1
         while begin < end:
-            document = self._order[number]
+            document = int(self._order[number])
             first = int(self._bounds[document]) + begin - int(self._begins[number])
             until = min(end, int(self._begins[number + 1]))
-            yield self.tokens.cut(first, first + until - begin)
+            yield document, first, first + until - begin
             begin, number = until, number + 1
 
 
@@ -130,13 +143,14 @@ def read_paths(corpus: LocalText | HubRows, column: str) -> np.ndarray:
     return np.array(paths, dtype=np.int64).reshape(len(paths), -1)
 
 
-def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str) -> None:
+def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str, text: str = "the corpus") -> None:
     """See that a model has blocks for the paths of a corpus.
 
     Args:
         paths: `[documents, p]`.
         banks: Of the model, by the name of the memory.
         column: That holds the paths.
+        text: What a message calls what has them. Default: `"the corpus"`.
 
     Raises:
         ValueError: If it has no banks, or the tree of its banks is another.
@@ -149,13 +163,13 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str)
     layout = next(iter(banks.values()))
     if len(paths) and paths.shape[1] != layout.num_levels:
         raise ValueError(
-            f"the corpus has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
+            f"{text} has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
             "Assign the corpus by the tree that the model is for."
         )
     for level, column_of_level in enumerate(paths.T, 1):
         if len(paths) and int(column_of_level.max()) >= layout.blocks.nodes(level):
             raise ValueError(
-                f"the corpus has node {int(column_of_level.max())} of level {level}, where the model's banks have "
+                f"{text} has node {int(column_of_level.max())} of level {level}, where the model's banks have "
                 f"{layout.blocks.nodes(level)} blocks; expected one tree."
             )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from midus_hf.documents import (
     DocumentError,
+    RowPlace,
     codec_of,
     endings,
     find_files,
@@ -45,7 +46,7 @@ class LocalText:
         """
         return iterate_documents(self.files, self.options.column, self.options.encoding)
 
-    def rows(self) -> Iterator[tuple[str, Any]]:
+    def rows(self) -> Iterator[tuple[RowPlace, Any]]:
         """The rows of the documents that `documents` gives, each with where it is.
 
         Raises:
@@ -66,11 +67,19 @@ class LocalText:
 
     def identity(self) -> list[str]:
         """What decides which documents are read: the bytes of the files, and how they are understood."""
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            digests = list(pool.map(_digest, self.files))
+        digests = list(self.digests().values())
         kinds = ["".join(endings(file)) for file in self.files]
         encoding = codec_of(self.options.encoding)
         return ["files", self.options.column, encoding, *map(" ".join, zip(kinds, digests, strict=True))]
+
+    def digests(self) -> dict[Path, str]:
+        """The sum of the bytes of each file, as `b2sum` gives it."""
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            return dict(zip(self.files, pool.map(_digest, self.files), strict=True))
+
+    def name_of(self, file: Path) -> str:
+        """A file's name below the folder that the corpus lies in: where that is, is nobody's business."""
+        return str(file.relative_to(Path(self.options.path).expanduser().parent))
 
     def as_dataset(self, folder: Path) -> Any:
         """The documents as a `datasets.Dataset` of one column, `options.column`, which is written to `folder`.
@@ -100,10 +109,19 @@ class HubRows:
     options: CorpusOptions
     dataset: Any
 
-    def rows(self) -> Iterator[tuple[str, Any]]:
+    def rows(self) -> Iterator[tuple[RowPlace, Any]]:
         """As `LocalText.rows`."""
-        place = f"corpus {self.options.path!r}"
-        return ((place, row) for row in self.dataset if text_of_row(row, self.options.column, place).strip())
+        words, name = f"corpus {self.options.path!r}", Path(self.options.path)
+        rows = ((RowPlace(words, name, number), row) for number, row in enumerate(self.dataset, start=1))
+        return (row for row in rows if text_of_row(row[1], self.options.column, words).strip())
+
+    def digests(self) -> dict[Path, str]:
+        """As `LocalText.digests`: what tells the dataset from others, as its library has it."""
+        return {Path(self.options.path): self.dataset._fingerprint}
+
+    def name_of(self, file: Path) -> str:
+        """The id of the dataset."""
+        return str(file)
 
     def documents(self) -> Iterator[str]:
         """As `LocalText.documents`.

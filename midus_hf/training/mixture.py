@@ -47,7 +47,12 @@ class Mixture(Dataset):
         return len(self._part)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.parts[self._part[index]][int(self._index[index])]
+        part, place = self.place(index)
+        return self.parts[part][place]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The corpus that a sequence is from, and which of its sequences it is."""
+        return int(self._part[index]), int(self._index[index])
 
 
 def split_by_weights(weights: Sequence[float], total: int) -> list[int]:

@@ -26,6 +26,7 @@ class CorpusOptions:
             dataset's order. Default: 0.
         path_column: The column, or JSON key, that holds each document's node of each level of a tree of topics, as `midus-cluster
             assign` writes it: documents are packed within leaves, and blocks are fetched by the path. Default: none.
+        id_column: The column, or JSON key, that names each document, for the record of `audit`. Default: none, lines say which it is.
         cache_dir: Folder where tokens are kept between runs. Default: `midus_hf_tokens` in the cache of the library
             `datasets`, which the variables HF_HOME and HF_DATASETS_CACHE move.
 
@@ -41,6 +42,7 @@ class CorpusOptions:
     streaming: bool = False
     shuffle_buffer: int = 0
     path_column: str | None = None
+    id_column: str | None = None
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,6 +95,8 @@ class TrainConfig(Rates, RunOptions):
         sequence_length: T, tokens per sequence. Default: 2048.
         generic_share: Of a corpus with `path_column`, share of sequences that read the generic memory instead of the blocks of
             their path (section 4 of hierarchical memories). Default: 1 / 17.
+        audit: Whether to record which documents train each block that is fetched, in a file beside the bank that `midus-bank
+            audit` reads; every corpus then has a `path_column`. Default: false.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
             are concatenated and a sequence is one context.
 
@@ -104,6 +108,7 @@ class TrainConfig(Rates, RunOptions):
     sequence_length: int = 2048
     document_mask: bool = False
     generic_share: float = 1 / 17
+    audit: bool = False
 
     def __post_init__(self) -> None:
         Rates.__post_init__(self)
@@ -114,6 +119,17 @@ class TrainConfig(Rates, RunOptions):
             raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
         if not self.corpora:
             raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
+        for corpus in self.corpora:
+            if self.audit and corpus.path_column is None:
+                raise ValueError(
+                    f"audit is true, and corpus {corpus.path!r} has no path_column; expected the column with the paths by which its "
+                    "documents fetch blocks. Leave audit out, or give it."
+                )
+            if corpus.id_column is not None and not self.audit:
+                raise ValueError(
+                    f"corpus.id_column is {corpus.id_column!r}, which names documents in the record of what trains blocks; expected "
+                    "audit: true with it. Leave it out, or set both."
+                )
         if self.corpora[0].streaming and self.max_steps is None:
             raise ValueError("corpus.streaming needs max_steps: a stream does not say how long it is.")
 

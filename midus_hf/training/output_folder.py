@@ -139,6 +139,7 @@ def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | Non
     found = {number: path for number, path in checkpoints(output).items() if number != best}
     order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
+        remove_written(output, found[number] / STATE_NAME)  # first: what is left if this ends here is no checkpoint
         remove_written(output, found[number])
 
 
@@ -233,4 +234,7 @@ def _without_cache(corpus: Any) -> Any:
     """What says which text is read: where its tokens are kept may change."""
     if isinstance(corpus, list):
         return [_without_cache(part) for part in corpus]
-    return {key: value for key, value in corpus.items() if key != "cache_dir"} if isinstance(corpus, dict) else corpus
+    if not isinstance(corpus, dict):
+        return corpus
+    # None is what an option is that was not there yet when the run began.
+    return {key: value for key, value in corpus.items() if key != "cache_dir" and value is not None}

@@ -5,13 +5,14 @@ from transformers import PreTrainedModel, default_data_collator
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.freezing import set_trainable
-from midus_hf.training.held_out import prepare_held_out
+from midus_hf.training.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run_setup import Chosen, check_request, make_run
 from midus_hf.training.run_trainer import RunTrainer
+from midus_hf.training.sequence_audit import NumberedSequences
 from midus_hf.training.trainer_arguments import training_arguments
-from midus_hf.training.training_data import build_dataset, describe_corpus, open_corpora
+from midus_hf.training.training_data import audit_of, build_dataset, describe_corpus, open_corpora
 from midus_hf.training.training_run import TrainingRun, TrainResult
 
 
@@ -49,7 +50,9 @@ def prepare(config: TrainConfig) -> TrainingRun:
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     corpus = config.corpora[0]
-    held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus.column, corpus.encoding)
+    held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus, banks)
+
+    audit = None if not config.audit else audit_of(dataset, config)
 
     def choose(model: PreTrainedModel) -> Chosen:
         return model, set_trainable(model, config.trainable, config.frozen)
@@ -59,10 +62,11 @@ def prepare(config: TrainConfig) -> TrainingRun:
         config,
         request,
         arguments,
-        dataset,
-        data_lines=describe_corpus(config, dataset),
+        dataset if audit is None else NumberedSequences(dataset),
+        data_lines=[*describe_corpus(config, dataset), *describe_held_out(held_out, corpus)],
         held_out=held_out,
         choose=choose,
         trainer_class=RunTrainer,
         data_collator=default_data_collator,
+        audit=audit,
     )

@@ -51,8 +51,9 @@ class RunOptions:
         usage_every: Steps between events that tell how many memory slots were retrieved since the last one, and how
             evenly. Default: none.
         eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus-eval --text` does: before
-            the first step, every `eval_every` steps and after the last one. Column and encoding are those of the
-            corpus. Default: none.
+            the first step, every `eval_every` steps and after the last one. Columns and encoding are those of the
+            corpus: with its `path_column`, documents are measured by themselves, with the blocks of their paths, and text
+            without that column is measured without blocks. Default: none.
         eval_every: Steps between these evaluations. Default: none, only at the start and at the end.
         eval_max_tokens: Tokens of the held-out text to predict, spread evenly over it. Default: all.
         keep_best: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best

@@ -16,8 +16,8 @@ from transformers import (
     set_seed,
 )
 
-from midus_hf.evaluation.perplexity import PreparedText
 from midus_hf.training.disk_room import check_room_of_run
+from midus_hf.training.held_out import HeldOut
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.output_folder import check_output, start_output
@@ -78,7 +78,7 @@ def make_run(
     dataset: Dataset,
     *,
     data_lines: Sequence[str],
-    held_out: PreparedText | None,
+    held_out: HeldOut | None,
     choose: Callable[[PreTrainedModel], Chosen],
     trainer_class: Callable[..., InRun],
     **trainer_options: Any,

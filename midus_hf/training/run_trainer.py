@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
-from midus_hf.evaluation.perplexity import PreparedText, measure
-from midus_hf.training.held_out import LOSS_NAME, HeldOutEvents, best_step, held_out_losses, is_stopped_early
+from midus_hf.evaluation.fetching import fetches_blocks
+from midus_hf.training.held_out import LOSS_NAME, HeldOut, HeldOutEvents, best_step, held_out_losses, is_stopped_early
 from midus_hf.training.interruption import Interruption
 from midus_hf.training.memory_aids import AidsMemory
 from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
@@ -41,7 +41,7 @@ class InRun(AidsMemory):
         *args: Any,
         tokenizer: PreTrainedTokenizerBase,
         keep_checkpoints: int | None = None,
-        held_out: PreparedText | None = None,
+        held_out: HeldOut | None = None,
         eval_every: int | None = None,
         keep_best: bool = False,
         early_stop: int | None = None,
@@ -70,17 +70,21 @@ class InRun(AidsMemory):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the held-out text as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.
 
+        Of a model that has blocks to fetch, `eval_with_blocks` says whether documents fetched those of their paths.
         As `Trainer.evaluate` where a dataset is given, or the run has no held-out text.
         """
         if eval_dataset is not None or self.held_out is None:
             return super().evaluate(eval_dataset, *args, **kwargs)
         model: Any = self.model
-        result = measure(model.get_base_model() if _has_adapters(model) else model, self.held_out)
+        model = model.get_base_model() if _has_adapters(model) else model
+        result = self.held_out.measure(model)
         loss = torch.tensor(math.log(result.perplexity), dtype=torch.float64)
         if self.args.world_size > 1:
             # They measure the same, but must not disagree by a rounding on which step was best.
             loss = self.accelerator.reduce(loss.float().to(self.args.device), reduction="mean")
         metrics = {LOSS_NAME: loss.item(), "perplexity": math.exp(loss.item())}
+        if fetches_blocks(model):
+            metrics["eval_with_blocks"] = self.held_out.paths is not None
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         losses = held_out_losses(self.state.log_history)

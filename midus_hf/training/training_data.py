@@ -4,6 +4,7 @@ import importlib.util
 import math
 from collections.abc import Mapping
 
+from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from midus_config.fetched_blocks import BankLayout
@@ -14,6 +15,7 @@ from midus_hf.training.mapped_tokens import MappedDataset
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.packing import CorpusPass, PackedDataset, PackedStream
+from midus_hf.training.sequence_audit import CorpusDocuments, SequenceAudit
 from midus_hf.training.token_cache import cached_tokens
 
 Part = MappedDataset | PackedDataset | PackedStream | ClusteredDataset
@@ -57,6 +59,23 @@ def build_dataset(config: TrainConfig, parts: list[Part], world_size: int) -> Tr
     all_sequences = sum(len(part) for part in parts if not isinstance(part, PackedStream))
     steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / a_step)
     return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, a_step, config.seed)
+
+
+def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:
+    """What records which documents train blocks.
+
+    Args:
+        dataset: What `build_dataset` made.
+        config: The options of the run.
+
+    Raises:
+        DocumentError: If a corpus cannot be read any more.
+    """
+    assert isinstance(dataset, (ClusteredDataset, Mixture)), "every corpus has paths"
+    if not PartialState().is_main_process:
+        return SequenceAudit(dataset)
+    corpora = [(find_corpus(corpus, config.seed), corpus.id_column) for corpus in config.corpora]
+    return SequenceAudit(dataset, CorpusDocuments(corpora))
 
 
 def describe_corpus(config: TrainConfig, dataset: TrainingData) -> list[str]:

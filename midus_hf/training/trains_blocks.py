@@ -9,6 +9,8 @@ import torch
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
+from midus_hf.training.sequence_audit import SEQUENCE, SequenceAudit
+from midus_hf.training.written_files import BLOCK_STATES
 
 if TYPE_CHECKING:
     # What the mixin stands before, for all that it asks of itself.
@@ -19,8 +21,6 @@ else:
 GROUP = "blocks"
 """The name of the optimizer's group that has no parameters, but the rate and the decay of blocks."""
 
-_FOLDER = "block_states"
-
 
 class TrainsBlocks(AnyTrainer):
     """Mixin for a `Trainer` of any kind: blocks that passes fetch get gradients, and AdamW updates them with moments of their own.
@@ -30,13 +30,15 @@ class TrainsBlocks(AnyTrainer):
 
     Args:
         args: What the Trainer takes.
+        audit: Records which documents train blocks; examples are then `NumberedSequences`. Default: none.
         kwargs: What the Trainer takes.
 
     Raises:
-        ValueError: If blocks train and parameters are sharded, or gradients are scaled for float16.
+        ValueError: If blocks train and parameters are sharded, or gradients are scaled for float16. If what trains blocks shall be
+            recorded, and none train.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, audit: SequenceAudit | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         assert self.model is not None
         banks = banks_that_train(self.model)
@@ -47,9 +49,27 @@ class TrainsBlocks(AnyTrainer):
             )
         self.trained_banks: list[TrainedBank] = [trained for bank in banks for trained in bank.train().values()]
         self._are_averaged = False
+        self.audit = audit
+        if audit is not None and not self.trained_banks:
+            raise ValueError(
+                "audit is true, and no blocks of a memory bank train; expected a model whose texts fetch blocks, and trainable to be "
+                "new or all. Leave it out."
+            )
+        if audit is not None and self.is_world_process_zero():
+            audit.follow(self.trained_banks)
         if self.trained_banks and not any(parameter.requires_grad for parameter in self.model.parameters()):
             # There is nothing for DistributedDataParallel to average, which refuses such a model, and accelerate asks on GPUs alone.
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, torch.Tensor | Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As `Trainer.training_step`; which sequences they are is no business of the model."""
+        sequences = inputs.pop(SEQUENCE, None)
+        if self.audit is not None:
+            assert sequences is not None, "examples of a run that is recorded say which they are"
+            self.audit.see(sequences)
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Update blocks whenever the optimizer updates parameters, with the rate and the decay of its group of blocks."""
@@ -73,19 +93,29 @@ class TrainsBlocks(AnyTrainer):
         group = next(group for group in optimizer.param_groups if group.get("name") == GROUP)
         for bank in self.trained_banks:
             bank.step(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        if self.audit is not None:
+            self.audit.step()
         self._are_averaged = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.args.should_save:
             for number, bank in enumerate(self.trained_banks):
-                bank.save_state(Path(output_dir, _FOLDER, str(number)))
+                bank.save_state(Path(output_dir, BLOCK_STATES, str(number)))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None:
-            for number, bank in enumerate(self.trained_banks):
-                bank.load_state(Path(checkpoint, _FOLDER, str(number)))
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        self._load_blocks(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        assert self.state.best_model_checkpoint is not None
+        self._load_blocks(self.state.best_model_checkpoint)
+
+    def _load_blocks(self, checkpoint: str) -> None:
+        """Blocks belong to the model as its weights do: whoever goes back to a checkpoint gets those of that step."""
+        for number, bank in enumerate(self.trained_banks):
+            bank.load_state(Path(checkpoint, BLOCK_STATES, str(number)))
 
 
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:

@@ -5,7 +5,11 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER
+
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+BLOCK_STATES = "block_states"
+"""The folder of a checkpoint that has a folder with the state of the blocks of each bank, by its number."""
 CONFIG_NAME = "train_config.yaml"
 LOG_NAME = "log.jsonl"
 PARTIAL_NAME = ".partial_model"
@@ -23,17 +27,26 @@ _MODEL = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "training_args.bin"),
+    *(
+        f"{BANKS_FOLDER}/*/{BANK_DESCRIPTION}",
+        f"{BANKS_FOLDER}/*/level-*.safetensors",
+        f"{BANKS_FOLDER}/*/{BANK_AUDIT}*",
+    ),
     *ACCOMPANYING,
 )
 _TRAINER_STATE = (
     *(STATE_NAME, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("pytorch_model_fsdp*", "pytorch_model_fsdp*/*", "optimizer_*/*"),  # sharded by FSDP
     *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
+    *(
+        f"{BLOCK_STATES}/*/{name}"
+        for name in ("touched.json", "level-*.safetensors", "level-*.partial", f"{BANK_AUDIT}*")
+    ),
 )
 _RUN = (CONFIG_NAME, LOG_NAME, f"{LOG_NAME}.partial", "runs/events.out.tfevents.*", "runs/*/events.out.tfevents.*")
 
 
-_FOLDERS = (PARTIAL_NAME, "runs", "additional_chat_templates")
+_FOLDERS = (PARTIAL_NAME, "runs", "additional_chat_templates", BANKS_FOLDER)
 
 
 def foreign_files(output: str | os.PathLike) -> list[str]:

@@ -192,16 +192,19 @@ def test_blocks_read_last_are_kept_as_many_as_there_is_room_for(folder, monkeypa
     bank = MemoryBank(folder, layout, cache_bytes=3 * size)
     read = []
     file = bank._files[3]
-    monkeypatch.setattr(file, "read", lambda index, read_=file.read: read.append(index) or read_(index))
+    monkeypatch.setattr(
+        file, "prepare", lambda index, prepare=file.prepare, **given: read.append(index) or prepare(index, **given)
+    )
     for index in (0, 1, 2, 0, 3, 0, 2, 1):
         bank.block(3, index)
     assert read == [0, 1, 2, 3, 1]  # 3 took the place of 1, not of 0, which was read since; 1 that of 3
-    assert sum(record.nbytes for record in bank._cache.values()) == bank._cached_bytes <= 3 * size
+    assert bank.statistics()["memory"].held_bytes == 3 * size
+    assert [bank.keeps(3, index) for index in range(4)] == [True, True, True, False]
     bank.close()
-    tiny = MemoryBank(folder, layout, cache_bytes=1)
+    tiny = MemoryBank(folder, layout, cache_bytes=size - 1)
     for index in range(4):
         tiny.block(3, index)
-    assert len(tiny._cache) == 1 and tiny._cached_bytes == size
+    assert tiny.statistics()["memory"].held_bytes == 0 and not tiny.keeps(3, 3)
     tiny.close()
 
 
@@ -213,7 +216,9 @@ def test_what_is_written_leaves_no_stale_copy_and_the_count_of_bytes_holds(folde
         assert bank.block(level, index).eq(1).all()
         bank.forget(level, index)
         assert not bank.block(level, index).eq(1).all()
-        assert sum(record.nbytes for record in bank._cache.values()) == bank._cached_bytes
+        assert bank.statistics()["memory"].held_bytes == 4 * sum(
+            bank.layout.record_numel(level) for level in (1, 3) if bank.keeps(level, 0)
+        )
     bank.close()
 
 

@@ -1,6 +1,7 @@
 """Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone; put aside, saved, gone on from."""
 
 import json
+import tempfile
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from midus_config.fetched_blocks import BankLayout
 from midus_config.memories.hierarchical import HierFFNOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.banks import MemoryBank
-from midus_hf.banks.level_file import BankError
+from midus_hf.banks.level_file import BankError, LevelFile
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.banks.trained_bank import TrainedBank
 
@@ -247,11 +248,8 @@ def test_blocks_put_aside_train_to_the_same_bytes(room, folder):
     assert aside.touched() == kept.touched() == EVERY
     expected, found = blocks_of(kept), blocks_of(aside)
     assert all(torch.equal(found[key], expected[key]) for key in EVERY)
-    temporary = aside._folder.name
     aside.close()
     kept.close()
-    with pytest.raises(FileNotFoundError):
-        open(f"{temporary}/level-1.safetensors")
 
 
 def test_blocks_fetched_and_never_updated_are_not_written(folder, tmp_path):
@@ -386,11 +384,31 @@ def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, tmp_path
         blocks_of(second)
 
 
-def test_a_temporary_folder_is_made_only_where_it_is_needed(folder):
+def test_what_was_put_aside_leaves_nothing_on_the_disk(folder, tmp_path, monkeypatch):
+    """Not while it is used either: a process that is killed cannot clean up."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    bank = bank_in(folder, bytes_in_memory=0)
+    train(bank)
+    assert bank._waiting and not list((tmp_path / "temporary").iterdir())
+    bank.close()
+
+
+def test_a_bank_that_was_not_written_to_its_end_is_none(folder, tmp_path, monkeypatch):
     bank = bank_in(folder)
     train(bank)
-    assert bank._folder is None
-    bank.close()
+    written, write = [], LevelFile.write
+
+    def stop(*args):
+        if len(written) == 3:
+            raise OSError("the disk is gone")
+        written.append(write(*args))
+
+    monkeypatch.setattr(LevelFile, "write", stop)
+    with pytest.raises(OSError, match="gone"):
+        bank.save(tmp_path / "half")
+    with pytest.raises(BankError, match="there is no memory bank"):
+        MemoryBank(tmp_path / "half", layout_of())
 
 
 def test_files_are_closed(folder, tmp_path):

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clusters import kmeans as module
 from clusters.kmeans import BALANCE, balanced, kmeans, nearest
 
 
@@ -65,3 +66,68 @@ def test_the_samples_of_every_step_are_drawn_anew():
 
     kmeans(sample, 3, 7, 50, np.random.default_rng(0))
     assert asked == [50] * 8, "one for the initialisation, one for each step"
+
+
+def sizes_by_hand(sizes: list[int], limit: float) -> list[int]:
+    """Appendix C: as long as a cluster is larger than the limit, the largest and the smallest become as large as one another."""
+    sizes = list(sizes)
+    while max(sizes) > limit:
+        largest, smallest = sizes.index(max(sizes)), sizes.index(min(sizes))
+        both = sizes[largest] + sizes[smallest]
+        sizes[smallest] = both // 2
+        sizes[largest] = both - both // 2
+    return sizes
+
+
+@pytest.mark.parametrize(("largest", "splits"), [(600, False), (601, True)], ids=["at-the-limit", "above-it"])
+def test_the_limit_of_16_clusters_of_6400_samples_is_600(largest, splits):
+    rest = np.full(15, (6400 - largest) // 15)
+    rest[: 6400 - largest - rest.sum()] += 1
+    given_ = np.repeat(np.arange(16), [largest, *rest])
+    after = balanced(given_, 16, np.random.default_rng(0))
+    assert np.array_equal(after, given_) != splits
+    assert np.bincount(after).tolist() == sizes_by_hand([largest, *rest], 0.09375 * 6400)
+
+
+def test_twenty_steps_of_6400_fresh_samples_are_each_balanced_where_that_must_be(monkeypatch):
+    """The paper's numbers, on rows of which nine in ten are about one thing."""
+    generator = torch.Generator().manual_seed(0)
+    narrow = torch.randn(1, 12, generator=generator) + 0.02 * torch.randn(18000, 12, generator=generator)
+    spread = torch.randn(2000, 12, generator=generator)
+    rows = torch.nn.functional.normalize(torch.cat([narrow, spread]), dim=-1)
+    drawn: list[np.ndarray] = []
+    steps: list[tuple[np.ndarray, np.ndarray]] = []
+    balance = module.balanced
+
+    def sample(number: int, rng: np.random.Generator) -> torch.Tensor:
+        drawn.append(rng.choice(len(rows), number, replace=False))
+        return rows[drawn[-1]]
+
+    def watched(assigned: np.ndarray, num_clusters: int, rng: np.random.Generator) -> np.ndarray:
+        after = balance(assigned, num_clusters, rng)
+        steps.append((assigned, after))
+        return after
+
+    monkeypatch.setattr(module, "balanced", watched)
+    centroids = kmeans(sample, 16, 20, 6400, np.random.default_rng(0))
+    assert len(steps) == 20 and all(len(places) == len(set(places.tolist())) == 6400 for places in drawn)
+    assert len({tuple(np.sort(places)) for places in drawn}) == 21, "fresh for each step, and for the initialisation"
+    triggered = 0
+    for before, after in steps:
+        sizes, balanced_sizes = (np.bincount(assigned, minlength=16) for assigned in (before, after))
+        assert balanced_sizes.tolist() == sizes_by_hand(sizes.tolist(), 600) and balanced_sizes.max() <= 600
+        triggered += sizes.max() > 600
+    assert triggered > 1, "the rule has something to do"
+    rows_of_last, last = rows[drawn[-1]].double(), steps[-1][1]
+    expected = torch.stack([rows_of_last[last == cluster].mean(0) for cluster in range(16)])
+    torch.testing.assert_close(centroids, expected.float())
+    monkeypatch.setattr(module, "BALANCE", 16.0)
+    alone = kmeans(sample, 16, 20, 6400, np.random.default_rng(0))
+    largest = [np.bincount(nearest(rows, found), minlength=16).max() for found in (centroids, alone)]
+    assert largest[0] < largest[1], "what the rule is for"
+
+
+def test_splitting_ends_for_the_most_uneven_assignments():
+    for samples in (32, 100, 6400):
+        after = balanced(np.zeros(samples, np.int64), 16, np.random.default_rng(0))
+        assert np.bincount(after, minlength=16).tolist() == sizes_by_hand([samples, *[0] * 15], 0.09375 * samples)

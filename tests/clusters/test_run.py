@@ -1,12 +1,13 @@
 """From a corpus to a tree and back to the paths of its documents."""
 
+import dataclasses
 import importlib.util
 import json
 
 import numpy as np
 import pytest
 
-from clusters import window_store
+from clusters import building, run, window_writer
 from clusters.assigning import document_paths
 from clusters.building import TreeOptions
 from clusters.corpus import read_corpus
@@ -37,9 +38,9 @@ def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_,
 
 @pytest.mark.parametrize("batch_size", [4, 64])
 def test_an_interrupted_build_gives_the_same_tree_byte_for_byte(request_, monkeypatch, batch_size):
-    monkeypatch.setattr(window_store, "_STRETCH", 16)
+    monkeypatch.setattr(window_writer, "_STRETCH", 16)
     build(request_("whole", batch_size=batch_size))
-    write_record, calls = window_store._write_record, []
+    write_record, calls = window_writer.write_record, []
 
     def interrupted(folder, record):
         calls.append(record.windows)
@@ -47,14 +48,67 @@ def test_an_interrupted_build_gives_the_same_tree_byte_for_byte(request_, monkey
             raise KeyboardInterrupt
         write_record(folder, record)
 
-    monkeypatch.setattr(window_store, "_write_record", interrupted)
+    monkeypatch.setattr(window_writer, "write_record", interrupted)
     with pytest.raises(KeyboardInterrupt):
         build(request_("resumed", batch_size=batch_size))
     assert not (request_("resumed").output / "tree.json").exists()
-    monkeypatch.setattr(window_store, "_write_record", write_record)
+    monkeypatch.setattr(window_writer, "write_record", write_record)
     build(request_("resumed", batch_size=batch_size))
     for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
         assert (request_("resumed").output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+
+
+def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(request_, monkeypatch):
+    build(request_("whole"))
+    kmeans, done = building.kmeans, []
+
+    def interrupted(*given):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(None)
+        return kmeans(*given)
+
+    monkeypatch.setattr(building, "kmeans", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(request_("resumed"))
+    kept = request_("resumed").output / "windows" / "clustering"
+    assert kept.is_dir()
+    monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
+    build(request_("resumed"))
+    assert len(done) == 4, "the root and its three children, each once"
+    assert not kept.exists()
+    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
+        assert (request_("resumed").output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+
+
+def test_what_was_clustered_with_other_options_is_not_taken(request_, monkeypatch):
+    expected = build(request_("other", options=dataclasses.replace(OPTIONS, seed=1)))
+    kmeans = building.kmeans
+    done = []
+
+    def interrupted(*given):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(None)
+        return kmeans(*given)
+
+    monkeypatch.setattr(building, "kmeans", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(request_())
+    monkeypatch.setattr(building, "kmeans", kmeans)
+    assert build(request_(options=dataclasses.replace(OPTIONS, seed=1))).fingerprint == expected.fingerprint
+
+
+def test_two_runs_do_not_cluster_into_one_folder(request_, monkeypatch):
+    cluster = run.build_tree
+
+    def during(*given):
+        with pytest.raises(ValueError, match=r"is being written by another run; wait for it, or choose another\."):
+            build(request_())
+        return cluster(*given)
+
+    monkeypatch.setattr(run, "build_tree", during)
+    build(request_())
 
 
 def test_documents_take_the_paths_that_their_windows_took_at_building(request_, corpus, tokenizer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from clusters import window_store
+from clusters import window_writer
 from clusters.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
 from clusters.window_store import open_windows, store_windows
 from midus_hf.documents import DocumentError
@@ -18,7 +18,7 @@ ARRAYS = ("embeddings.npy", "documents.npy", "labels.npy", "windows.json")
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
-    monkeypatch.setattr(window_store, "_STRETCH", 16)
+    monkeypatch.setattr(window_writer, "_STRETCH", 16)
 
 
 def digests(folder):
@@ -40,6 +40,33 @@ def test_the_store_holds_every_window_with_its_document_and_label(tmp_path, corp
     close = {"atol": 1e-5 if dtype == "float32" else 1e-3, "rtol": 0}
     torch.testing.assert_close(torch.from_numpy(np.array(stored.embeddings, np.float32)), expected, **close)
     assert stored.corpus == corpus
+
+
+def test_a_file_of_rows_is_embedded_together_with_others_as_alone(tmp_path, corpus, tokenizer, embedder, monkeypatch):
+    with open(corpus.path) as file:
+        lines = file.read().splitlines(keepends=True)
+    embed, stretches = embedder.embed, []
+    monkeypatch.setattr(embedder, "embed", lambda texts, progress: stretches.append(texts) or embed(texts, progress))
+    alone = []
+    for name, begin, end in (("a", 0, 5), ("b", 5, 30), ("c", 30, 40)):
+        for folder in (tmp_path / "whole", tmp_path / name):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.jsonl").write_text("".join(lines[begin:end]))
+        alone.append(store(tmp_path / f"windows-{name}", Corpus(str(tmp_path / name)), tokenizer, embedder).embeddings)
+    stretches_alone = stretches.copy()
+    stretches.clear()
+    together = store(tmp_path / "windows", Corpus(str(tmp_path / "whole")), tokenizer, embedder).embeddings
+    assert stretches == stretches_alone and max(map(len, stretches)) == 16
+    assert np.array_equal(together, np.concatenate(alone)), "to the last bit"
+
+
+def test_documents_of_plain_text_share_stretches(tmp_path, tokenizer, embedder, monkeypatch):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("w1 w2 w3")
+    embed, sizes = embedder.embed, []
+    monkeypatch.setattr(embedder, "embed", lambda texts, progress: sizes.append(len(texts)) or embed(texts, progress))
+    store(tmp_path / "windows", Corpus(str(tmp_path)), tokenizer, embedder)
+    assert sizes == [16, 4]
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
@@ -64,7 +91,7 @@ def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, 
 
 def test_what_a_killed_run_has_half_written_is_cut_off(tmp_path, corpus, tokenizer, embedder, monkeypatch):
     store(tmp_path / "whole", corpus, tokenizer, embedder)
-    write_record, written = window_store._write_record, []
+    write_record, written = window_writer.write_record, []
 
     def killed(folder, record):
         if len(written) == 2:  # the rows of the third stretch are there, and nothing says so
@@ -72,10 +99,10 @@ def test_what_a_killed_run_has_half_written_is_cut_off(tmp_path, corpus, tokeniz
         written.append(record.windows)
         write_record(folder, record)
 
-    monkeypatch.setattr(window_store, "_write_record", killed)
+    monkeypatch.setattr(window_writer, "write_record", killed)
     with pytest.raises(KeyboardInterrupt):
         store(tmp_path / "killed", corpus, tokenizer, embedder)
-    monkeypatch.setattr(window_store, "_write_record", write_record)
+    monkeypatch.setattr(window_writer, "write_record", write_record)
     assert len(np.load(tmp_path / "killed" / "embeddings.npy")) == 48
     with (tmp_path / "killed" / "embeddings.npy").open("ab") as file:
         file.write(b"half a row")

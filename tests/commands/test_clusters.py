@@ -1,6 +1,7 @@
 """`midus-cluster` builds, assigns and reports, and tells in one line what is wrong with a request."""
 
 import json
+from pathlib import Path
 
 import pytest
 from retrieval.tiny_bert import save_tiny_bert
@@ -42,6 +43,32 @@ def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 2
     assert "holds a tree; pass --overwrite" in capsys.readouterr().err
     assert main([*build_words(bert, corpus, tmp_path / "tree"), "--overwrite", "--seed", "3"]) == 0
+
+
+def test_build_takes_what_tasks_have_embedded(bert, corpus, tree, tmp_path, capsys):
+    pytest.importorskip("datatrove")
+    from datatrove.data import Document
+
+    from clusters.datatrove_steps import EmbedWindows
+
+    with open(corpus) as file:
+        rows = [json.loads(line) for line in file]
+    documents = [Document(row["body"], str(number), metadata=row) for number, row in enumerate(rows)]
+    EmbedWindows(str(tmp_path / "embeddings"), bert, bert, label_key="topic").run(documents)
+    words = ["build", "--embeddings", str(tmp_path / "embeddings"), "--output", str(tmp_path / "tree")]
+    assert main([*words, "--branching", "3", "--levels", "2", "--samples", "40"]) == 0
+    assert "60 windows in " in capsys.readouterr().out
+    for name in ("tree.json", "tree.safetensors", "windows/leaves.npy"):
+        assert (tmp_path / "tree" / name).read_bytes() == (Path(tree) / name).read_bytes()
+    assert main(["report", "--tree", str(tmp_path / "tree"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["levels"][0]["purity"] == 0.5, "labels are there"
+    assert report["nodes"][0]["samples"][0]["text"] is None, "nobody says where the texts are"
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": row["body"]}) + "\n" for row in rows))
+    assert main(["report", "--tree", str(tmp_path / "tree"), "--json", "--corpus", str(texts)]) == 0
+    sample = json.loads(capsys.readouterr().out)["nodes"][0]["samples"][0]
+    assert sample["text"] == rows[sample["document"]]["body"]
 
 
 def test_assign_writes_the_path_of_each_document(tree, corpus, tmp_path, capsys):
@@ -94,6 +121,19 @@ def test_report_shows_levels_and_nodes(tree, tmp_path, capsys):
         ),
         ("build --corpus CORPUS --embedding-model BERT --tokenizer BERT --output out", "line 1 of"),
         (
+            "build --corpus CORPUS --output out",
+            "build lacks --embedding-model, --tokenizer; expected a corpus with its",
+        ),
+        (
+            "build --output out",
+            "build lacks --corpus, --embedding-model, --tokenizer; expected a corpus with its model",
+        ),
+        ("build --embeddings absent --output out", "embeddings is 'absent', which has nothing of task 0; expected a"),
+        (
+            "build --embeddings absent --output out --window-tokens 5",
+            "--window-tokens is given with --embeddings, which were made without it; expected one of the two. Leave it out.",
+        ),
+        (
             "assign --tree TREE --corpus CORPUS --output paths.txt",
             "output is 'paths.txt'; expected a file ending in .jsonl.",
         ),
@@ -123,6 +163,74 @@ def test_a_wrong_request_is_told_in_one_line(words, message, bert, corpus, tree,
     assert main([replaced.get(word, word) for word in words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines()[-1].startswith(f"midus-cluster: {message}"), err
+
+
+def last_line(words: list[str], capsys) -> str:
+    """What a request that is wrong is told, which must be one line of its own."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("midus-cluster: ") == 1 and err.endswith("\n")
+    return err.splitlines()[-1].removeprefix("midus-cluster: ")
+
+
+def test_a_corpus_without_text_makes_no_tree_and_no_paths(tree, bert, tmp_path, capsys):
+    blank, nothing = tmp_path / "blank.jsonl", tmp_path / "nothing.jsonl"
+    blank.write_text('{"text": " "}\n{"text": "\\n"}\n')
+    nothing.touch()
+    (tmp_path / "empty").mkdir()
+    for corpus in (blank, nothing):
+        expected = f"corpus '{corpus}' has no document with a visible character. Add text to it."
+        words = ["build", "--corpus", str(corpus), "--embedding-model", bert, "--tokenizer", bert, "--device", "cpu"]
+        assert last_line([*words, "--output", str(tmp_path / "out")], capsys) == expected
+        assert not (tmp_path / "out" / "tree.json").exists()
+        words = ["assign", "--tree", tree, "--corpus", str(corpus), "--output", str(tmp_path / "paths.jsonl")]
+        assert last_line(words, capsys) == expected
+        assert not list(tmp_path.glob("*paths*"))
+    words = ["assign", "--tree", tree, "--corpus", str(tmp_path / "empty"), "--output", str(tmp_path / "paths.jsonl")]
+    assert "a folder without text; expected files ending in" in last_line(words, capsys)
+
+
+def test_another_embedding_model_than_that_of_the_tree_is_refused(tree, bert, corpus, tmp_path, capsys):
+    other = save_tiny_bert(tmp_path / "other", seed=1)
+    wide = save_tiny_bert(tmp_path / "wide", width=32)
+    words = ["assign", "--tree", tree, "--corpus", corpus, "--column", "body", "--output", str(tmp_path / "p.jsonl")]
+    line = last_line([*words, "--embedding-model", str(other)], capsys)
+    assert line.startswith(f"embedding model '{other}' has the fingerprint ") and line.endswith(
+        f"that of '{bert}', with which the tree was built. Use that model, or build the tree again."
+    )
+    line = last_line([*words, "--embedding-model", str(wide)], capsys)
+    expected = "has the width 32; expected 16, that of the tree. Use the model that the tree was built with."
+    assert line == f"embedding model '{wide}' {expected}"
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_embeddings_of_another_model_are_not_clustered(bert, corpus, tmp_path, capsys):
+    assert main(build_words(bert, corpus, tmp_path / "tree")) == 0
+    capsys.readouterr()
+    other = str(save_tiny_bert(tmp_path / "other", seed=1))
+    words = build_words(bert, corpus, tmp_path / "tree")
+    words[words.index("--embedding-model") + 1] = other
+    line = last_line([*words, "--overwrite"], capsys)
+    assert "holds windows that were made with another embedding_model, " in line
+    assert line.endswith("Choose another output, or delete this folder.")
+
+
+def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
+    """Two texts make one cluster: its siblings are empty, and no path leads to them."""
+    corpus, paths = tmp_path / "two.jsonl", tmp_path / "paths.jsonl"
+    corpus.write_text('{"body": "w1 w2", "topic": "a"}\n{"body": "w3", "topic": "b"}\n')
+    assert main(build_words(bert, str(corpus), tmp_path / "tree")) == 0
+    assert "2 windows in 1 of 9 leaves" in capsys.readouterr().out
+    words = ["assign", "--tree", str(tmp_path / "tree"), "--corpus", str(corpus), "--column", "body"]
+    words += ["--output", str(paths)]
+    assert last_line([*words, "--block", "1:0"], capsys) == (
+        "blocked leaves no path to a leaf with data; expected at least one. Block fewer nodes."
+    )
+    assert main([*words, "--block", "1:2"]) == 0
+    assert [json.loads(line)["memory_ids"] for line in paths.read_text().splitlines()] == [[0, 0], [0, 0]]
+    assert main(["report", "--tree", str(tmp_path / "tree"), "--json", "--level", "2"]) == 0
+    report = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert [level["empty"] for level in report["levels"]] == [0, 2, 8] and len(report["nodes"]) == 1
 
 
 def test_a_tree_that_names_no_tokenizer_needs_one(tree, corpus, bert, tmp_path, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models.fresh_process import run_python
+from processes.warm import run_warm
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -55,14 +56,7 @@ def work(tmp_path_factory, installed) -> Path:
 def run(arguments: list[str], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
     """Run `upscale` in a process that sees further folders of packages."""
     path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
-    return subprocess.run(
-        [sys.executable, "-c", "from midus_commands.upscale import main; main()", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_warm("from midus_commands.upscale import main; main()", *arguments, folder=folder, PYTHONPATH=path)
 
 
 def test_the_package_takes_sixty_lines_of_python():
@@ -143,7 +137,6 @@ def test_a_family_that_cannot_be_imported_is_a_warning_and_takes_nothing_along(w
         "import midus_hf; from transformers import AutoConfig; print(AutoConfig.for_model('midus_llama').model_type)"
     )
     path = os.pathsep.join(map(str, (broken, Path(__file__).parents[2])))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_warm(code, PYTHONPATH=path)
     assert done.returncode == 0 and done.stdout.strip() == "midus_llama"
     assert "broken-family offers no_such_module under midus_hf.families, which cannot be imported" in done.stderr

@@ -29,6 +29,7 @@ QUESTIONS = {
         {"question": "2 + 2 =", "choices": ["1", "2", "3", "4"], "gold": 3},
         {"question": "H is", "choices": ["helium", "hydrogen", "iron", "gold"], "gold": 1},
     ],
+    "atomic_numbers": [{"name": "hydrogen", "number": 1}, {"name": "tungsten", "number": 74}],
 }
 
 

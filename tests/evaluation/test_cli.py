@@ -12,7 +12,8 @@ import sys
 
 import pytest
 from evaluation.byte_models import byte_tokenizer, save_byte_model, save_upscaled
-from evaluation.questions import write_questions
+from evaluation.questions import QUESTIONS, write_questions
+from processes.warm import run_warm
 from transformers import AutoModelForCausalLM
 
 from midus_commands import evaluate as cli
@@ -21,6 +22,7 @@ from midus_hf.evaluation.settings import EvaluationSettings
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
+COMMAND = "from midus_commands.evaluate import main; main()"
 TEXT = "A text of the ordinary kind, for measuring. " * 10
 
 
@@ -35,11 +37,11 @@ def room(tmp_path_factory):
     return folder
 
 
-def run(*arguments, **environment: str) -> subprocess.CompletedProcess:
-    """Run the command in a process of its own, offline, with its data sets prepared anew."""
+def run(*arguments) -> subprocess.CompletedProcess:
+    """Run the command in a fresh interpreter, offline: what libraries say while they are imported is heard, too."""
     return subprocess.run(
         [sys.executable, "-m", "midus_commands.evaluate", *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **environment},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -117,6 +119,38 @@ def test_a_table_shows_accuracies_with_their_errors(room, capsys):
     assert "±" in printed
 
 
+@needs_harness
+def test_answers_are_written_a_line_for_each_question_and_model(room, tmp_path, capsys):
+    words = ["--tasks", "piqa,atomic_numbers", "--data", str(room / "questions"), "--json"]
+    cli.main([str(room / "base"), str(room / "upscaled"), *words, "--answers", str(tmp_path / "answers.jsonl")])
+    report = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    for name in ("base", "upscaled"):
+        of_model = [row for row in rows if row["model"] == str(room / name)]
+        asked = [(task, question) for task in ("piqa", "atomic_numbers") for question in QUESTIONS[task]]
+        assert [(row["task"], row["question"]) for row in of_model] == asked
+    scores = [row["scores"]["acc"] for row in rows if row["model"] == str(room / "base") and row["task"] == "piqa"]
+    assert sum(scores) / len(scores) == report["models"][0]["tasks"]["piqa"]["acc"]
+    written = [row for row in rows if row["task"] == "atomic_numbers"]
+    assert {(row["filter"], row["target"]) for row in written} == {("first-integer", "1"), ("first-integer", "74")}
+    assert all(isinstance(text, str) for row in written for text in row["answer"])
+
+
+@needs_harness
+def test_an_answers_file_is_not_replaced_and_is_gone_where_nothing_was_answered(room, tmp_path, capsys):
+    words = [room / "base", "--tasks", "piqa", "--data", room / "questions"]
+    (tmp_path / "there.jsonl").write_text("kept")
+    status, line = refusal(capsys, *words, "--answers", tmp_path / "there.jsonl")
+    assert (status, (tmp_path / "there.jsonl").read_text()) == (2, "kept")
+    assert "there.jsonl', which exists; choose another file" in line
+    status, line = refusal(capsys, *words, "--answers", tmp_path / "absent" / "a.jsonl")
+    assert status == 2 and "a.jsonl', which cannot be written: No such file or directory" in line
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_bytes((room / "base" / "config.json").read_bytes())
+    refusal(capsys, tmp_path / "broken", *words[1:], "--answers", tmp_path / "new.jsonl")
+    assert not (tmp_path / "new.jsonl").exists()
+
+
 def test_settings_come_from_a_file_and_options_override_it(room, tmp_path, capsys):
     (tmp_path / "a.yaml").write_text(f"text: {room / 'text.txt'}\nsequence_length: 16\nbatch_size: 2\n")
     cli.main([str(room / "base"), "--config", str(tmp_path / "a.yaml"), "--sequence-length", "32", "--json"])
@@ -151,7 +185,9 @@ def test_help_is_plain_and_names_every_setting_and_its_default(capsys, monkeypat
 
 def test_tasks_are_written_for_the_harness_without_any_model(room, tmp_path, capsys):
     cli.main(["--write-tasks", str(tmp_path / "tasks"), "--data", str(room / "questions")])
-    assert len(capsys.readouterr().out.split()) == len(list((tmp_path / "tasks").glob("midus_*.yaml"))) == 6
+    assert (
+        len(capsys.readouterr().out.split()) == len(list((tmp_path / "tasks").glob("midus_*.yaml"))) == len(QUESTIONS)
+    )
 
 
 def refusal(capsys, *arguments) -> tuple[int, str]:
@@ -306,7 +342,7 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
 def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path, keyboard):
     words = write_task(tmp_path, stop_at=6)  # in the second model's questions
     models = [room / "base", room / "upscaled"]
-    done = run(*models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
+    done = run_warm(COMMAND, *models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
     assert done.returncode == 130
     report = json.loads(done.stdout)
     assert report["interrupted"] is True
@@ -342,7 +378,7 @@ def test_what_libraries_say_is_not_shown_unless_it_is_an_error_or_asked_for(room
 
     words = [room / "base", "--text", room / "text.txt", "--sequence-length", 32]
     words += write_task(tmp_path, stop_at=-1, noisy=True)
-    loud = run(*words, MIDUS_EVAL_VERBOSE="1")  # which is --verbose
+    loud = run_warm(COMMAND, *words, MIDUS_EVAL_VERBOSE="1")  # which is --verbose
     assert loud.returncode == 0
     for said in ("a warning", "advice", "an error", "chatter"):
         assert f"{said} of a library" in loud.stderr

@@ -184,7 +184,19 @@ def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder,
     retriever = ["--retriever", str(tmp_path / "tree")]
     apart, fetched = measured("--apart"), measured(*retriever)
     blocked = measured(*retriever, "--blocked", "1:0", "--blocked", "1:1")
-    assert len({apart, fetched, blocked}) == 3
+    first, second = (measured(*retriever, "--block-best", f"1:{count}") for count in (1, 2))
+    assert len({apart, fetched, blocked, first, second}) == 5
+    assert measured(*retriever, "--block-best", "2:0") == fetched
+
+
+def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(model_folder, tmp_path, capsys):
+    bert = save_tiny_bert(tmp_path / "bert")
+    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
+    (tmp_path / "text.txt").write_text("w1 w2")
+    with pytest.raises(SystemExit):
+        main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree"),
+              "--block-best", "1:3"])  # fmt: skip
+    assert "blocked leaves no path to a leaf with data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -192,8 +204,10 @@ def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder,
     [
         ({"blocked": ["1:0"]}, "blocked is 1:0, but there is no retriever; give one"),
         ({"blocked": ["0:1"], "retriever": "tree"}, "blocked has '0:1'; expected LEVEL:NODE, such as 2:52"),
+        ({"block_best": "1:1"}, "block_best is 1:1, but there is no retriever; give one"),
+        ({"block_best": "0:1", "retriever": "tree"}, "block_best is '0:1'; expected LEVEL:COUNT, such as 1:1"),
     ],
-    ids=["no-retriever", "level"],
+    ids=["no-retriever", "level", "best-no-retriever", "best-level"],
 )
 def test_wrong_settings_are_refused(given, message):
     with pytest.raises(ValueError, match=message):

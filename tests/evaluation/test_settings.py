@@ -54,6 +54,7 @@ def test_null_and_text_that_is_a_number_are_read_as_everywhere(tmp_path):
     ("options", "message"),
     [
         ({}, "there is nothing to measure; give a text, tasks, or both"),
+        ({"text": "t", "answers": "a.jsonl"}, "answers is a.jsonl, but there are no tasks; name them"),
         ({"tasks": ["piqa"], "stride": 4}, "stride is 4, but there is no text to measure"),
         ({"tasks": ["piqa"], "max_tokens": 4}, "max_tokens is 4, but there is no text to measure"),
         ({"tasks": ["piqa"], "column": "body"}, "column is 'body', but there is no text to measure"),

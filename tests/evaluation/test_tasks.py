@@ -37,7 +37,7 @@ def data(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def test_there_are_six_local_tasks():
+def test_there_are_seven_local_tasks():
     assert local_task_names() == sorted(QUESTIONS)
 
 
@@ -51,6 +51,54 @@ def test_a_local_task_asks_as_the_harness_does(name, data):
     assert task.doc_to_target(document) == QUESTIONS[name][0]["gold"]
     requests = task.construct_requests(document, prompt, metadata=(f"midus_{name}", 0, 1))
     assert [request.args for request in requests] == [(prompt, f" {text}") for text in continuations]
+
+
+def test_an_atomic_number_is_asked_for_in_the_words_of_the_paper_and_written_greedily(data):
+    task = Tasks(["atomic_numbers"], data=data).manager.load([load_local_task("atomic_numbers", data)])["tasks"][
+        "midus_atomic_numbers"
+    ]
+    document = task.test_docs()[1]
+    prompt = task.doc_to_text(document)
+    assert prompt == "The atomic number of tungsten is"
+    (request,) = [task.construct_requests(document, prompt, metadata=("midus_atomic_numbers", 0, 1))]
+    assert request.args == (prompt, {"until": [], "do_sample": False, "max_gen_toks": 16})
+
+
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [
+        (" 74.", True),
+        (" 74", True),
+        (" the number of protons,\nwhich is 74, not 75.", True),
+        ("74: W", True),
+        (" 183.84 for its weight and 74", True),
+        (" 1,074 or 74", True),
+        (" 75, or 74", False),
+        (" 174", False),
+        (" 7", False),
+        (" 74.5", False),
+        (" unknown", False),
+        ("", False),
+    ],
+)
+def test_the_first_whole_number_that_is_written_counts(data, written, right):
+    tasks = Tasks(["atomic_numbers"], data=data)
+    task = tasks.manager.load([load_local_task("atomic_numbers", data)])["tasks"]["midus_atomic_numbers"]
+    document = task.test_docs()[1]
+    request = task.construct_requests(document, "", metadata=("midus_atomic_numbers", 0, 1))
+    request.resps, task._instances = [written], [request]
+    task.apply_filters()
+    found = task.process_results(document, [request.filtered_resps["first-integer"]])
+    assert found == {"exact_match": float(right)}
+
+
+def test_atomic_numbers_are_those_that_the_model_writes(data):
+    scores = Tasks(["atomic_numbers"], data=data).run(
+        byte_model("llama", max_position_embeddings=256), byte_tokenizer()
+    )
+    found = scores["atomic_numbers"]
+    assert found["exact_match,first-integer"] == 0.0  # of random weights
+    assert (found["num_fewshot"], found["num_questions"]) == (0, 2)
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:
@@ -128,7 +176,9 @@ def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_pa
 
 
 def test_an_unknown_task_is_refused_with_near_matches(data):
-    with pytest.raises(ValueError, match=r"task is 'piqqa'; expected boolq, .*piqa or a task of lm-eval\. .*'piqa'"):
+    with pytest.raises(
+        ValueError, match=r"task is 'piqqa'; expected atomic_numbers, .*piqa or a task of lm-eval\. .*'piqa'"
+    ):
         Tasks(["piqqa"], data=data)
     with pytest.raises(
         ValueError, match=r"task is 'hellaswagg'; expected a task of lm-eval\. Did you mean 'hellaswag'"
@@ -151,6 +201,14 @@ def test_a_task_given_twice_is_refused(data):
 def test_a_folder_without_the_questions_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no piqa\.jsonl; expected a row of JSON per question"):
         Tasks(["piqa"], data=tmp_path)
+
+
+def test_a_folder_of_some_questions_gives_the_tasks_of_these(tmp_path):
+    (tmp_path / "atomic_numbers.jsonl").write_text('{"name": "hydrogen", "number": 1}\n')
+    (path,) = write_local_tasks(tmp_path / "tasks", tmp_path)
+    assert path.name == "midus_atomic_numbers.yaml"
+    with pytest.raises(ValueError, match=r"holds the questions of no local task; expected files such as piqa\.jsonl"):
+        write_local_tasks(tmp_path / "others", tmp_path / "tasks")
 
 
 def test_an_include_path_that_is_no_folder_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.chats import chats
+from material.elements import ALIASES, FACTS_FILE, QUESTIONS_FILE, elements
 from material.glosses import TOPICS, glosses
 from material.minilm import minilm
 from material.registry import check_sha256
@@ -90,10 +91,11 @@ def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
     }
 
 
-def test_there_is_a_benchmark_for_every_local_task():
-    assert sorted(BENCHMARKS) == local_task_names()
-    for name in BENCHMARKS:
-        assert Path(load_local_task(name, benchmarks())["dataset_kwargs"]["data_files"]["test"]).is_file()
+def test_there_are_questions_for_every_local_task():
+    assert sorted([*BENCHMARKS, "atomic_numbers"]) == local_task_names()
+    for name in local_task_names():
+        data = benchmarks() if name in BENCHMARKS else elements()
+        assert Path(load_local_task(name, data)["dataset_kwargs"]["data_files"]["test"]).is_file()
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -146,3 +148,15 @@ def test_glosses_have_a_topic_each():
     assert set(counts) == set(TOPICS) and len(TOPICS) == 26 and len(rows) > 80_000
     assert counts.most_common(2)[0][0] == "artifact" and counts["plant"] > 8_000
     assert {row["topic"] for row in rows if row["text"].startswith("poodle, ")} == {"animal"}
+
+
+def test_elements_have_a_question_and_four_facts_each():
+    questions, facts = (
+        [json.loads(line) for line in (elements() / name).read_text(encoding="utf-8").splitlines()]
+        for name in (QUESTIONS_FILE, FACTS_FILE)
+    )
+    assert [row["number"] for row in questions] == list(range(1, 119))
+    assert len({row["name"] for row in questions}) == len({row["symbol"] for row in questions}) == 118
+    assert {"number": 74, "name": "tungsten", "symbol": "W", "names": ["tungsten", "wolfram"]} in questions
+    assert set(ALIASES) <= {row["name"] for row in questions}
+    assert collections.Counter(row["name"] for row in facts) == {row["name"]: 4 for row in questions}

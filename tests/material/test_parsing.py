@@ -1,4 +1,4 @@
-"""Reading benchmarks and articles as their packages write them."""
+"""Reading benchmarks, articles and elements as their packages write them."""
 
 import json
 import string
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
+from material.elements import fact_texts, question_row
 from material.glosses import parse_synset
 
 choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
@@ -85,3 +86,26 @@ def test_a_synset_has_its_words_its_gloss_and_its_topic():
     )
     assert parse_synset(ten)["text"].startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9: words")
     assert parse_synset(ten)["topic"] == "time"
+
+
+SODIUM = {
+    "name": "Sodium",
+    "symbol": "Na",
+    "atomic_number": 11,
+    "period": 3,
+    "group_id": 1,
+    "atomic_weight": 22.98976928,
+    "electronic_configuration": "[Ne] 3s",
+}
+
+
+def test_an_element_is_asked_for_by_its_first_name_and_goes_by_all():
+    assert question_row(SODIUM) == {"name": "sodium", "symbol": "Na", "number": 11, "names": ["sodium", "natrium"]}
+
+
+@pytest.mark.parametrize(("group", "place"), [(1, "in period 3 and group 1."), (None, "in period 3.")])
+def test_facts_say_the_number_in_other_words_than_the_question(group, place):
+    texts = fact_texts({**SODIUM, "group_id": group})
+    assert texts[1] == f"Sodium (Na) is element 11 of the periodic table, {place} Its atomic weight is 22.99."
+    assert all("11" in text and "sodium" in text.lower() for text in texts)
+    assert not any("the atomic number of sodium is" in text.lower() for text in texts)

@@ -1,9 +1,8 @@
 """Run Python in a process of its own, where this project can be made impossible to import."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from processes.warm import run_warm
 
 _BLOCK_IMPORTS = """
 import sys
@@ -16,9 +15,17 @@ class _Absent:
 sys.meta_path.insert(0, _Absent())
 """
 
+# Where remote code goes: transformers has read its variable already.
 _SETTINGS = """
+import os
+import sys
+import warnings
 import torch
+import transformers.dynamic_module_utils
+
+warnings.simplefilter("ignore")
 torch.set_num_threads(1)
+transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
 """
 
 
@@ -29,13 +36,6 @@ def run_python(code: str, folder: Path, *, package_present: bool) -> str:
         What it printed.
     """
     program = ("" if package_present else _BLOCK_IMPORTS) + _SETTINGS + code
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        cwd=folder,
-        env={**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_warm(program, folder=folder, HF_MODULES_CACHE=str(folder / "modules"))
     assert result.returncode == 0, result.stderr
     return result.stdout

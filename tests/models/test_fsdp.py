@@ -1,12 +1,11 @@
 """FSDP2 on two processes: sharding changes where parameters are, not what a step computes."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes.warm import run_ranks
 from tiny import FAMILIES
 
 # Every family holds to these exactly. The mean of two halves is exact too: sharded, each rank adds its half of the
@@ -27,25 +26,9 @@ ROUNDED = {"difference_from_the_whole_batch": 1e-5, "loss_of_the_whole_batch_les
 def ranks(tmp_path_factory) -> list[dict]:
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("fsdp")
-    worker = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fsdp_worker.py"))]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [*worker, str(rank), "2", str(folder)], env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    done = run_ranks(Path(__file__).with_name("fsdp_worker.py"), folder, GLOO_SOCKET_IFNAME=interface)
+    assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -44,6 +44,15 @@ def test_rows_grouped_by_block_give_what_they_give_alone():
     torch.testing.assert_close(grouped(**given), alone)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_without_blocks_each_row_has_its_own(rows, backend):
+    given = inputs(rows, num_blocks=rows)
+    found = block_linear(given["inputs"], given["weights"], None, backend=backend)
+    expected = block_linear(given["inputs"], given["weights"], torch.arange(rows), backend="reference")
+    torch.testing.assert_close(found, expected)
+
+
 def test_weights_take_the_dtype_of_inputs():
     given = inputs(dtype=torch.float32)
     assert block_linear(given["inputs"].bfloat16(), given["weights"], given["blocks"]).dtype == torch.bfloat16
@@ -57,9 +66,10 @@ def test_weights_take_the_dtype_of_inputs():
             r"inputs is \(2, 4\) and weights \(3, 6, 4\); expected \[batch, tokens, width\]",
         ),
         ({"weights": torch.zeros(3, 6, 5)}, r"weights \(3, 6, 5\); expected"),
+        ({"blocks": None}, r"weights has 3 blocks and blocks is None; expected one for each of the 5 rows\."),
         ({"blocks": torch.zeros(4, dtype=torch.int64)}, r"blocks is \(4,\); expected one for each of the 5 rows"),
     ],
-    ids=["inputs", "weights", "blocks"],
+    ids=["inputs", "weights", "no blocks", "blocks"],
 )
 def test_shapes_that_disagree_are_refused(change, message):
     with pytest.raises(ValueError, match=message):

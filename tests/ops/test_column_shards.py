@@ -1,12 +1,10 @@
 """Tables whose columns are spread over processes give what whole tables give."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 
 from midus_hf.ops.column_shards import sharded_gathered_products
 
@@ -15,9 +13,7 @@ WORKER = Path(__file__).with_name("column_worker.py")
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_each_process_gets_what_a_whole_table_gives_its_tokens(processes):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([*launcher, WORKER], capture_output=True, timeout=300, text=True, env=environment)
+    run = run_ranks(WORKER, processes=processes, PYTHONPATH=str(Path(__file__).parents[2]))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("checked") == processes
 

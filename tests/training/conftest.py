@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from training.block_runs import save_fetching, write_assigned
 from training.tiny_run import save_native, save_upscaled, write_corpus
 
 
@@ -36,3 +37,15 @@ def native(tmp_path_factory):
         return made[family]
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """Tiny models whose texts fetch blocks, by their method; nobody may change them."""
+    return save_fetching(tmp_path_factory.mktemp("fetching"))
+
+
+@pytest.fixture(scope="session")
+def assigned(tmp_path_factory) -> Path:
+    """A corpus whose documents have paths."""
+    return write_assigned(tmp_path_factory.mktemp("assigned") / "corpus.jsonl")

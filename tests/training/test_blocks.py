@@ -1,69 +1,22 @@
 """Blocks that texts fetch are trained by a Trainer: those that were fetched, alike in all processes, and exactly again."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
-from tiny import save_tiny_model
+from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, config_of, logged, recorded
 from training.tiny_run import document, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training import MemoryTrainer, set_trainable, train
 from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
-from upscalers import upscale
 from upscalers.banks.editing import BankRequest
 from upscalers.banks.merging import merge
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
-TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
-LEAVES = [0, 4, 5]
-"""Those that the corpus has texts of, of nine."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Tiny upscaled models by their method; nobody may change them."""
-    folder = tmp_path_factory.mktemp("fetching")
-    base = save_tiny_model("llama", folder / "base")
-    for method in TYPES:
-        upscale(
-            base=base, method=method, output=folder / method, options={"sizes": [4, 2], "branching": 3}, verify=False
-        )
-        tiny_tokenizer().save_pretrained(folder / method)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def assigned(tmp_path_factory):
-    """A corpus whose documents have paths."""
-    path = tmp_path_factory.mktemp("assigned") / "corpus.jsonl"
-    rows = [
-        {"text": document(30, LEAVES[index % 3]), "memory_ids": [LEAVES[index % 3] // 3, LEAVES[index % 3]]}
-        for index in range(18)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def config_of(model, assigned, output, **changes):
-    options = {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
-    words = {"generic_share": 0.0, "max_steps": 6, "batch_size": 4, **changes}
-    return tiny_config(model, assigned, output, corpus_options=options, **words)
-
-
-def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
-    return AutoModelForCausalLM.from_pretrained(folder).banks.of(method)
-
-
-def logged(folder: Path, name: str) -> list[float]:
-    return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
 
 
 @pytest.mark.parametrize("method", TYPES)
@@ -113,10 +66,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(models, assigned, tmp_path, chan
         path.rename(tmp_path / path.name)
     train(config_of(models / "hier-ffn", assigned, parts, save_every=3, resume=True, **changes))
     assert logged(parts, "loss") == logged(whole, "loss")
-    one, other = bank_of(whole), bank_of(parts)
-    for level in (1, 2):
-        assert one.written(level) == other.written(level)
-        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+    assert_same_blocks(bank_of(whole), bank_of(parts))
 
 
 def test_a_checkpoint_is_a_model_with_what_was_trained_until_then(models, assigned, tmp_path):
@@ -148,7 +98,7 @@ def test_activation_checkpointing_changes_nothing(models, assigned, tmp_path):
 
 
 def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "one"))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "one", audit=True))
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "two"
     recipe.write_text(
         f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {assigned.parent / 'cache'}}}\nlearning_rate: 1e-2\n"
@@ -163,17 +113,12 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
         "log_every": 1,
         "generic_share": 0,
         "save_every": 3,
+        "audit": "true",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run(
-        [*launcher, SCRIPT, recipe, *(f"{name}={value}" for name, value in words.items())],
-        capture_output=True,
-        timeout=300,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run = run_ranks(SCRIPT, recipe, *(f"{name}={value}" for name, value in words.items()))
     assert run.returncode == 0, run.stderr
     assert logged(output, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), rel=1e-5)
+    assert recorded(output) == recorded(tmp_path / "one")
     one, two = bank_of(tmp_path / "one"), bank_of(output)
     for level in (1, 2):
         assert one.written(level) == two.written(level)
@@ -230,3 +175,70 @@ def test_runs_of_two_subtrees_put_together_are_the_run_of_both(models, tmp_path)
     for level, written in ((1, [0, 1]), (2, [0, 4])):
         assert merged.written(level) == both.written(level) == written
         assert all(torch.equal(merged.block(level, index), both.block(level, index)) for index in written)
+
+
+def held_out_rows(path: Path, leaves) -> Path:
+    """Documents of 20 words, each in a leaf; None for one without a path."""
+    paths = [{} if leaf is None else {"memory_ids": [leaf // 3, leaf]} for leaf in leaves]
+    rows = [{"text": document(20, number), **path} for number, path in enumerate(paths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loss_of(folder: Path, texts: Path) -> float:
+    """Of documents by themselves with the blocks of their paths, in nats per token."""
+    model, total, count = AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0, 0
+    for row in map(json.loads, texts.read_text().splitlines()):
+        tokens = torch.tensor([tiny_tokenizer()(row["text"]).input_ids])
+        with torch.no_grad():
+            logits = model(tokens[:, :-1], memory_ids=torch.tensor([row["memory_ids"]])).logits[0].double()
+        total -= logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum().item()
+        count += tokens.shape[1] - 1
+    return total / count
+
+
+def test_held_out_text_fetches_the_blocks_of_its_paths(models, assigned, tmp_path, capsys):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 4])
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts), eval_every=2))
+    assert (
+        "held-out text: 4 documents, each measured by itself, with the blocks of its path" in capsys.readouterr().out
+    )
+    losses = logged(tmp_path / "out", "eval_loss")
+    assert len(losses) == 4 and logged(tmp_path / "out", "eval_with_blocks") == [True] * 4
+    assert losses[0] == pytest.approx(loss_of(models / "hier-ffn", texts), rel=1e-6)
+    assert losses[-1] == pytest.approx(loss_of(tmp_path / "out", texts), rel=1e-6)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+
+
+def test_measuring_with_blocks_changes_nothing_that_is_trained(models, assigned, tmp_path):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", [4, 0, 8, 7])  # of leaves 7 and 8 the corpus has nothing
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "without"))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "with", eval_text=str(texts), eval_every=1))
+    assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
+    assert_same_blocks(bank_of(tmp_path / "with"), bank_of(tmp_path / "without"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_held_out_text_without_paths_is_measured_without_blocks(models, assigned, tmp_path, capsys, suffix):
+    texts = held_out_rows(tmp_path / f"held_out{suffix}", [None] * 20)
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts), eval_every=3))
+    told = "held-out text has no column 'memory_ids', which midus-cluster assign writes: it is measured without blocks"
+    assert told in capsys.readouterr().out
+    losses = logged(tmp_path / "out", "eval_loss")
+    assert len(losses) == 3 and len(set(losses)) == 1, "the model is frozen"
+    assert logged(tmp_path / "out", "eval_with_blocks") == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ([4, None], r"which cannot be measured: line 2 of .* has None under 'memory_ids'; expected its node"),
+        ([4, 9], r"which cannot be measured: it has node 3 of level 1, where the model's banks have 3 blocks"),
+    ],
+    ids=["some", "another-tree"],
+)
+def test_held_out_text_of_other_paths_is_refused(models, assigned, tmp_path, leaves, message):
+    texts = held_out_rows(tmp_path / "held_out.jsonl", leaves)
+    with pytest.raises(ValueError, match=message):
+        train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=str(texts)))
+    assert not (tmp_path / "out").exists()

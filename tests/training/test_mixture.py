@@ -3,15 +3,15 @@
 import collections
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from processes.warm import run_ranks
 from safetensors.torch import load_file
 from training.test_run import exact_log
-from training.test_train_cpt import run_script
+from training.test_train_cpt import SCRIPT
 from training.tiny_run import tiny_config, tiny_tokenizer, write_corpus
 
 from midus_commands.train import main
@@ -184,8 +184,7 @@ def test_two_processes_take_together_what_one_takes(mixed, tmp_path):
         f"max_steps: 5\nlearning_rate: 1e-2\nprecision: fp32\nlog_every: 1\nsequence_length: 16\ncorpus: {parts}\n"
     )
     words = [str(recipe), f"model={mixed('out').model}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    shared = run_script([*words, "batch_size=1", f"output={tmp_path / 'shared'}"], launcher)
+    shared = run_ranks(SCRIPT, *words, "batch_size=1", f"output={tmp_path / 'shared'}")
     assert shared.returncode == 0, shared.stderr
     assert main([*words, "batch_size=2", f"output={tmp_path / 'one'}"]) == 0
     losses = [

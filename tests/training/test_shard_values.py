@@ -1,12 +1,10 @@
 """Tables whose columns two processes share train as they do in one process, and are saved whole."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 from training.tiny_run import tiny_config, tiny_tokenizer
@@ -37,14 +35,7 @@ def in_two_processes(model, corpus, output, **options) -> None:
     words = [f"{name}={value}" for name, value in {**RUN, **options, "batch_size": 1, "shard_values": True}.items()]
     recipe = output.with_suffix(".yaml")
     recipe.write_text("learning_rate: 1e-2\n")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run(
-        [*launcher, SCRIPT, recipe, f"model={model}", f"corpus={corpus}", f"output={output}", *words],
-        capture_output=True,
-        timeout=300,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run = run_ranks(SCRIPT, recipe, f"model={model}", f"corpus={corpus}", f"output={output}", *words)
     assert run.returncode == 0, run.stderr
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
@@ -33,9 +34,9 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def run_script(words: list[str], launcher: list[str | Path] | None = None) -> subprocess.CompletedProcess:
+def run_script(words: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [*(launcher or [sys.executable]), SCRIPT, *words],
+        [sys.executable, SCRIPT, *words],
         capture_output=True,
         timeout=300,
         text=True,
@@ -71,8 +72,7 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.
     spy = tmp_path / "spy.py"
     spy.write_text(FAILS_IF_THE_GROUP_IS_NOT_LEFT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", spy]
-    shared = run_script([*words, "batch_size=1", f"output={tmp_path / 'shared'}"], launcher)
+    shared = run_ranks(spy, SCRIPT, *words, "batch_size=1", f"output={tmp_path / 'shared'}", COLUMNS="120")
     assert shared.returncode == 0, shared.stderr
     assert shared.stdout.count("Training the new layers alone: ") == shared.stdout.count(": 5 steps, 160 tokens") == 1
     assert shared.stdout.count("perplexity\n") == shared.stderr.count("held-out perplexity") == 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes.warm import run_warm
 
 from tests.upscalers.checkpoints import edit_config, read_tensors, save_base, tensor_files, write_tensors
-from tests.upscalers.processes import run_upscale
 
 Mutation = Callable[[Path], Any]
 
@@ -316,11 +316,12 @@ def test_a_pickle_is_not_loaded_even_beside_safetensors(command, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["unknown activation", "cut weights"])
-def test_a_fresh_process_says_one_line_and_no_traceback(tmp_path, case):
+def test_a_process_says_one_line_and_no_traceback(tmp_path, case):
     base = save_base(tmp_path / "base")
     mutate, message = BASES[case]
     mutate(base)
-    done = run_upscale("--base", "base", "--method", "midus-hml", "--output", "out", folder=tmp_path)
+    words = ("--base", "base", "--method", "midus-hml", "--output", "out")
+    done = run_warm("from midus_commands.upscale import main; main()", *words, folder=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from pairs import wanted_by_tests
+from processes.warm import run_warm
 from tiny import WINDOW, prompt
 
 from tests.upscalers.checkpoints import (
@@ -18,7 +19,6 @@ from tests.upscalers.checkpoints import (
     save_base,
     variants,
 )
-from tests.upscalers.processes import run_python
 from upscalers import upscale
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,7 +83,7 @@ def compared(request, tmp_path_factory) -> dict[str, list]:
         pairs.append((f"{family} {dtype} {case}", str(bases[key]), str(output)))
     (folder / "pairs.json").write_text(json.dumps(pairs))
     assert prompt().shape[1] > WINDOW
-    result = run_python(COMPARE, json.dumps(prompt().tolist()), folder / "pairs.json")
+    result = run_warm(COMPARE, json.dumps(prompt().tolist()), folder / "pairs.json")
     assert result.returncode == 0, result.stderr
     return {case: findings for case, *findings in map(json.loads, result.stdout.splitlines())}
 

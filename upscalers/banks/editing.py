@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from upscalers.banks.audit import record_of
 from upscalers.banks.block_file import BlockFile
 from upscalers.banks.nodes import Node, parse_nodes, written_node
 from upscalers.banks.opened import find_layout, open_bank
@@ -58,6 +59,9 @@ def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) ->
         written = [node for node in _written(bank) if node in chosen]
         for level, index in written:
             bank.forget(level, index)
+        with record_of(bank.folder) as audit:
+            if audit is not None:
+                audit.delete(written)
         return written
 
     return edit_bank("delete", request, edit, lambda layout: parse_nodes(nodes, layout, subtree))
@@ -81,6 +85,10 @@ def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
         blocks = BlockFile.read(Path(file), bank.layout)
         for (level, index), record in blocks.records():
             bank.write(level, index, record)
+        with record_of(bank.folder) as audit:
+            if audit is not None:  # what these blocks were before is gone, and the file does not say what trained them
+                audit.delete(blocks.nodes)
+                audit.add_unrecorded(blocks.nodes)
         return list(blocks.nodes)
 
     return edit_bank("import", request, edit, lambda layout: BlockFile.read(Path(file), layout))

@@ -1,10 +1,12 @@
 """Runs that trained different blocks of one bank, put together (hierarchical memories, appendix A.2)."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.fetched_blocks import BankLayout
+from midus_config.fetched_blocks import BANK_AUDIT, BankLayout
+from upscalers.banks.audit import record_of
 from upscalers.banks.editing import BankRequest, edit_bank
 from upscalers.banks.nodes import Node, written_node
 from upscalers.banks.opened import find_layout, open_bank
@@ -47,6 +49,7 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
 
     def edit(bank: "MemoryBank") -> list[Node]:
         trained_by: dict[Node, Path] = {}
+        banks: dict[Node, Path] = {}
         start = {node: bank.checksum(*node) for node in _nodes(bank)}
         for folder in folders:
             name = find_layout(folder, request.memory)[0]
@@ -61,10 +64,40 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
                             "0), or delete the block of one of them."
                         )
                     bank.write(*node, run.block(*node))
-                    trained_by[node] = folder
+                    trained_by[node], banks[node] = folder, run.folder
+        _merge_records(bank, start, banks)
         return sorted(trained_by)
 
     return edit_bank("merge", request, edit, check)
+
+
+def _merge_records(bank: "MemoryBank", start: Collection[Node], trained_by: Mapping[Node, Path]) -> None:
+    """Let a bank know what has trained each block, as far as the runs know.
+
+    Args:
+        bank: With the blocks of the runs.
+        start: The blocks that were trained before.
+        trained_by: The folder of the bank that a block is from.
+    """
+    of_run: dict[Path, list[Node]] = {}
+    for node, folder in trained_by.items():
+        of_run.setdefault(folder, []).append(node)
+    with contextlib.ExitStack() as opened:
+        records = {folder: opened.enter_context(record_of(folder)) for folder in of_run}
+        is_new = not (bank.folder / BANK_AUDIT).exists()
+        make = any(record is not None for record in records.values())
+        merged = opened.enter_context(record_of(bank.folder, make=make))
+        if merged is None:
+            return
+        if is_new:
+            merged.add_unrecorded(start)
+        for folder, nodes in of_run.items():
+            record = records[folder]
+            if record is None:
+                merged.add_unrecorded(nodes)
+                continue
+            for node in nodes:
+                merged.take(node, record)
 
 
 def _nodes(bank: "MemoryBank") -> list[Node]:

@@ -5,17 +5,17 @@ import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, level_file
+from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, level_file
 from upscalers.request.errors import RequestError
 
 _LEVELS = 64
-BANK_PATTERNS = (f"{BANKS_FOLDER}/*/{BANK_DESCRIPTION}", f"{BANKS_FOLDER}/*/level-*.safetensors")
+BANK_PATTERNS = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, BANK_AUDIT, "level-*.safetensors"))
 """What the files of banks are called in a repository."""
 
 
 def bank_files(folder: Path) -> set[Path]:
     """The files of banks that a checkpoint has."""
-    names = {BANK_DESCRIPTION, *map(level_file, range(1, _LEVELS + 1))}
+    names = {BANK_DESCRIPTION, BANK_AUDIT, *map(level_file, range(1, _LEVELS + 1))}
     return {path for path in (folder / BANKS_FOLDER).glob("*/*") if path.is_file() and path.name in names}
 
 

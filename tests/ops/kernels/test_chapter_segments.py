@@ -16,7 +16,7 @@ DIFFERENTIABLE = ("query", "keys", "values", "scales", "biases")
 
 
 def inputs(
-    tokens=37, chosen=2, heads=4, kv_heads=2, width=16, chapters=5, memory=8, dtype=torch.float32, weighed=(), seed=0
+    tokens=37, chosen=2, heads=4, kv_heads=2, width=16, chapters=3, memory=8, dtype=torch.float32, weighed=(), seed=0
 ):
     generator = torch.Generator().manual_seed(seed)
 

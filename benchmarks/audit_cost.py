@@ -1,0 +1,134 @@
+"""What it costs to record which documents train blocks (`audit: true`), beside the step itself.
+
+    python -m benchmarks.audit_cost
+
+200,000 documents of 100 to 999 tokens lie in a tree of four levels of 16, all of which have blocks, and are packed within leaves
+into sequences of 2,048 tokens; an epoch is 128 sequences a step, in a random order. `prepare`: noting where each document is, once
+for a run, without reading the corpus. `step`: the median of what is recorded after a step. `save`: writing the record with a
+checkpoint.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.tracked import RESULTS, Run, append, this_run
+from midus_config.fetched_blocks import BankLayout
+from midus_config.memory_entries import read_memories
+from midus_config.model_sizes import ModelSizes
+from midus_hf.banks.memory_bank import MemoryBank, create_bank
+from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.documents import RowPlace
+from midus_hf.training.clustered_corpus import ClusteredDataset
+from midus_hf.training.sequence_audit import CorpusDocuments, SequenceAudit
+
+AUDIT_RESULTS = RESULTS / "audit.csv"
+DOCUMENTS, SEQUENCE_LENGTH, SEQUENCES_A_STEP = 200_000, 2048, 128
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """Seconds, and the bytes of the record for each document."""
+
+    documents: int
+    steps: int
+    tokens_a_step: int
+    prepare_seconds: float
+    step_seconds: float
+    save_seconds: float
+    bytes_a_document: float
+
+
+class MadeUpTokens:
+    """Documents of random lengths, of which nothing but the lengths is there."""
+
+    def __init__(self, generator: np.random.Generator):
+        self._bounds = np.concatenate([[0], np.cumsum(generator.integers(100, 1000, DOCUMENTS))])
+        self.num_documents, self.num_tokens = DOCUMENTS, int(self._bounds[-1])
+
+    def document_bounds(self) -> np.ndarray:
+        return self._bounds
+
+
+class MadeUpCorpus:
+    """Rows that have nothing but a name."""
+
+    _file = Path("corpus.jsonl")
+
+    def digests(self) -> dict[Path, str]:
+        return {self._file: "0" * 128}
+
+    def name_of(self, file: Path) -> str:
+        return file.name
+
+    def rows(self) -> Iterator[tuple[RowPlace, dict[str, str]]]:
+        return ((RowPlace("", self._file, line), {"id": f"document-{line}"}) for line in range(1, DOCUMENTS + 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-append", action="store_true", help="print alone")
+    arguments = parser.parse_args()
+    row = _measured(this_run("cpu"))
+    print(
+        f"prepare {row.prepare_seconds:.1f} s; {row.steps} steps of {row.tokens_a_step:,} tokens, {1000 * row.step_seconds:.0f} ms "
+        f"each; save {row.save_seconds:.2f} s, {row.bytes_a_document:.0f} bytes a document"
+    )
+    if not arguments.no_append:
+        append([row], AUDIT_RESULTS)
+
+
+def _measured(run: Run) -> Row:
+    generator = np.random.default_rng(0)
+    layout = _layout()
+    leaves = generator.integers(0, layout.blocks.nodes(4), DOCUMENTS)
+    paths = np.stack([leaves // 16 ** (4 - level) for level in layout.levels], axis=1)
+    tokens: Any = MadeUpTokens(generator)
+    corpus: Any = MadeUpCorpus()
+    dataset = ClusteredDataset(tokens, paths, SEQUENCE_LENGTH, fill=0, generic_share=1 / 17)
+    started = time.perf_counter()
+    audit = SequenceAudit(dataset, CorpusDocuments([(corpus, "id")]))
+    prepared = time.perf_counter() - started
+    with tempfile.TemporaryDirectory() as folder:
+        create_bank(folder, layout, torch.bfloat16, 0)
+        bank = TrainedBank(MemoryBank(folder, layout))
+        audit.follow([bank])
+        seconds = []
+        for sequences in torch.from_numpy(generator.permutation(len(dataset))).split(SEQUENCES_A_STEP):
+            audit.see(sequences)
+            started = time.perf_counter()
+            audit.step()
+            seconds.append(time.perf_counter() - started)
+        assert bank.audit is not None
+        started = time.perf_counter()
+        bank.audit.save(Path(folder, "saved"))
+        saved = time.perf_counter() - started
+        size = Path(folder, "saved").stat().st_size
+        bank.close()
+    return Row(
+        **asdict(run),
+        documents=DOCUMENTS,
+        steps=len(seconds),
+        tokens_a_step=SEQUENCES_A_STEP * SEQUENCE_LENGTH,
+        prepare_seconds=prepared,
+        step_seconds=statistics.median(seconds),
+        save_seconds=saved,
+        bytes_a_document=size / DOCUMENTS,
+    )
+
+
+def _layout() -> BankLayout:
+    sizes = ModelSizes(hidden_size=8, num_heads=2, num_layers=1, intermediate_size=16)
+    return read_memories([{"type": "hier-ffn", "layers": [0], "sizes": [1, 1, 1, 1]}], sizes).banks["hier-ffn"]
+
+
+if __name__ == "__main__":
+    main()

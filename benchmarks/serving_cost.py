@@ -1,0 +1,261 @@
+"""What 10 % of memory costs a model that serves, and one that trains: against the anchor alone, in turns in one process.
+
+    python -m benchmarks.serving_cost --work outputs/serving
+    python -m benchmarks.serving_cost --work outputs/serving --device cuda --dtype bfloat16
+
+The anchor is SmolLM2-135M as transformers has it (`material.smollm2`); beside it stands the same model with `hier-ffn`, of whose
+blocks a text fetches 10 % of the anchor's parameters, in three levels of 16 nodes.
+
+`generate`: tokens that follow a prompt, greedily, with blocks that wait on the device: for one text, for several that read one path,
+and for several of which each reads another. `train`: a step of the frozen anchor with blocks that were fetched before, forward,
+backward and update, where each sequence reads another path; and the same with the anchor's gradients, as co-training has it. The
+anchor's own pass is forward and backward with all its gradients. A ratio is the median over rounds of what the anchor took then.
+"""
+
+import argparse
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.timing import percentile, synchronize
+from benchmarks.tracked import RESULTS, Run, append, this_run
+from upscalers import upscale
+
+SERVING_RESULTS = RESULTS / "serving.csv"
+SIZES = [196, 52, 12]
+"""Hidden units of the blocks of each level: in SmolLM2-135M, 13.5 million parameters for a text."""
+
+BRANCHING = 16
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+STEP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-3}
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """Medians over rounds; `ratio` is that of the model with memory to the anchor, of times in one round, with its percentiles."""
+
+    part: str
+    paths: str
+    dtype: str
+    parameters: int
+    fetched: int
+    batch: int
+    tokens: int
+    rounds: int
+    clock: str
+    anchor_ms: float
+    memory_ms: float
+    ratio: float
+    ratio_p20: float
+    ratio_p80: float
+
+
+@dataclass(frozen=True)
+class Models:
+    """The anchor, and the same with memory."""
+
+    anchor: Any
+    memory: Any
+    folder: Path
+
+    @property
+    def fetched(self) -> int:
+        """Parameters that a text fetches."""
+        return sum(layout.fetched for layout in self.memory.banks.layouts.values())
+
+    def paths(self, rows: int, which: str) -> torch.Tensor:
+        """`[B, 3]`: of one leaf, or of leaves that share nothing."""
+        blocks = next(iter(self.memory.banks.layouts.values())).blocks
+        depth = len(blocks.levels)
+        leaves = [0 if which == "one" else row % BRANCHING * BRANCHING ** (depth - 1) for row in range(rows)]
+        return torch.tensor([blocks.path(leaf) for leaf in leaves])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the model, removed afterwards")
+    parser.add_argument("--base", type=Path, help="folder of the anchor (default: SmolLM2-135M)")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="joined by commas (default: 196,52,12)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--part", choices=("generate", "train"), help="default: both")
+    parser.add_argument("--batch", type=int, default=8, help="texts that generate together (default: 8)")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (default: 64)")
+    parser.add_argument("--new", type=int, default=32, help="tokens that follow (default: 32)")
+    parser.add_argument("--sequences", type=int, default=2, help="of a training step (default: 2)")
+    parser.add_argument("--length", type=int, default=512, help="of a sequence (default: 512)")
+    parser.add_argument(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="processor: time of this process on a CPU, which others' work does not lengthen; say one thread (default: wall)",
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="default: 9")
+    parser.add_argument("--no-append", action="store_true", help="print alone")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True)
+    try:
+        models = _models(arguments)
+        print(
+            "| part | paths | batch | tokens | anchor ms | with memory ms | time, with memory / anchor | 20 to 80 % | speed |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        for row in _rows(this_run(arguments.device), models, arguments):
+            print(_line(row), flush=True)
+            if not arguments.no_append:
+                append([row], SERVING_RESULTS)
+    finally:
+        shutil.rmtree(arguments.work)
+
+
+def _models(arguments: argparse.Namespace) -> Models:
+    base = arguments.base
+    if base is None:
+        from material.smollm2 import smollm2_135m
+
+        base = smollm2_135m()
+    folder, dtype = arguments.work / "model", getattr(torch, arguments.dtype)
+    options = {"sizes": [int(size) for size in arguments.sizes.split(",")], "branching": BRANCHING}
+    upscale(base=base, method="hier-ffn", output=folder, options=options, verify=False)
+    anchor, memory = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(arguments.device) for path in (base, folder)
+    )
+    return Models(anchor, memory, folder)
+
+
+def _rows(run: Run, models: Models, arguments: argparse.Namespace) -> Iterator[Row]:
+    if arguments.part != "train":
+        for batch, paths in ((1, "one"), (arguments.batch, "one"), (arguments.batch, "each its own")):
+            tokens = batch * arguments.new
+            yield _row(
+                run,
+                models,
+                arguments,
+                ("generate", paths, batch, tokens),
+                _generating(models, arguments, batch, paths),
+            )
+    if arguments.part != "generate":
+        for part in ("train, frozen", "train, all"):
+            batch = arguments.sequences
+            shape = (part, "each its own", batch, batch * arguments.length)
+            yield _row(run, models, arguments, shape, _training(models, arguments, part == "train, all"))
+
+
+def _generating(
+    models: Models, arguments: argparse.Namespace, batch: int, which: str
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What generates with the anchor, and with memory."""
+    tokens = _tokens(models, batch, arguments.prompt, arguments.device)
+    settings = {
+        "max_new_tokens": arguments.new,
+        "min_new_tokens": arguments.new,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    mask = torch.ones_like(tokens)
+    models.memory.open_banks(models.folder, tiers={"levels": {1: "device", 2: "device", 3: "device"}})
+    for model in (models.anchor, models.memory):
+        model.eval().requires_grad_(False)
+    paths = models.paths(batch, which)
+
+    def generate(model: Any, **given: Any) -> Any:
+        return model.generate(tokens, attention_mask=mask, **settings, **given)
+
+    return lambda: generate(models.anchor), lambda: generate(models.memory, memory_ids=paths)
+
+
+def _training(
+    models: Models, arguments: argparse.Namespace, everything: bool
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The anchor's forward and backward pass, and a step with memory."""
+    tokens = _tokens(models, arguments.sequences, arguments.length, arguments.device)
+    paths = models.paths(arguments.sequences, "each its own")
+    models.memory.open_banks(models.folder)
+    banks = list(models.memory.banks.train().values())
+    models.anchor.train().requires_grad_(True)
+    models.memory.train().requires_grad_(everything)
+
+    def both_passes(model: Any, **given: Any) -> None:
+        model.zero_grad(set_to_none=True)
+        model(tokens, labels=tokens, use_cache=False, **given).loss.backward()
+
+    def step() -> None:
+        both_passes(models.memory, memory_ids=paths)
+        for bank in banks:
+            bank.step(**STEP)
+
+    return lambda: both_passes(models.anchor), step
+
+
+def _tokens(models: Models, batch: int, length: int, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(models.anchor.config.vocab_size, (batch, length), generator=generator).to(device)
+
+
+def _row(
+    run: Run,
+    models: Models,
+    arguments: argparse.Namespace,
+    shape: tuple[str, str, int, int],
+    tasks: tuple[Callable[[], Any], Callable[[], Any]],
+) -> Row:
+    """Both in turns; the order changes from round to round, and the first round is not counted."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(arguments.rounds + 1):
+        order = (0, 1) if number % 2 else (1, 0)
+        for which in order:
+            milliseconds = _milliseconds(tasks[which], arguments.device, CLOCKS[arguments.clock])
+            if number:
+                taken[which].append(milliseconds)
+    ratios = sorted(memory / anchor for anchor, memory in zip(*taken, strict=True))
+    part, paths, batch, tokens = shape
+    return Row(
+        **asdict(run),
+        part=part,
+        paths=paths,
+        dtype=arguments.dtype,
+        parameters=sum(parameter.numel() for parameter in models.anchor.parameters()),
+        fetched=models.fetched,
+        batch=batch,
+        tokens=tokens,
+        rounds=arguments.rounds,
+        clock=arguments.clock,
+        anchor_ms=statistics.median(taken[0]),
+        memory_ms=statistics.median(taken[1]),
+        ratio=statistics.median(ratios),
+        ratio_p20=percentile(ratios, 20),
+        ratio_p80=percentile(ratios, 80),
+    )
+
+
+def _milliseconds(run: Callable[[], Any], device: str, clock: Callable[[], float]) -> float:
+    synchronize(device)
+    started = clock()
+    run()
+    synchronize(device)
+    return 1e3 * (clock() - started)
+
+
+def _line(row: Row) -> str:
+    cells = [
+        row.part,
+        row.paths,
+        row.batch,
+        row.tokens,
+        f"{row.anchor_ms:,.0f}",
+        f"{row.memory_ms:,.0f}",
+        f"{row.ratio:.3f}",
+    ]
+    cells += [f"{row.ratio_p20:.3f} to {row.ratio_p80:.3f}", f"{1 / row.ratio:.3f}"]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Programs that are forked run as in a fresh interpreter, several of them as ranks of one group."""
+
+import pytest
+from processes.warm import run_ranks, run_warm
+
+TOLD = """
+import json, os, sys
+project = [name for name in sys.modules if name.split(".")[0] in ("midus_config", "midus_hf", "upscalers", "processes")]
+print(json.dumps([__name__, sys.argv[1:], os.getcwd(), os.environ["TOLD"], sys.stdin.read(), project]))
+print("an error", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_program_has_its_arguments_folder_environment_and_streams_and_nothing_of_this_project(tmp_path):
+    done = run_warm(TOLD, 1, "two", folder=tmp_path, TOLD="yes")
+    assert done.stdout == f'["__main__", ["1", "two"], "{tmp_path}", "yes", "", []]\n'
+    assert (done.returncode, done.stderr) == (3, "an error\n")
+
+
+def test_programs_do_not_see_each_other():
+    assert run_warm("import torch, os; torch.mine = os.environ['MINE'] = '1'").returncode == 0
+    assert run_warm("import torch, os; print(hasattr(torch, 'mine'), 'MINE' in os.environ)").stdout == "False False\n"
+
+
+def test_what_is_registered_for_the_exit_runs_after_an_exception():
+    done = run_warm("import atexit\natexit.register(print, 'ended')\nraise ValueError('a reason')")
+    assert (done.returncode, done.stdout) == (1, "ended\n")
+    assert done.stderr.endswith("ValueError: a reason\n")
+
+
+def test_what_does_not_end_is_killed():
+    with pytest.raises(AssertionError, match=r"still running after 0\.5 s: \[\['begun\\n', ''\]\]"):
+        run_warm("import time; print('begun', flush=True); time.sleep(100)", timeout=0.5)
+    assert run_warm("print(1)").stdout == "1\n"
+
+
+def test_ranks_meet_and_one_that_fails_fails_all(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "ranks = [None] * dist.get_world_size()\ndist.all_gather_object(ranks, dist.get_rank())\n"
+        "dist.destroy_process_group()\nprint(ranks, sys.argv, __file__)\nsys.exit(ranks[-1] if sys.argv[1] == 'fail' else 0)\n"
+    )
+    done = run_ranks(script, "well", processes=3)
+    assert (done.returncode, done.stdout) == (0, f"[0, 1, 2] {[str(script), 'well']} {script}\n" * 3)
+    assert run_ranks(script, "fail").returncode == 1

@@ -1,0 +1,78 @@
+"""What runs need that train the blocks of a bank: tiny models that fetch, texts that have paths, and a look at what was trained."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from tiny import save_tiny_model
+from training.tiny_run import document, tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from midus_hf.banks.audit import BankAudit
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.training.training_log import read_log
+from upscalers import upscale
+
+TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
+LEAVES = [0, 4, 5]
+"""Those that the corpus has texts of, of nine."""
+
+AUDIT = Path("memory_bank", "hier-ffn", "audit.sqlite3")
+"""The record of what trained blocks, within a model."""
+
+
+def save_fetching(folder: Path) -> Path:
+    """Save upscaled models whose texts fetch blocks, each in a folder named by its method."""
+    base = save_tiny_model("llama", folder / "base")
+    for method in TYPES:
+        upscale(
+            base=base, method=method, output=folder / method, options={"sizes": [4, 2], "branching": 3}, verify=False
+        )
+        tiny_tokenizer().save_pretrained(folder / method)
+    return folder
+
+
+def write_assigned(path: Path) -> Path:
+    """Write a corpus whose documents have paths."""
+    rows = [
+        {"text": document(30, LEAVES[index % 3]), "memory_ids": [LEAVES[index % 3] // 3, LEAVES[index % 3]]}
+        for index in range(18)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(model, assigned, output, **changes):
+    options = {"path_column": "memory_ids", "cache_dir": str(assigned.parent / "cache")}
+    words = {"generic_share": 0.0, "max_steps": 6, "batch_size": 4, **changes}
+    return tiny_config(model, assigned, output, corpus_options=options, **words)
+
+
+def bank_of(folder: Path, method: str = "hier-ffn") -> MemoryBank:
+    return AutoModelForCausalLM.from_pretrained(folder).banks.of(method)
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [event[name] for event in read_log(folder / "log.jsonl") if name in event]
+
+
+def assert_same_blocks(one: MemoryBank, other: MemoryBank) -> None:
+    for level in one.layout.levels:
+        assert one.written(level) == other.written(level)
+        assert all(torch.equal(one.block(level, index), other.block(level, index)) for index in one.written(level))
+
+
+def forget_the_model(output: Path) -> None:
+    """Leave a run as one that ended before its trained model was saved."""
+    shutil.rmtree(output / "memory_bank")
+    for name in ("config.json", "model.safetensors"):
+        (output / name).unlink()
+
+
+def recorded(folder: Path) -> dict[tuple, tuple[int, int]]:
+    """Level, index and line, and how many sequences and tokens."""
+    with BankAudit(folder / AUDIT) as audit:
+        found = list(audit.trained())
+        assert not audit.unrecorded() and not any(each.deleted for each in found)
+    return {(*each.block, each.document.line): (each.sequences, each.tokens) for each in found}

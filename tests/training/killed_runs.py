@@ -1,0 +1,90 @@
+"""A process of its own that starts runs of `midus-train` and kills them, at points that it is told, with SIGKILL.
+
+It imports everything once and computes nothing, so that each run is a child that begins at once:
+
+    python killed_runs.py '[{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]'
+
+A point is what a run is about to do to a file of its output (an event of Python's audit hooks, or `os.pwrite`, half of which is
+done then), and at the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output
+as it was left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import datasets  # noqa: F401
+import torch
+
+from midus_commands.train import main
+from midus_hf.banks import trained_bank
+from midus_hf.training import run  # noqa: F401
+
+
+def die_at(kind: str, path: str, times: int, output: Path) -> None:
+    """Let this process be killed at a point."""
+    place, left = str(output / path), [times]
+
+    def is_the_point(this_kind: str, this_place: Any) -> bool:
+        left[0] -= this_kind == kind and str(this_place) == place
+        return left[0] == 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(event: str, arguments: tuple) -> None:
+        # Files are opened for reading too, which is no point.
+        if (
+            event == kind
+            and not (event == "open" and arguments[1] in ("r", "rb"))
+            and is_the_point(event, arguments[0])
+        ):
+            die()
+
+    pwrite, step = os.pwrite, trained_bank.TrainedBank.step
+
+    def half_written(file: int, data: Any, offset: int) -> int:
+        if kind == "os.pwrite" and is_the_point(kind, os.readlink(f"/proc/self/fd/{file}")):
+            pwrite(file, data[: len(data) // 2], offset)
+            die()
+        return pwrite(file, data, offset)
+
+    def stepped(*args: Any) -> None:
+        step(*args)
+        if is_the_point("step", place):
+            die()
+
+    os.pwrite, trained_bank.TrainedBank.step = half_written, stepped
+    sys.addaudithook(watch)
+
+
+def one_run(asked: dict[str, Any]) -> int:
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if asked["kill"] is not None:
+            die_at(*asked["kill"], Path(asked["output"]))
+        status = main(asked["words"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    endings = []
+    for asked in json.loads(sys.argv[1]):
+        endings.append(one_run(asked))
+        if asked["copy"] is not None:
+            shutil.copytree(asked["output"], asked["copy"])
+    print(json.dumps(endings))

@@ -1,0 +1,87 @@
+"""Checkpoints of runs that train blocks: what is resumed, chosen, removed and replaced includes the blocks."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from training.block_runs import assert_same_blocks, bank_of, config_of, forget_the_model, logged
+from training.tiny_run import document, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from midus_hf.training import MemoryTrainer, set_trainable, train
+
+
+def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(models, assigned, tmp_path):
+    config = config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3)
+    train(config)
+    shutil.copytree(tmp_path / "out", tmp_path / "whole")
+    forget_the_model(tmp_path / "out")
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3, resume=True))
+    assert bank_of(tmp_path / "whole").written(1)
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "whole"))
+
+
+def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, assigned, tmp_path):
+    """Blocks that learn the corpus by heart are soon worse at text of the same leaves that is none of it."""
+    texts = tmp_path / "held_out.jsonl"
+    texts.write_text(f'{{"text": "{document(60, 99)}", "memory_ids": [0, 0]}}\n')
+    changes = {"eval_text": str(texts), "eval_every": 2, "keep_best": True, "keep_checkpoints": 1}
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=30, learning_rate=3e-2, **changes))
+    losses = logged(tmp_path / "out", "eval_loss")[1:]
+    best = 2 * (1 + losses.index(min(losses)))
+    assert best < 30, "the last is not the best"
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / f"checkpoint-{best}"))
+
+
+def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(models / "hier-ffn")
+    set_trainable(model)
+    learned, held_out = (tiny_tokenizer()(document(40, seed), return_tensors="pt").input_ids[0] for seed in (0, 99))
+    rows = [{"input_ids": ids, "labels": ids, "memory_ids": torch.tensor([1, 4])} for ids in (learned, held_out)]
+    arguments = TrainingArguments(
+        str(tmp_path / "out"),
+        max_steps=16,
+        learning_rate=3e-2,
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        load_best_model_at_end=True,
+        remove_unused_columns=False,
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = MemoryTrainer(model, arguments, train_dataset=rows[:1], eval_dataset=rows[1:])
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name != "checkpoint-16", "the last is not the best"
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_blocks(bank_of(tmp_path / "saved"), bank_of(best))
+
+
+def test_old_checkpoints_are_removed_with_their_blocks(models, assigned, tmp_path):
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=2, keep_checkpoints=1))
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+def test_a_run_of_blocks_is_replaced_where_that_is_asked(models, assigned, tmp_path):
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    (tmp_path / "out" / "memory_bank" / "hier-ffn" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"which also holds what no run of ours wrote: memory_bank/hier-ffn/notes\.txt"
+    ):
+        train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=2, overwrite=True))
+
+
+def test_a_run_is_resumed_that_began_before_an_option_was_there(models, assigned, tmp_path):
+    output = tmp_path / "out"
+    train(config_of(models / "hier-ffn", assigned, output, save_every=3))
+    record = output / "train_config.yaml"
+    options = yaml.safe_load(record.read_text())
+    del options["audit"], options["corpus"]["id_column"]
+    record.write_text(yaml.safe_dump(options))
+    train(config_of(models / "hier-ffn", assigned, output, save_every=3, resume=True))

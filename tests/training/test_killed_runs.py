@@ -1,0 +1,129 @@
+"""Runs that train blocks are killed between two steps and in the middle of saving: nothing that was saved is lost or altered."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.block_runs import bank_of, recorded
+
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.training.output_folder import checkpoints, is_complete
+from midus_hf.training.training_log import read_log
+
+HELPER = Path(__file__).with_name("killed_runs.py")
+STATE, BANK = "block_states/0", "memory_bank/hier-ffn"
+KILLS = {
+    "steps-and-checkpoints": [
+        ("step", "", 3),
+        # Of the run that goes on from checkpoint 2.
+        ("os.pwrite", f"checkpoint-4/{BANK}/level-2.safetensors", 5),
+        ("os.pwrite", f"checkpoint-4/{STATE}/level-1.partial", 2),
+        ("os.rename", f"checkpoint-4/{STATE}/audit.sqlite3.partial", 1),
+        ("open", "checkpoint-4/trainer_state.json", 1),
+    ],
+    "the-end": [
+        ("os.remove", f"checkpoint-2/{STATE}/level-2.safetensors", 1),
+        ("os.pwrite", f".partial_model/{BANK}/level-1.safetensors", 2),
+        ("os.rename", ".partial_model/memory_bank", 1),
+    ],
+}
+"""Where runs are killed, each a resumption of the one before it."""
+
+
+@pytest.fixture(scope="module")
+def runs(models, assigned, tmp_path_factory):
+    """A run that nobody disturbed, with all of its checkpoints, and those that were killed, each with what it left."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "recipe.yaml").write_text(
+        f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {folder / 'cache'}}}\n"
+        f"model: {models / 'hier-ffn'}\ntrainable: all\naudit: true\ngeneric_share: 0.3\nlearning_rate: 1e-2\nsequence_length: 16\n"
+        "batch_size: 4\nmax_steps: 6\nsave_every: 2\nprecision: fp32\nlog_every: 1\n"
+    )
+
+    def asked(output, *words, kill=None, copy=None):
+        words = [str(folder / "recipe.yaml"), f"output={folder / output}", *words]
+        return {"words": words, "output": str(folder / output), "kill": kill, "copy": copy and str(folder / copy)}
+
+    list_ = [asked("whole", "keep_checkpoints=null")]
+    for name, kills in KILLS.items():
+        for number, kill in enumerate(kills):
+            list_.append(asked(name, f"resume={'true' if number else 'false'}", kill=kill, copy=f"{name}-{number}"))
+        list_.append(asked(name, "resume=true"))
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", HELPER, json.dumps(list_)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    expected = [-signal.SIGKILL if asked["kill"] else 0 for asked in list_]
+    assert json.loads(process.stdout) == expected, process.stderr
+    return folder
+
+
+def complete_checkpoints(output: Path) -> list[int]:
+    return [step for step, folder in checkpoints(output).items() if is_complete(folder)]
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Of two checkpoints, bit by bit: model, blocks, what optimizers know of both, and what trained the blocks."""
+    assert_same_model(one, other)
+    files = sorted(path.relative_to(one) for path in one.glob("block_states/0/level-*"))
+    assert len(files) == 2 and all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+    assert (one / STATE / "touched.json").read_text() == (other / STATE / "touched.json").read_text()
+    states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
+    assert states[0] and states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key][name], states[1][key][name]) for key in states[0] for name in states[0][key])
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    for level in (1, 2):
+        file = Path(BANK, f"level-{level}.safetensors")
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+    assert recorded(one) == recorded(other)
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_what_is_gone_on_with_after_kills_is_the_run_that_nobody_disturbed(runs, name):
+    assert_same_model(runs / name, runs / "whole")
+    for step in (4, 6):
+        assert_same_state(runs / name / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")
+    assert sorted(complete_checkpoints(runs / name)) == [4, 6]
+    losses = [
+        [(event["step"], event["loss"]) for event in read_log(runs / folder / "log.jsonl") if "loss" in event]
+        for folder in (name, "whole")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert not list((runs / name).rglob("*.partial")) and not list((runs / name).rglob(".partial*"))
+
+
+@pytest.mark.parametrize("left", [f"{name}-{number}" for name in KILLS for number in range(len(KILLS[name]))])
+def test_a_killed_run_leaves_whole_checkpoints_and_no_bank_that_is_not_whole(runs, left):
+    layout = bank_of(runs / "whole").layout
+    for folder in (runs / left).rglob("hier-ffn"):
+        if not (folder / "bank.json").exists():
+            continue
+        with contextlib.closing(MemoryBank(folder, layout)) as bank:
+            for level in layout.levels:
+                for index in bank.written(level):
+                    bank.block(level, index)
+        step = int(folder.parts[-3].partition("-")[2]) if folder.parts[-3].startswith("checkpoint") else 6
+        whole = runs / "whole" / f"checkpoint-{step}" / BANK
+        for level in layout.levels:
+            name = f"level-{level}.safetensors"
+            assert (folder / name).read_bytes() == (whole / name).read_bytes(), (
+                "a bank that opens has all of its blocks"
+            )
+    assert complete_checkpoints(runs / left)
+    for step in complete_checkpoints(runs / left):
+        assert_same_state(runs / left / f"checkpoint-{step}", runs / "whole" / f"checkpoint-{step}")
