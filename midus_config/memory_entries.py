@@ -53,6 +53,10 @@ class MemoryEntry:
         """Whether it is attached to layers, rather than having layers of its own."""
         return self.site != "inserted"
 
+    def tensors_at(self, layer: int, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """The tensors that it has in one of its layers."""
+        return self.options.tensors_at(sizes, self.layers.index(layer), len(self.layers))
+
     def to_dict(self) -> dict[str, Any]:
         """The entry as a config has it, every option written out."""
         return {
@@ -100,11 +104,11 @@ class Memories:
         """The tensors that memories have in a layer, by their name within the layer."""
         tensors: dict[str, DeclaredTensor] = {}
         if layer in self.inserted:
-            options = self.inserted[layer].options
-            tensors = {f"{INSERTED}.{name}": tensor for name, tensor in options.tensors(self.sizes).items()}
+            own = self.inserted[layer].tensors_at(layer, self.sizes)
+            tensors = {f"{INSERTED}.{name}": tensor for name, tensor in own.items()}
         for entry in self.attached_to(layer):
             prefix = f"{ATTACHED}.{entry.name}"
-            tensors |= {f"{prefix}.{name}": tensor for name, tensor in entry.options.tensors(self.sizes).items()}
+            tensors |= {f"{prefix}.{name}": tensor for name, tensor in entry.tensors_at(layer, self.sizes).items()}
         return tensors
 
     def tables(self, name: str) -> tuple[SharedTables, ...]:
@@ -190,7 +194,15 @@ def _check_layers(memories: Memories) -> None:
             if twice:
                 raise ValueError(f"layer {min(twice)} holds two inserted memories; expected at most one.")
             inserted |= set(entry.layers)
+    attends: dict[int, str] = {}
     for entry in memories.attached.values():
+        for layer in entry.layers if entry.options.attends else ():
+            if layer in attends:
+                raise ValueError(
+                    f"memories {attends[layer]!r} and {entry.name!r} both attend in the place of layer {layer}'s own attention; "
+                    "expected at most one. Give them other layers."
+                )
+            attends[layer] = entry.name
         own = inserted & {*entry.layers, *entry.into}
         if own:
             raise ValueError(
@@ -250,6 +262,7 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
     layers = _read_layers(memory_type, "layers", values, sizes.num_layers)
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"layers is {values['layers']}; expected ascending indices, each once.")
+    options.check_layers(layers)
     if site == "inserted" and options.tables(sizes, layers):
         raise ValueError(
             f"memory of type {memory_type!r} is inserted, and its options make its layers share tables, which only memories do that "

@@ -36,6 +36,8 @@ class MemoryOptions:
     type: ClassVar[str]
     sites: ClassVar[tuple[Site, ...]] = ()
     """The sites that the memory can take, its usual one first."""
+    attends: ClassVar[bool] = False
+    """Whether a memory inside attention attends in its place, to what earlier layers wrote as well."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -56,6 +58,43 @@ class MemoryOptions:
         """
         raise TypeError(f"{type(self).__name__} does not say which tensors it has.")
 
+    def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
+        """Those of `tensors` that one of its layers has. Default: all.
+
+        Args:
+            sizes: Of the model.
+            index: Of the layer, among those that have the memory.
+            count: How many layers have it.
+        """
+        return self.tensors(sizes)
+
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        """Refuse layers that the memory cannot be in together.
+
+        Args:
+            layers: Those that have the memory, ascending.
+
+        Raises:
+            ValueError: With the layers, what was expected and what helps.
+        """
+
+    def gives(self, index: int, count: int) -> tuple[str, ...]:
+        """What one of its layers gives for later ones, tensors by name. Default: nothing.
+
+        Args:
+            index: Of the layer, among those that have the memory.
+            count: How many layers have it.
+        """
+        return ()
+
+    def takes(self, index: int) -> tuple[tuple[int, str], ...]:
+        """What one of its layers takes of what earlier ones gave: the index of the giver, and the name. Default: nothing.
+
+        Args:
+            index: Of the layer, among those that have the memory.
+        """
+        return ()
+
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
         """The tables that layers share, which live once, at the model. Default: none.
 
@@ -69,13 +108,15 @@ class MemoryOptions:
         """What each text fetches for a layer from a bank beside the checkpoint. Default: nothing."""
         return None
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """Floating-point operations of the memory in one layer and forward pass, its part of the residual stream included.
 
         Args:
             sizes: Of the model.
             batch: B, sequences.
             tokens: T, tokens of each.
+            index: Of the layer, among those that have the memory.
+            count: How many layers have it.
 
         Returns:
             Operations by the name of what they are for. `midus_config.flops.rules` has their prices.

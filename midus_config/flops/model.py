@@ -90,7 +90,7 @@ def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> Mo
         else:
             parts = _layer(backbone, batch, tokens)
         for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
-            counted = memory.options.flops(sizes, batch, tokens)
+            counted = memory.options.flops(sizes, batch, tokens, memory.layers.index(layer), len(memory.layers))
             parts |= {f"{memory.name or memory.type}: {part}": count for part, count in counted.items()}
         return {part: count for part, count in parts.items() if count}
 

@@ -220,7 +220,7 @@ class ChaptersOptions(MemoryOptions):
             tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
         return tensors
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; for routing `sequence`, and `prompt` alike, to the unit what the paper counts.
 
         Each sequence's memory tokens are weighed, normalised and projected for it alone. Where stretches or tokens choose, their

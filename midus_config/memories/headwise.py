@@ -53,7 +53,7 @@ class HeadwiseOptions(RetrievalOptions):
             tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
         return tensors
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`.
 
         A transform is applied to what each token retrieves, or once to each row of the bank where rows are fewer, as the op does.

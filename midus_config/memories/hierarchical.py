@@ -77,7 +77,7 @@ class HierFFNOptions(HierarchicalOptions):
             "down": DeclaredTensor((sizes.hidden_size, size), "value", ZEROS),
         }
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         rows, units = batch * tokens, self.fetched_size
         return {
             "memory": 3 * linear(rows, sizes.hidden_size, units) + rows * units * (ACTIVATIONS[sizes.activation] + 1),
@@ -109,7 +109,7 @@ class HierLoraOptions(HierarchicalOptions):
             tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
         return tensors
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         rows, rank = batch * tokens, self.fetched_size
         widths = self.projections(sizes).values()
         return {
@@ -179,7 +179,7 @@ class HierKVOptions(HierarchicalOptions):
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
         }
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         width = sizes.num_heads * sizes.head_dim
         return {
             "memory": attention_products(batch, tokens, self.fetched_size, width)

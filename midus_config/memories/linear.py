@@ -30,7 +30,7 @@ class LinearOptions(SharedValueOptions):
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
         }
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`: every query is compared with every key of its head."""
         rows, queries = batch * tokens, batch * tokens * sizes.num_heads
         return {

@@ -32,7 +32,7 @@ class ProductKeyOptions(SharedValueOptions):
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
         }
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`."""
         rows = batch * tokens
         return {

@@ -260,7 +260,7 @@ class UltraMemOptions(MemoryOptions):
             return (0.2 * inner * sizes.hidden_size / (summed * pre_width)) ** 0.25
         return math.sqrt(0.08 * inner * sizes.hidden_size / summed)
 
-    def flops(self, sizes: ModelSizes, batch: int, tokens: int) -> dict[str, int]:
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; keys are normalised once per pass, and the leading vectors of cores are not counted."""
         rows, hidden, key_width = batch * tokens, sizes.hidden_size, self.width("key_width", sizes)
         value_width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)

@@ -30,6 +30,11 @@ class DeclaredModule(nn.Module):
                 setattr(self, name, nn.Parameter(torch.empty(tensor.shape)))
         self.reset_parameters()
 
+    def leave_out(self, name: str) -> None:
+        """Do without a tensor that is declared."""
+        del self.declared[name]
+        delattr(self, name.removesuffix(".weight"))
+
     def names_of(self, *roles: Role) -> list[str]:
         """Names of the tensors that have one of the roles."""
         return [name for name, tensor in self.declared.items() if tensor.role in roles]

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from midus_config.declared_tensors import Role
 from midus_config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
 from midus_config.model_sizes import ModelSizes
 from midus_config.plugins import is_same_class, load_offered
@@ -27,6 +28,9 @@ class MemoryModule(DeclaredModule):
       reads and what it gives; it returns what the projection shall give instead.
     - `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)`, queries `[B, H, T, d]`, keys and values
       `[B, K, S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
+    - `inside-attention`, if its options say that it `attends`: `forward(read, slot=source)`, `[B, T, D]`, for each slot that it
+      projects; it returns a key and a value `[B, K, T, d]`. And `forward(query, sequence=..., keys=..., values=...)`, which attends
+      in the place of the layer's own attention (`DepthAttention.attend`).
     - any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
 
     A memory that shares tables is also given `tables`, those of its layer by name, each of its `inputs` that the model was
@@ -54,6 +58,8 @@ class MemoryModule(DeclaredModule):
     """Whether a memory inside attention changes what the heads give."""
     wants_unrotated: ClassVar[bool] = False
     """Whether a memory that `reads_heads` gets queries `[B, H, T, d]` without their rotation as well, as `unrotated`."""
+    acts_through: ClassVar[tuple[Role, ...]] = ("value", "projection")
+    """Roles of the tensors without which the memory has no effect: while those that start at zero are zero."""
     keeps_state: bool = False
     """Whether what a token gets depends on earlier tokens: then the cache keeps what the memory needs of them."""
     can_forget: bool = True
@@ -110,19 +116,22 @@ def _check_names(memory_type: str) -> None:
         )
 
 
-def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0) -> MemoryModule:
+def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, count: int = 1) -> MemoryModule:
     """The module of a memory in one layer.
 
     Args:
         options: Of its type.
         sizes: Of the model.
         index: Which of the layers that have the memory it is in. Default: the first.
+        count: How many layers have it. Default: one.
 
     Raises:
         ValueError: If its type has none, or one with parameters or buffers that its options do not declare.
     """
     memory = module_of(options.type)(options, sizes)
     memory.index = index
+    for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
+        memory.leave_out(name)
     tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
     undeclared = [name for name in tensors if name not in memory.declared]
     if undeclared:

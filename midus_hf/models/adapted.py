@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from midus_hf.memory.sequence_heads import SequenceHeads
+from midus_hf.models.rotation import Rotation, unrotated
 
 Adapter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Given what a projection reads and what it gives, what it shall give instead."""
@@ -18,12 +21,32 @@ class HeadReader(NamedTuple):
     Args:
         read: Given queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and what the heads give
             `[B, T, H, d]`, what they shall give instead.
-        wants_unrotated: Whether it gets queries without their rotation as well, `[B, H, T, d]`, as `unrotated`, and by what scores
-            are multiplied, as `scaling`.
+        wants_unrotated: Whether it gets queries without their rotation as well, `[B, H, T, d]`, as `unrotated`; by what scores
+            are multiplied, as `scaling`; and what they do not exceed, as `softcap`, if they are capped.
     """
 
     read: Callable[..., torch.Tensor]
     wants_unrotated: bool
+
+
+class HeadsOfDepth(Protocol):
+    """What a memory over the depth asks of attention, and does in its place."""
+
+    reads: bool
+    """Whether it attends in the place of the model's own attention."""
+    wants_heads: bool
+    """Whether it wants the keys and values of the tokens of the pass."""
+    wants_raw_key: bool
+    """Whether it wants what the key projection gives."""
+
+    def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What heads give, `[B, T, H, d]`, and attention weights if they are known."""
+
+    def note_heads(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take keys, rotated, and values of the tokens of the pass, `[B, K, T, d]`."""
+
+    def note_raw_key(self, key: torch.Tensor) -> None:
+        """Take what the key projection gave, `[B, T, K * d]`."""
 
 
 PROJECTION_NAMES = {
@@ -86,6 +109,7 @@ class HostAttention(Adapted):
         *args: Any,
         adapters: Mapping[str, Adapter] | None = None,
         readers: Sequence[HeadReader] = (),
+        depth: HeadsOfDepth | None = None,
         **kwargs: Any,
     ) -> Any:
         """As the family's forward.
@@ -94,15 +118,22 @@ class HostAttention(Adapted):
             args: What the family's forward takes.
             adapters: What projections give instead, by their role. Default: nothing is changed.
             readers: What heads read beside the sequence, one after another. Default: nothing.
+            depth: What heads read of the depth, in one softmax with the sequence, and write for later layers. Default: nothing.
             kwargs: What the family's forward takes.
         """
-        if not readers:
+        if not readers and depth is None:
             return super().forward(*args, adapters=adapters, **kwargs)
         # The families look their attention function up in the config and hand it every keyword argument they do not know.
-        replaced = {"config": _View(self.config, {"_attn_implementation": _WITH_READERS}), "own_config": self.config}
-        view = _View(self, {**replaced, **self._replaced_projections(adapters or {})})
-        rotation = kwargs.get("position_embeddings")
-        return self.family_class.forward(view, *args, memory_readers=readers, memory_rotation=rotation, **kwargs)
+        replaced = {"config": _View(self.config, {"_attn_implementation": _WITH_MEMORY}), "own_config": self.config}
+        adapters = dict(adapters or {})
+        cache = kwargs.get("past_key_values")
+        if depth is not None and depth.wants_raw_key:
+            adapters["key"] = _noting(adapters.get("key"), depth.note_raw_key)
+        if depth is not None and depth.wants_heads and cache is not None:
+            kwargs["past_key_values"] = _View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
+        view = _View(self, {**replaced, **self._replaced_projections(adapters)})
+        call = AttentionCall(readers, kwargs.get("position_embeddings"), depth, cache is None)
+        return self.family_class.forward(view, *args, memory_call=call, **kwargs)
 
     def drop_output_projection(self) -> None:
         """Give the heads' outputs side by side."""
@@ -111,46 +142,62 @@ class HostAttention(Adapted):
         self.o_proj = _unchanged
 
 
-_WITH_READERS = f"with_readers_{__name__.replace('.', '_')}"
+class AttentionCall(NamedTuple):
+    """What memories do in one call of attention.
+
+    Args:
+        readers: What heads read beside the sequence.
+        rotation: Cosines and sines of the pass.
+        depth: What heads read of the depth, if anything.
+        keys_are_new: Whether keys are those of the tokens of the pass alone, for there is no cache.
+    """
+
+    readers: Sequence[HeadReader]
+    rotation: Rotation | None
+    depth: HeadsOfDepth | None
+    keys_are_new: bool
+
+
+_WITH_MEMORY = f"with_memory_{__name__.replace('.', '_')}"
 """A name of its own for each copy of this code that a checkpoint brings."""
 
 
-def _attend_with_readers(
+def _attend_with_memory(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     *,
-    memory_readers: Sequence[HeadReader],
-    memory_rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    memory_call: AttentionCall,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's own attention function, and what memories make of its output."""
+    """The model's own attention function, or one that reads the depth as well, and what memories make of its output."""
+    implementation = module.own_config._attn_implementation
     eager = sys.modules[module.family_class.__module__].eager_attention_forward
-    own = ALL_ATTENTION_FUNCTIONS.get_interface(module.own_config._attn_implementation, eager)
-    output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
-    for reader in memory_readers:
+    own = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    depth = memory_call.depth
+    if depth is not None and depth.wants_heads and memory_call.keys_are_new:
+        depth.note_heads(key, value)
+    if depth is not None and depth.reads:
+        output, weights = depth.attend(
+            SequenceHeads(module, own, implementation, query, key, value, attention_mask, kwargs)
+        )
+    else:
+        output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
+    for reader in memory_call.readers:
         extra: dict[str, Any] = {}
         if reader.wants_unrotated:
-            extra = {"unrotated": _unrotated(query, memory_rotation), "scaling": module.scaling}
+            extra = {
+                "unrotated": unrotated(query, memory_call.rotation),
+                "scaling": module.scaling,
+                "softcap": kwargs.get("softcap"),
+            }
         output = reader.read(query, key, value, output, **extra)
     return output, weights
 
 
-def _unrotated(query: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """Queries `[B, H, T, d]` as they were before their rotation, which scaled rotary embeddings make longer as well."""
-    assert rotation is not None, "layers are called with position_embeddings"
-    cos, sin = (
-        part.unsqueeze(1).to(torch.promote_types(query.dtype, torch.float32)) for part in rotation
-    )  # [B, 1, T, d]
-    wide = query.to(cos.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return ((wide * cos - turned * sin) / (cos.square() + sin.square())).to(query.dtype)
-
-
-ALL_ATTENTION_FUNCTIONS.register(_WITH_READERS, _attend_with_readers)
+ALL_ATTENTION_FUNCTIONS.register(_WITH_MEMORY, _attend_with_memory)
 
 
 def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapter) -> Callable[..., torch.Tensor]:
@@ -158,6 +205,29 @@ def _adapted(projection: Callable[[torch.Tensor], torch.Tensor], adapter: Adapte
         return adapter(inputs, projection(inputs))
 
     return project
+
+
+def _noting(adapter: Adapter | None, note: Callable[[torch.Tensor], None]) -> Adapter:
+    """An adapter that tells what its projection gives."""
+
+    def noting(read: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        given = given if adapter is None else adapter(read, given)
+        note(given)
+        return given
+
+    return noting
+
+
+def _noting_update(
+    update: Callable[..., Any], note: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Callable[..., Any]:
+    """A cache's `update` that tells which keys and values it is given."""
+
+    def noting(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        note(key, value)
+        return update(key, value, *args, **kwargs)
+
+    return noting
 
 
 def _unchanged(heads_output: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from midus_config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
 
-_SILENT: dict[Role, str] = {"value": "values", "projection": "output projections"}
+_SILENT: dict[Role, str] = {"value": "values", "projection": "output projections", "gate": "weights"}
 """What a memory adds nothing through where it starts at zero, by role, and what people call it."""
 
 
@@ -44,7 +44,7 @@ def _dead_through(layer: nn.Module) -> str | None:
 
 
 def _silent_names(memory: MemoryModule) -> list[str]:
-    return [name for name in memory.names_of(*_SILENT) if memory.declared[name].initial == ZEROS]
+    return [name for name in memory.names_of(*memory.acts_through) if memory.declared[name].initial == ZEROS]
 
 
 def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str | None]) -> bool:

@@ -10,7 +10,9 @@ from torch import nn
 from midus_config.memory_entries import Memories, inserted_options
 from midus_hf.memory.registry import MemoryModule, build_memory
 from midus_hf.models.adapted import Adapter, HeadReader
-from midus_hf.models.memory_inputs import MemoryInputs
+from midus_hf.models.carrying import given_at, skips_into, taken_at, taken_last_at
+from midus_hf.models.depth_heads import DepthHeads, DepthPass
+from midus_hf.models.memory_inputs import Carried, MemoryInputs
 
 
 class HostLayer:
@@ -50,12 +52,14 @@ class HostLayer:
         self.is_inserted = layer_idx in memories.inserted
         self.classes: dict[str, type[MemoryModule]] = {}  # what PEFT wraps does not tell its class
         self.sites = {entry.name: entry.site for entry in memories.attached_to(layer_idx)}
-        self.skips_from = [
-            (entry.name, layer)
-            for entry in memories.attached.values()
-            for layer, into in zip(entry.layers, entry.into, strict=False)
-            if into == layer_idx
-        ]
+        attached = memories.attached.values()
+        self.skips_from = tuple(
+            Carried(entry.name, read) for entry in attached for read in skips_into(entry, layer_idx)
+        )
+        self.takes = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
+        self.gives = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
+        self.takes_last = taken_last_at(memories, layer_idx)
+        self.depth: DepthHeads | None = None
         if self.is_inserted:
             self._become_block(config, memories)
         if "inside-attention" in self.sites.values():
@@ -65,11 +69,16 @@ class HostLayer:
         if self.sites:
             self.memories = nn.ModuleDict(
                 {
-                    entry.name: build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx))
+                    entry.name: build_memory(
+                        entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers)
+                    )
                     for entry in memories.attached_to(layer_idx)
                 }
             )
             self.classes |= {name: type(memory) for name, memory in self.memories.items()}
+        for entry in memories.attached_to(layer_idx):
+            if entry.options.attends:
+                self.depth = DepthHeads(config, entry, layer_idx)
 
     def _become_block(self, config, memories: Memories) -> None:
         entry = memories.inserted[self.layer_idx]
@@ -83,28 +92,61 @@ class HostLayer:
         self.self_attn = self.attention_class(config, self.layer_idx)
         if not options.keeps_output_projection:
             self.self_attn.drop_output_projection()
-        self.memory = build_memory(options, memories.sizes, entry.layers.index(self.layer_idx))
+        self.memory = build_memory(options, memories.sizes, entry.layers.index(self.layer_idx), len(entry.layers))
         self.classes[""] = type(self.memory)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any
+    ) -> Any:
+        """As `nn.Module.__call__`; what memories take of earlier layers, and give for later ones, are inputs and outputs of it.
+
+        So nothing within a layer changes what the pass brings, and activation checkpointing, of either kind, keeps these tensors
+        as it keeps hidden states.
+        """
+        call: Any = super().__call__
+        if not (self.takes or self.gives):
+            return call(hidden_states, memory_inputs=memory_inputs, **kwargs)
+        assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
+        taken = memory_inputs.carried(self.takes)
+        hidden_states, *given = call(hidden_states, *taken, memory_inputs=memory_inputs, **kwargs)
+        memory_inputs.carry(self.gives, given)
+        memory_inputs.release(self.takes_last)
+        return hidden_states
 
     def forward(
         self,
         hidden_states: torch.Tensor,
+        *taken: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values=None,
         memory_inputs: MemoryInputs | None = None,
         **kwargs,
-    ) -> torch.Tensor:
-        """Map the residual stream `[B, T, D]` to itself behind this layer."""
+    ) -> Any:
+        """Map the residual stream `[B, T, D]` to itself behind this layer.
+
+        Args:
+            hidden_states: `[B, T, D]`.
+            taken: What the layer takes of earlier ones, in the order of its `takes`.
+            attention_mask: As the family's layer takes it.
+            position_ids: As the family's layer takes them.
+            past_key_values: As the family's layer takes them.
+            memory_inputs: What the pass brings to memories.
+            kwargs: What the family's attention takes.
+
+        Returns:
+            `[B, T, D]`; where the layer takes or gives anything, a tuple of it and of what it gives, in the order of its `gives`.
+        """
         memory_inputs = MemoryInputs() if memory_inputs is None else memory_inputs
-        layer_input = hidden_states
-        inside = self._inside_attention(memory_inputs)
+        carried = dict(zip(self.takes, taken, strict=True))
+        depth = None if self.depth is None else self.depth.begin(self, carried, kwargs.get("position_embeddings"))
+        attention_input = self._normalised(self.attention_norm, hidden_states)
         attention_output, _ = self.self_attn(
-            hidden_states=self._normalised(self.attention_norm, hidden_states),
+            hidden_states=attention_input,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            **inside,
+            **self._inside_attention(memory_inputs, depth),
             **kwargs,
         )  # [B, T, D], or [B, T, H * d] without an output projection
         if self.is_inserted:
@@ -117,12 +159,18 @@ class HostLayer:
         mlp_output = self.mlp(mlp_input, adapters=adapters) if adapters else self.mlp(mlp_input)
         mlp_output = self._with_added("beside-ffn", mlp_output, mlp_input, memory_inputs)
         for name in self._at("skip", memory_inputs):
-            memory_inputs.carry(name, self.layer_idx, self._read(name, mlp_input, memory_inputs))
+            carried[Carried(name, self.layer_idx)] = self._read(name, mlp_input, memory_inputs)
+        if depth is not None:
+            carried |= depth.written(attention_input, mlp_input)
         hidden_states = hidden_states + self._normalised(self.mlp_output_norm, mlp_output)
-        for name, layer in self.skips_from:
-            receiver = hidden_states if layer == self.layer_idx else layer_input
-            hidden_states = hidden_states + memory_inputs.carried(name, layer, receiver).to(hidden_states.dtype)
-        return self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
+        for skip in self.skips_from:
+            added = carried.get(skip)
+            if added is not None:  # else the memory had nothing to do
+                hidden_states = hidden_states + added.to(hidden_states.dtype)
+        hidden_states = self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
+        if not (self.takes or self.gives):
+            return hidden_states
+        return hidden_states, *(carried.get(given) for given in self.gives)
 
     def _block_output(
         self, hidden_states: torch.Tensor, attention_output: torch.Tensor, memory_inputs: MemoryInputs
@@ -155,7 +203,7 @@ class HostLayer:
             hidden_states = hidden_states + self._read(name, read, memory_inputs).to(hidden_states.dtype)
         return hidden_states
 
-    def _inside_attention(self, memory_inputs: MemoryInputs) -> dict[str, Any]:
+    def _inside_attention(self, memory_inputs: MemoryInputs, depth: DepthPass | None) -> dict[str, Any]:
         """What the memories inside attention change of it."""
         names = self._at("inside-attention", memory_inputs)
         if not names:
@@ -168,7 +216,8 @@ class HostLayer:
             for name in names
             if self.classes[name].reads_heads
         ]
-        return {"adapters": self._adapters("inside-attention", memory_inputs), "readers": readers}
+        adapters = self._adapters("inside-attention", memory_inputs)
+        return {"adapters": adapters, "readers": readers, "depth": depth}
 
     def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
         """What the memories at a site change of projections, by the role of the projection."""

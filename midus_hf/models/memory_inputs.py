@@ -1,7 +1,7 @@
 """What a forward pass brings to memories beside hidden states."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +11,20 @@ from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
 from midus_hf.memory.token_places import TokenPlaces
+
+
+class Carried(NamedTuple):
+    """What one layer of a pass gives for later ones.
+
+    Args:
+        name: Of the memory.
+        layer: That gives it.
+        part: What it is, for memories that give several.
+    """
+
+    name: str
+    layer: int
+    part: str = "output"
 
 
 class MemoryInputs:
@@ -40,7 +54,7 @@ class MemoryInputs:
         self._given, self._tables = given or {}, tables or {}
         self._tokens, self._states, self._reports = tokens or TokenPlaces(), states or {}, reports
         self._fetched = fetched or {}
-        self._carried: dict[tuple[str, int], torch.Tensor] = {}
+        self._carried: dict[Carried, torch.Tensor | None] = {}
 
     def of(self, memory_class: type[MemoryModule], name: str, layer: int) -> dict[str, Any]:
         """The keyword arguments of a memory: those of its `inputs` that were given, `tables` where it shares some, what it `asks`.
@@ -86,29 +100,18 @@ class MemoryInputs:
         copy._carried = self._carried
         return copy
 
-    def carry(self, name: str, layer: int, output: torch.Tensor) -> None:
-        """Keep what a memory read at a layer for the layer that adds it."""
-        self._carried[name, layer] = output
+    def carry(self, keys: Sequence[Carried], tensors: Sequence[torch.Tensor | None]) -> None:
+        """Keep what a layer gives for the layers that take it."""
+        self._carried.update(zip(keys, tensors, strict=True))
 
-    def carried(self, name: str, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a memory read at a layer.
+    def carried(self, keys: Sequence[Carried]) -> list[torch.Tensor | None]:
+        """What earlier layers gave."""
+        return [self._carried[key] for key in keys]
 
-        Args:
-            name: Of the memory.
-            layer: That it read at.
-            hidden_states: What the layer that adds it was given: under reentrant activation checkpointing, nothing that is
-                computed within a layer tells in the forward pass that a gradient is wanted. If it is the same layer, the gradient
-                does not leave it, and what is computed within will do.
-
-        Raises:
-            ValueError: If no gradient would reach it.
-        """
-        if hidden_states.requires_grad and not torch.is_grad_enabled():
-            raise ValueError(
-                f"memory {name!r} reads at layer {layer} and adds behind another, and reentrant activation checkpointing loses the "
-                "gradient between them; expected gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
-        return self._carried[name, layer].to(hidden_states.device)
+    def release(self, keys: Sequence[Carried]) -> None:
+        """Forget what no later layer takes."""
+        for key in keys:
+            del self._carried[key]
 
 
 def input_names(modules: Iterable[nn.Module]) -> set[str]:

@@ -39,7 +39,7 @@ def paper_config(name: str = "moc-371m", **chapters: Any) -> dict[str, Any]:
 
 
 def of_memory(options: MemoryOptions) -> dict[str, int]:
-    return options.flops(SIZES, BATCH, TOKENS)
+    return options.flops(SIZES, BATCH, TOKENS, 0, 1)
 
 
 def test_a_layer_has_the_papers_operations():
@@ -153,7 +153,7 @@ def test_windows_and_masks_make_nothing_less():
 @pytest.mark.parametrize("memory_type", MEMORY_TYPES)
 def test_every_type_of_memory_says_what_it_takes_and_more_for_more_tokens(memory_type):
     options = MEMORY_TYPES[memory_type]()
-    few, many = options.flops(SIZES, 1, 24), options.flops(SIZES, 2, 24)
+    few, many = options.flops(SIZES, 1, 24, 1, 3), options.flops(SIZES, 2, 24, 1, 3)
     assert all(type(count) is int for count in many.values())
     assert sum(few.values()) < sum(many.values()) <= 2 * sum(few.values())
 

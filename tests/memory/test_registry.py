@@ -28,7 +28,7 @@ def test_every_type_has_a_module_of_the_declared_tensors():
     assert MEMORY_MODULES.keys() == MEMORY_TYPES.keys()
     for name, options_class in MEMORY_TYPES.items():
         options = options_class()
-        memory = build_memory(options, SIZES)
+        memory = build_memory(options, SIZES, 1, 3)
         declared = {tensor: value.shape for tensor, value in options.tensors(SIZES).items()}
         assert {tensor: tuple(value.shape) for tensor, value in memory.state_dict().items()} == declared
         assert set(memory.names_of("buffer")) == {tensor for tensor, _ in memory.named_buffers()}
@@ -36,7 +36,7 @@ def test_every_type_has_a_module_of_the_declared_tensors():
         blocks = options.fetched(SIZES)
         fetched = [tensor for tensors in blocks.levels for tensor in tensors.values()] if blocks else []
         roles = {tensor.role for tensor in (*options.tensors(SIZES).values(), *shared, *fetched)}
-        assert "value" in roles and memory.__doc__, name
+        assert roles & {"value", "gate"} and memory.__doc__, name
 
 
 def test_a_type_that_has_a_module_is_refused_another(table):
@@ -60,7 +60,7 @@ def test_the_same_class_loaded_twice_takes_its_own_name_again(table):
 def test_a_module_without_a_declared_type_is_refused():
     with pytest.raises(
         ValueError,
-        match="memory type 'exemple' has a module, Stray, but no options; expected one of chapters, headwise",
+        match="memory type 'exemple' has a module, Stray, but no options; expected one of chapters, depth-attention, headwise",
     ):
         register_memory("exemple")(type("Stray", (MemoryModule,), {}))
 
@@ -97,7 +97,9 @@ def test_a_tensor_that_is_not_declared_is_refused(table):
 
 def test_a_type_without_a_module_is_refused_where_one_is_built(table):
     del table["linear"]
-    with pytest.raises(ValueError, match="memory type 'linear' has no module; expected one of chapters, headwise, "):
+    with pytest.raises(
+        ValueError, match="memory type 'linear' has no module; expected one of chapters, depth-attention, headwise, "
+    ):
         build_memory(MEMORY_TYPES["linear"](), SIZES)
 
 

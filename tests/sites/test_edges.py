@@ -10,7 +10,7 @@ from midus_config.memory_entries import read_memories
 from midus_config.memory_types import MEMORY_TYPES, SharedTables
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.models.memory_inputs import MemoryInputs
+from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from upscalers import RequestError, strip, upscale
 from upscalers.checkpoint.safetensors_format import StoredTensor
@@ -56,8 +56,19 @@ def test_what_a_pass_brings_follows_to_another_device_and_still_carries():
     moved = inputs.to("meta", non_blocking=True)
     given = moved.of(Toy, "toy", 1)
     assert given["toy_scale"].is_meta and given["tables"]["up"].is_meta
-    moved.carry("toy", 0, torch.ones(1))
-    assert torch.equal(inputs.carried("toy", 0, torch.zeros(1)), torch.ones(1))
+    keys = [Carried("toy", 0), Carried("toy", 0, "key")]
+    moved.carry(keys, [torch.ones(1), None])
+    (output, key) = inputs.carried(keys)
+    assert torch.equal(output, torch.ones(1)) and key is None
+
+
+def test_what_no_later_layer_takes_is_forgotten():
+    inputs, keys = MemoryInputs(), [Carried("toy", 0), Carried("toy", 1)]
+    inputs.carry(keys, [torch.ones(1), torch.zeros(1)])
+    inputs.release(keys[:1])
+    assert inputs.carried(keys[1:]) == [torch.zeros(1)]
+    with pytest.raises(KeyError):
+        inputs.carried(keys[:1])
 
 
 def test_a_base_with_tensors_that_its_layers_do_not_know_is_checked_block_by_block(tmp_path):

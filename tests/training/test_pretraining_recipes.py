@@ -24,6 +24,10 @@ PARAMETERS = {"moc-371m": 371_292_932, "vanilla-148m": 147_874_560, "vanilla-203
 """Parameters of the models, by the names of their recipes (appendix A.4.1)."""
 
 
+MODA = ("olmo2-669m", "moda-706m", "moda-74m", "moda-128m")
+"""Recipes of Mixture-of-Depths Attention."""
+
+
 def recipe_path(name: str) -> Path:
     return REPOSITORY / "configs" / "train" / f"{name}.yaml"
 
@@ -34,7 +38,29 @@ def model_config(name: str) -> dict[str, Any]:
 
 def test_every_config_has_a_recipe_that_is_tested():
     configs = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.json")}
-    assert configs == set(PARAMETERS) | set(TABLE_7)
+    assert configs == set(PARAMETERS) | set(TABLE_7) | set(MODA)
+
+
+@pytest.mark.parametrize("name", MODA)
+def test_recipes_of_attention_over_the_depth_have_the_settings_of_its_paper(name):
+    """Section 4: 1,024 sequences of 4,096 tokens a step, 400B in all, 2,000 steps up to 3e-4 and a cosine down to 3e-5."""
+    config = read_config(TrainConfig, recipe_path(name))
+    assert (config.model, config.model_config, config.trainable) == (None, f"configs/models/{name}.json", "all")
+    assert config.batch_size * config.gradient_accumulation == 1024
+    assert config.sequence_length == model_config(name)["max_position_embeddings"]
+    assert config.max_steps == int(4e11 / 1024 / 4096)
+    assert (config.learning_rate, config.schedule, config.min_learning_rate_ratio) == (3e-4, "cosine", 0.1)
+    assert config.warmup_steps(config.max_steps) == 2000
+    assert (config.weight_decay, config.adam_beta2, config.max_grad_norm) == (0.1, 0.95, 1.0)
+
+
+@pytest.mark.parametrize("name", MODA[1:])
+def test_configs_of_attention_over_the_depth_write_every_option_out(name):
+    config = model_config(name)
+    (entry,) = config["memory"]
+    sizes = ModelSizes(hidden_size=config["hidden_size"], num_heads=16, num_layers=config["num_hidden_layers"])
+    (read,) = read_memories([entry], sizes).entries
+    assert entry == read.to_dict() and read.layers == tuple(range(config["num_hidden_layers"]))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -30,7 +30,7 @@ BASES = {
 """Config, id and number of new layers (section 5.1) of the paper's bases."""
 
 TRAINABLE = {
-    **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear", "moc", "ultramem-v2"), "new"),
+    **dict.fromkeys(("midus-hml", "midus-pkm", "midus-linear", "moc", "moda", "ultramem-v2"), "new"),
     "base": "all",
     **dict.fromkeys(("solar", "llama-pro", "lesa", "opt-deus", "avg-deus"), "auto"),
 }

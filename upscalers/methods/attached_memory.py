@@ -105,9 +105,9 @@ class AttachedMemoryMethod(HostedMemoryMethod):
 
     def recipes(self, base: BaseModel, plan: Plan, seed: int) -> list[dict[str, Recipe]]:
         recipes, entry = super().recipes(base, plan, seed), self.entry(base, plan)
-        tensors = entry.options.tensors(base.family.sizes(base.config))
+        sizes = base.family.sizes(base.config)
         for layer in entry.layers:
-            for name, tensor in tensors.items():
+            for name, tensor in entry.tensors_at(layer, sizes).items():
                 name = f"{ATTACHED}.{entry.name}.{name}"
                 recipes[layer][name] = initialised(tensor, base.new_name(layer, name), seed)
         return recipes

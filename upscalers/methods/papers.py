@@ -88,3 +88,14 @@ ULTRAMEM_V2 = Paper(
   year    = {2025}
 }""",
 )
+MODA = Paper(
+    title="Mixture-of-Depths Attention",
+    reference="arXiv:2603.15619",
+    bibtex="""@article{moda,
+  title   = {Mixture-of-Depths Attention},
+  author  = {Zhu, Lianghui and Fang, Yuxin and Liao, Bencheng and Wang, Shijie and Cheng, Tianheng and Huang, Zilong and Chen, Chen
+             and Wei, Lai and Zeng, Yutao and Wang, Ya and Lin, Yi and Li, Yu and Wang, Xinggang},
+  journal = {arXiv preprint arXiv:2603.15619},
+  year    = {2026}
+}""",
+)

@@ -61,7 +61,7 @@ def _followed_layers(base: BaseModel, plan: Plan, entry: MemoryEntry) -> dict[st
         if isinstance(layer, Base) and layer.index in entry.layers
     ]
     if [layer for _, layer in taken] != list(entry.layers) and entry.is_attached:
-        if entry.into or base.memories.tables(entry.name):
+        if entry.into or base.memories.tables(entry.name) or entry.options.attends:
             raise RequestError(
                 f"memory {entry.name!r} ties layers {', '.join(map(str, entry.layers))} together, and the plan repeats or leaves out "
                 "some of them; expected each once. Choose a method that inserts layers."

@@ -61,13 +61,18 @@ class StreamedModel:
         layers = self._model.model.layers
         handles = [layers[0].register_forward_pre_hook(lambda _, inputs: see(0, inputs[0]))]
         for number, layer in enumerate(layers, 1):
-            handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, call[-1])))
+            handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
         try:
             with torch.no_grad():
                 return self._model(tokens, use_cache=False, **ids_of_path(self._path, len(tokens))).logits
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _stream(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The residual stream behind a layer, which some layers give with what they carry to later ones."""
+    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:

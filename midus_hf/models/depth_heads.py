@@ -1,0 +1,202 @@
+"""How a layer takes part in attention over the depth: which slots it reads, and which it writes for later layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from midus_config.memories.depth_attention import KEPT, DepthAttentionOptions, Slot, SlotSource
+from midus_config.memory_entries import MemoryEntry
+from midus_hf.memory.sequence_heads import SequenceHeads
+from midus_hf.models.memory_inputs import Carried
+from midus_hf.models.rotation import Rotation, rotated, unrotated
+
+Heads = tuple[torch.Tensor, torch.Tensor]
+"""A key and a value of each key/value head and token, both `[B, K, T, d]`."""
+
+
+class DepthHeads:
+    """What a layer reads and writes of the depth, in every pass.
+
+    Slots meet queries at the position of both, so the rotation of both cancels out, if it is one rotation. Where layers of one
+    memory rotate by different angles (Gemma 3), slots are carried, and queries compared with them, without any.
+
+    Args:
+        config: Of the model.
+        entry: Of the memory.
+        layer: Index of the layer.
+    """
+
+    def __init__(self, config: Any, entry: MemoryEntry, layer: int):
+        assert isinstance(entry.options, DepthAttentionOptions), "memories that attend have slots"
+        self.name, self.options, self.layers = entry.name, entry.options, entry.layers
+        self.index = entry.layers.index(layer)
+        self.slots = tuple(
+            (self._carried(slot.writer, slot.source, "key"), self._carried(slot.writer, slot.source, "value"))
+            for slot in self.options.slots_read(self.index)
+        )
+        self.writes = tuple(
+            source
+            for source in self.options.sources
+            if self.options.is_read(Slot(self.index, source), len(self.layers))
+        )
+        self.keeps = KEPT[0] in self.options.gives(self.index, len(self.layers))
+        self.without_rotation = self.options.rope == "same" and _rotations_differ(config, entry.layers)
+
+    def _carried(self, index: int, source: SlotSource, part: str) -> Carried:
+        return Carried(self.name, self.layers[index], f"{source}_{part}")
+
+    def begin(self, layer: Any, carried: Mapping[Carried, Any], rotation: Rotation | None) -> "DepthPass":
+        """Begin a pass through the layer.
+
+        Args:
+            layer: The host layer.
+            carried: What it takes of earlier ones.
+            rotation: Cosines and sines of the pass at this layer.
+        """
+        return DepthPass(self, layer, carried, rotation)
+
+    def key_of(self, source: SlotSource) -> Carried:
+        """What the layer's own key of a slot is carried as."""
+        return self._carried(self.index, source, "key")
+
+    def value_of(self, source: SlotSource) -> Carried:
+        """What the layer's own value of a slot is carried as."""
+        return self._carried(self.index, source, "value")
+
+    def kept_before(self) -> tuple[Carried, ...]:
+        """What the layer in front kept of older slots."""
+        return tuple(Carried(self.name, self.layers[self.index - 1], part) for part in KEPT)
+
+    def kept_here(self) -> tuple[Carried, ...]:
+        """What the layer keeps of older slots."""
+        return tuple(Carried(self.name, self.layers[self.index], part) for part in KEPT)
+
+
+class DepthPass:
+    """One pass through a layer that takes part in attention over the depth.
+
+    Args:
+        heads: What the layer reads and writes.
+        layer: The host layer.
+        carried: What it takes of earlier ones.
+        rotation: Cosines and sines of the pass at this layer.
+    """
+
+    def __init__(self, heads: DepthHeads, layer: Any, carried: Mapping[Carried, Any], rotation: Rotation | None):
+        self._heads, self._layer, self._carried, self._rotation = heads, layer, carried, rotation
+        self._memory = layer.memories[heads.name]
+        self._kept: dict[Carried, torch.Tensor] = {}
+        self._raw_key: torch.Tensor | None = None
+        self._own: Heads | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether heads read slots, rather than the sequence alone."""
+        return bool(self._heads.slots)
+
+    @property
+    def wants_raw_key(self) -> bool:
+        """Whether later layers read what the key projection gives, in front of norm and rotation."""
+        return self._reuses and self._heads.options.rope == "released"
+
+    @property
+    def wants_heads(self) -> bool:
+        """Whether later layers read the layer's own keys and values."""
+        return self._reuses
+
+    @property
+    def _reuses(self) -> bool:
+        return self._heads.options.attention_slots == "reused" and "attention" in self._heads.writes
+
+    def note_raw_key(self, key: torch.Tensor) -> None:
+        """Take what the key projection gave, `[B, T, K * d]`."""
+        self._raw_key = key
+
+    def note_heads(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take the keys, rotated, and values of the tokens of the pass, `[B, K, T, d]`."""
+        self._own = (key, value)
+
+    def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What heads give, `[B, T, H, d]`, after one softmax over the sequence and the slots of the depth, and attention weights if
+        the sequence's are known (they are those of the sequence alone)."""
+        heads, attention = self._heads, self._layer.self_attn
+        keys = [self._carried[key] for key, _ in heads.slots]
+        values = [self._carried[value] for _, value in heads.slots]
+        utilities = None
+        if heads.kept_before()[0] in self._carried:
+            kept_keys, kept_values, utilities = (self._carried[kept] for kept in heads.kept_before())
+            keys, values = [*kept_keys.unbind(-2), *keys], [*kept_values.unbind(-2), *values]
+        query, raw_keys = sequence.query, keys
+        if heads.options.rope == "released":
+            keys = [normalised_keys(attention, key) for key in keys]
+        elif heads.without_rotation:
+            query = unrotated(query, self._rotation)
+        output, weights, kept = self._memory(
+            query,
+            sequence=sequence,
+            keys=keys,
+            values=values,
+            utilities=utilities,
+            keeps=heads.keeps,
+            raw_keys=raw_keys,
+        )
+        if heads.keeps:
+            self._kept = dict(zip(heads.kept_here(), kept, strict=True))
+        return output, weights
+
+    def written(self, attention_input: torch.Tensor, mlp_input: torch.Tensor) -> dict[Carried, torch.Tensor]:
+        """The slots that the layer writes, and what it keeps of older ones.
+
+        Args:
+            attention_input: `[B, T, D]`, what attention read.
+            mlp_input: `[B, T, D]`, what the feed-forward network read.
+        """
+        written: dict[Carried, torch.Tensor] = dict(self._kept)
+        for source in self._heads.writes:
+            if source == "attention" and self._reuses:
+                key, value = self._own_heads()
+            else:
+                key, value = self._projected(source, attention_input if source == "attention" else mlp_input)
+            written |= {self._heads.key_of(source): key, self._heads.value_of(source): value}
+        return written
+
+    def _own_heads(self) -> Heads:
+        assert self._own is not None, "attention tells which keys and values it wrote"
+        key, value = self._own
+        if self.wants_raw_key:
+            assert self._raw_key is not None, "attention tells what its key projection gave"
+            return _split(self._raw_key, value), value
+        return unrotated(key, self._rotation) if self._heads.without_rotation else key, value
+
+    def _projected(self, source: SlotSource, read: torch.Tensor) -> Heads:
+        key, value = self._memory(read, slot=source)  # [B, K, T, d]
+        if self._heads.options.rope == "same":
+            key = normalised_keys(self._layer.self_attn, key)
+            key = key if self._heads.without_rotation else rotated(key, self._rotation)
+        return key, value
+
+
+def normalised_keys(attention: Any, keys: torch.Tensor) -> torch.Tensor:
+    """Keys `[B, K, T, d]` behind the key norm of a family's attention, which normalises each head (Qwen 3, Gemma 3) or all of them
+    together (OLMo 2); as they are where it has none."""
+    norm = getattr(attention, "k_norm", None)
+    if norm is None:
+        return keys
+    if norm.weight.shape[-1] == keys.shape[-1]:
+        return norm(keys)
+    return _split(norm(keys.transpose(1, 2).flatten(2)), keys)
+
+
+def _split(keys: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Keys `[B, T, K * d]` as `[B, K, T, d]`."""
+    return keys.unflatten(-1, (like.shape[1], like.shape[-1])).transpose(1, 2)
+
+
+def _rotations_differ(config: Any, layers: tuple[int, ...]) -> bool:
+    """Whether layers rotate by different angles, as sliding and full layers of Gemma 3 do."""
+    kinds = getattr(config, "layer_types", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if kinds is None or not all(kind in parameters for kind in kinds):
+        return False
+    return len({kinds[layer] for layer in layers}) > 1

@@ -1,0 +1,28 @@
+"""Rotary positions of queries and keys, put on and taken off."""
+
+import torch
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a pass, both `[B, T, d]`, as layers are given them (`position_embeddings`)."""
+
+
+def rotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Queries or keys `[B, H, T, d]` with their rotation, as the families rotate them."""
+    assert rotation is not None, "layers are called with position_embeddings"
+    cos, sin = (part.unsqueeze(1).to(heads.dtype) for part in rotation)  # [B, 1, T, d]
+    return heads * cos + _turned(heads) * sin
+
+
+def unrotated(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Queries or keys `[B, H, T, d]` as they were before their rotation, which scaled rotary embeddings make longer as well."""
+    assert rotation is not None, "layers are called with position_embeddings"
+    cos, sin = (
+        part.unsqueeze(1).to(torch.promote_types(heads.dtype, torch.float32)) for part in rotation
+    )  # [B, 1, T, d]
+    wide = heads.to(cos.dtype)
+    return ((wide * cos - _turned(wide) * sin) / (cos.square() + sin.square())).to(heads.dtype)
+
+
+def _turned(heads: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)

@@ -1,0 +1,177 @@
+"""Attention of each token to keys and values of its own position, and its union with attention to the sequence (MoDA)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def depth_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
+
+    Slots are read where they lie, one after another, and nothing of the size of all of them is made or kept for the gradient. Query
+    head h reads key/value head h // (H / K).
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        values: n of `[B, K, T, d]`.
+        scaling: By what scores are multiplied.
+        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+
+    Returns:
+        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of its scores,
+        `[B, H, T]`, float32 at least. Gradients flow through both.
+
+    Raises:
+        ValueError: If there are no slots, or shapes disagree.
+    """
+    _check(query, keys, values)
+    return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
+
+
+def depth_shares(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None = None
+) -> torch.Tensor:
+    """What each slot gets of the attention to the depth.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: n of `[B, K, T, d]`.
+        scaling: By what scores are multiplied.
+        softcap: As for `depth_attention`.
+
+    Returns:
+        `[B, H, T, n]`, float32 at least; no gradient flows through them.
+    """
+    with torch.no_grad():
+        return _scores(query, keys, scaling, softcap).softmax(-1)
+
+
+def joint_attention(
+    sequence: torch.Tensor,
+    sequence_lse: torch.Tensor,
+    depth: torch.Tensor,
+    depth_lse: torch.Tensor,
+    depth_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What heads read in one softmax over sequence and depth, from what they read of each (section 2.3).
+
+    The depth's part of the softmax is multiplied by g: its share is `w = g e^D / (e^S + g e^D)`, with the two sums S and D in the
+    exponent. Where g is 0 the result is `sequence`, bit for bit.
+
+    Args:
+        sequence: `[B, H, T, d]`, what heads read of the sequence.
+        sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
+        depth: `[B, H, T, d]`, what they read of the depth.
+        depth_lse: `[B, H, T]`.
+        depth_weight: `[B, H, T]` or what can be expanded to it, g, not negative. Default: 1, as in the paper.
+
+    Returns:
+        `[B, H, T, d]`, in the dtype of `sequence`.
+    """
+    _, share = share_of_depth(sequence_lse, depth_lse, depth_weight)
+    wide = torch.promote_types(sequence.dtype, torch.float32)
+    share = share.unsqueeze(-1).to(wide)
+    return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
+
+
+def share_of_depth(
+    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the depth has of the softmax over both, for each part of the sequence's and of the whole.
+
+    Args:
+        sequence_lse: `[B, H, T]`.
+        depth_lse: `[B, H, T]`.
+        depth_weight: g, as for `joint_attention`.
+
+    Returns:
+        `g e^D / e^S` and w, both `[B, H, T]`.
+    """
+    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
+    if depth_weight is not None:
+        ratio = ratio * depth_weight.to(ratio.dtype)
+    return ratio, ratio / (1 + ratio)
+
+
+_LARGEST_EXPONENT = 80.0
+"""Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
+
+
+def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if not keys or len(keys) != len(values):
+        raise ValueError(f"there are {len(keys)} keys and {len(values)} values; expected as many, and one or more.")
+    for slot in (*keys, *values):
+        batch, heads, tokens, width = query.shape
+        fits = slot.dim() == 4 and (slot.shape[0], *slot.shape[2:]) == (batch, tokens, width)
+        if not fits or heads % slot.shape[1] or slot.shape != keys[0].shape:
+            raise ValueError(
+                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
+                "as many heads or a divisor of them."
+            )
+
+
+def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[B, H, T, d]` as `[B, K, H / K, T, d]`."""
+    return heads.unflatten(1, (kv_heads, -1))
+
+
+def _scores(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None) -> torch.Tensor:
+    """`[B, H, T, n]`, float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = _grouped(query.to(wide), keys[0].shape[1])
+    scores = torch.stack([(grouped * key.to(wide).unsqueeze(2)).sum(-1) for key in keys], dim=-1) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.flatten(1, 2)
+
+
+class _DepthAttention(torch.autograd.Function):
+    """`depth_attention`, whose gradient computes scores once more rather than keep what they were computed from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, scaling: float, softcap: float | None, count: int, *slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = slots[:count], slots[count:]
+        scores = _scores(query, keys, scaling, softcap)
+        lse = scores.logsumexp(-1)
+        shares = _grouped((scores - lse.unsqueeze(-1)).exp(), keys[0].shape[1])  # [B, K, G, T, n]
+        read: torch.Tensor = sum(  # type: ignore[assignment]
+            share.unsqueeze(-1) * value.to(share.dtype).unsqueeze(2)
+            for share, value in zip(shares.unbind(-1), values, strict=True)
+        )
+        read = read.flatten(1, 2).to(query.dtype)
+        ctx.save_for_backward(query, read, lse, *slots)
+        ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
+        return read, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_read, of_lse = gradients
+        query, read, lse, *slots = ctx.saved_tensors
+        keys, values = slots[: ctx.count], slots[ctx.count :]
+        kv_heads, wide = keys[0].shape[1], lse.dtype
+        scores = _scores(query, keys, ctx.scaling, ctx.softcap)
+        shares = _grouped((scores - lse.unsqueeze(-1)).exp(), kv_heads)  # [B, K, G, T, n]
+        grouped, of_read = _grouped(query.to(wide), kv_heads), of_read.to(wide)
+        # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+        mean = _grouped((of_read * read.to(wide)).sum(-1) - of_lse, kv_heads)  # [B, K, G, T]
+        of_read = _grouped(of_read, kv_heads)
+        slopes = None if ctx.softcap is None else _grouped(1 - (scores / ctx.softcap).square(), kv_heads)
+        of_query = torch.zeros_like(grouped)
+        of_keys, of_values = [], []
+        for slot, (key, value) in enumerate(zip(keys, values, strict=True)):
+            share = shares[..., slot]
+            of_score = share * ((of_read * value.to(wide).unsqueeze(2)).sum(-1) - mean)  # [B, K, G, T]
+            of_score = (of_score if slopes is None else of_score * slopes[..., slot]) * ctx.scaling
+            of_query = of_query + of_score.unsqueeze(-1) * key.to(wide).unsqueeze(2)
+            of_keys.append((of_score.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
+            of_values.append((share.unsqueeze(-1) * of_read).sum(2).to(value.dtype))
+        return of_query.flatten(1, 2).to(query.dtype), None, None, None, *of_keys, *of_values

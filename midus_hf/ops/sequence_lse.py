@@ -1,0 +1,108 @@
+"""The logarithm of the sum that a softmax over the sequence divides by, where attention itself does not tell."""
+
+from typing import Any
+
+import torch
+
+_CHUNK = 256
+"""Queries whose scores are there at once."""
+
+
+def sequence_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The logarithm of the sum of the exponentials of each query's scores.
+
+    Scores are computed for a few queries at once, and again for the gradient, so that nothing of the size of all scores is kept.
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        key: `[B, K, S, d]`; K divides H.
+        mask: Broadcastable to `[B, H, T, S]`: true where a query reads, or what is added to scores. Default: every key is read.
+        is_causal: Whether query t reads keys up to t alone.
+        scaling: By what scores are multiplied.
+        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+
+    Returns:
+        `[B, H, T]`, float32 at least; minus infinity where a query reads nothing.
+    """
+    return _SequenceLse.apply(query, key, mask, is_causal, scaling, softcap)
+
+
+def _chunks(tokens: int) -> list[slice]:
+    return [slice(start, min(start + _CHUNK, tokens)) for start in range(0, tokens, _CHUNK)]
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None,
+    rows: slice,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores `[B, K, G, t, S]` of some queries, capped and masked, and as they were before the mask."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    few = query[:, :, rows]
+    grouped = few.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)  # [B, K, G * t, d]
+    scores = (grouped @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    scores = scores.unflatten(2, (heads // kv_heads, few.shape[2]))
+    capped = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    masked = capped
+    if is_causal:
+        positions = torch.arange(rows.start, rows.stop, device=query.device)
+        ahead = torch.arange(key.shape[2], device=query.device) > positions[:, None]
+        masked = masked.masked_fill(ahead, float("-inf"))
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+        mask = mask.expand(-1, heads, -1, -1) if mask.shape[1] not in (1, heads) else mask
+        of_heads = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (kv_heads, heads // kv_heads))
+        masked = masked.masked_fill(~of_heads, float("-inf")) if mask.dtype == torch.bool else masked + of_heads
+    return masked, capped
+
+
+class _SequenceLse(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_causal: bool,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        parts = [
+            _scores(query, key, mask, is_causal, scaling, softcap, rows)[0].logsumexp(-1).flatten(1, 2)
+            for rows in _chunks(query.shape[2])
+        ]
+        lse = torch.cat(parts, dim=2)  # [B, H, T]
+        ctx.save_for_backward(query, key, mask, lse)
+        ctx.options = (is_causal, scaling, softcap)
+        return lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (of_lse,) = gradients
+        query, key, mask, lse = ctx.saved_tensors
+        is_causal, scaling, softcap = ctx.options
+        kv_heads = key.shape[1]
+        of_query, of_key = [], torch.zeros_like(key, dtype=lse.dtype)
+        for rows in _chunks(query.shape[2]):
+            masked, capped = _scores(query, key, mask, is_causal, scaling, softcap, rows)
+            sums, of_sums = (part[:, :, rows].unflatten(1, (kv_heads, -1)).unsqueeze(-1) for part in (lse, of_lse))
+            of_scores = (masked - sums).exp() * of_sums  # [B, K, G, t, S]
+            of_scores = torch.where(sums == float("-inf"), torch.zeros_like(of_scores), of_scores)
+            if softcap is not None:
+                of_scores = of_scores * (1 - (capped / softcap).square())
+            of_scores = (of_scores * scaling).flatten(2, 3).to(key.dtype)  # [B, K, G * t, S]
+            few = query[:, :, rows].unflatten(1, (kv_heads, -1))
+            of_query.append((of_scores @ key).view_as(few).flatten(1, 2))
+            of_key = of_key + (of_scores.transpose(-1, -2) @ few.flatten(2, 3)).to(of_key.dtype)
+        return torch.cat(of_query, dim=2), of_key.to(key.dtype), None, None, None, None

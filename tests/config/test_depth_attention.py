@@ -1,0 +1,150 @@
+"""Attention over the depth as it is declared: sizes and operations of the paper's models, who reads what, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midus_config.flops.model import estimate_flops
+from midus_config.flops.rules import MASK_AND_SCALE
+from midus_config.memories.depth_attention import DepthAttentionOptions, Slot
+from midus_config.memory_entries import read_memories
+from midus_config.model_sizes import ModelSizes
+from midus_config.parameters import count_parameters
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+SIZES = ModelSizes(hidden_size=32, num_heads=4, num_key_value_heads=2, num_layers=4)
+WITHOUT_FFN = {"ffn_slots": False}
+PROJECTED = {"attention_slots": "projected"}
+
+
+def config_of(name: str, layers: int | None = None, without: bool = False, **options: Any) -> dict[str, Any]:
+    """A model of the paper, with other options of its memory or without it, and as many layers."""
+    config = json.loads((MODELS / f"{name}.json").read_text())
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    for entry in config["memory"]:
+        entry.update(options)
+    return {**config, "memory": []} if without else config
+
+
+@pytest.mark.parametrize(
+    ("config", "millions"),
+    [
+        (config_of("olmo2-669m"), 669.0),
+        (config_of("olmo2-669m", 38), 700.5),
+        (config_of("moda-706m", **WITHOUT_FFN), 669.0),
+        (config_of("moda-706m"), 705.7),
+        (config_of("moda-706m", **PROJECTED), 742.4),
+        (config_of("moda-74m", without=True), 71.35),
+        (config_of("moda-74m", **WITHOUT_FFN), 71.35),
+        (config_of("moda-128m", without=True), 123.38),
+        (config_of("moda-128m", **WITHOUT_FFN), 123.38),
+    ],
+    ids=str,
+)
+def test_models_have_the_parameters_of_the_paper(config, millions):
+    """Tables 3 and 6; here and below, what a number has in the paper is what is compared."""
+    places = 2 if millions < 200 else 1
+    assert round(count_parameters(config).total / 1e6, places) == millions
+
+
+@pytest.mark.parametrize(("name", "layers", "millions"), [("moda-74m", 24, 73.72), ("moda-128m", 48, 128.11)])
+def test_the_small_models_do_without_the_projection_that_nothing_reads(name, layers, millions):
+    """Table 6 has a projection in every layer, that of the last included; table 3 has none there."""
+    projection = 2 * (384 * 128 + 128)
+    config = config_of(name)
+    added = count_parameters(config).total - count_parameters({**config, "memory": []}).total
+    assert added == (layers - 1) * projection
+    assert (count_parameters(config).total + projection) / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "trillions"),
+    [
+        (config_of("olmo2-669m"), 8.01),
+        (config_of("olmo2-669m", 38), 8.41),
+        (config_of("moda-706m", **WITHOUT_FFN), 8.02),
+        (config_of("moda-706m"), 8.33),
+        (config_of("moda-706m", **PROJECTED), 8.63),
+    ],
+    ids=str,
+)
+def test_models_take_the_operations_of_the_paper(config, trillions):
+    """Table 3, which has no price for mask and scale of the scores of the sequence."""
+    tokens, layers = 4096, config["num_hidden_layers"]
+    scores = layers * config["num_attention_heads"] * tokens**2
+    assert round((estimate_flops(config, tokens).forward - MASK_AND_SCALE * scores) / 1e12, 2) == trillions
+
+
+def test_what_reads_and_what_is_read():
+    options = DepthAttentionOptions()
+    assert options.slots_read(0) == ()
+    assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
+    assert options.takes(1) == tuple(
+        (0, name) for name in ("attention_key", "attention_value", "ffn_key", "ffn_value")
+    )
+    assert options.gives(1, 3) and not options.gives(2, 3)
+    last = DepthAttentionOptions(slots=3)
+    assert last.slots_read(3) == (Slot(1, "ffn"), Slot(2, "attention"), Slot(2, "ffn"))
+    assert [last.num_read(index) for index in range(4)] == [0, 2, 3, 3]
+
+
+def test_slots_that_no_layer_reads_are_neither_written_nor_have_projections():
+    options = DepthAttentionOptions(slots=1)
+    assert options.slots_read(2) == (Slot(1, "ffn"),)
+    assert options.gives(0, 3) == ("ffn_key", "ffn_value")
+    everywhere = {"depth_weight", "ffn_key.weight", "ffn_value.weight"}
+    assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == [
+        everywhere - {"depth_weight"},
+        everywhere,
+        {"depth_weight"},
+    ]
+
+
+@pytest.mark.parametrize(("keep", "certain"), [("best", 2), ("hybrid", 3)])
+def test_chosen_slots_travel_from_layer_to_layer(keep, certain):
+    options = DepthAttentionOptions(slots=6, keep=keep)
+    assert options.num_newest == certain
+    kept = ((2, "kept_keys"), (2, "kept_values"), (2, "utilities"))
+    assert options.takes(3)[:3] == kept and len(options.takes(3)) == 3 + 4
+    assert options.gives(2, 5)[:3] == tuple(name for _, name in kept)
+    assert not any(name == "utilities" for name in (*options.gives(0, 5), *options.gives(4, 5)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"attention_slots": "none", "ffn_slots": False}, "expected one of them, for there is nothing to read"),
+        ({"slots": -1}, r"slots is -1; expected 0 or more\."),
+        ({"slots": 7}, r"slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0 for all"),
+        (
+            {"slots": 2, "keep": "best"},
+            "slots is 2, and keep is 'best'; expected 3 or more: what the layer in front wrote",
+        ),
+        ({"keep": "hybrid"}, "slots is 0, and keep is 'hybrid'; expected 3 or more"),
+        (
+            {"layers": [2]},
+            r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote",
+        ),
+        ({"layers": [2, 4]}, "names layer 4; expected 0 <= layer < 4"),
+        ({"rope": "other"}, "rope is 'other'; expected"),
+        ({"site": "inside-ffn"}, "has site = 'inside-ffn'; expected one of: inside-attention"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(entry, message):
+    with pytest.raises(ValueError, match=message):
+        read_memories([{"type": "depth-attention", "layers": [0, 1, 2, 3], **entry}], SIZES)
+
+
+def test_two_memories_cannot_attend_in_one_layer():
+    first, second = (
+        {"type": "depth-attention", "name": name, "layers": layers} for name, layers in (("a", [0, 2]), ("b", [2, 3]))
+    )
+    with pytest.raises(
+        ValueError, match="memories 'a' and 'b' both attend in the place of layer 2's own attention; expected"
+    ):
+        read_memories([first, second], SIZES)
+    assert len(read_memories([first, {**second, "layers": [1, 3]}], SIZES).entries) == 2

@@ -1,0 +1,68 @@
+"""Models whose heads read the depth, built in memory from a tiny base."""
+
+from typing import Any
+
+import torch
+from tiny import NUM_LAYERS, tiny_model
+
+from midus_hf.memory.depth_attention import DepthAttention
+from midus_hf.models import FAMILIES
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "attention": {"ffn_slots": False},
+    "ffn": {"attention_slots": "none", "bias": True},
+    "projected": {"attention_slots": "projected", "bias": True},
+    "released": {"rope": "released"},
+    "last": {"slots": 3},
+    "best": {"slots": 3, "keep": "best"},
+    "hybrid": {"slots": 5, "keep": "hybrid"},
+    "some": {"layers": [0, 2, 3]},
+}
+
+
+def depth_model(
+    family: str = "llama",
+    kind: str = "default",
+    dtype: torch.dtype = torch.float64,
+    *,
+    acting: bool = True,
+    num_hidden_layers: int = NUM_LAYERS,
+    base: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A tiny model whose heads read the depth, in eval mode.
+
+    Args:
+        family: A key of `tiny.NATIVE_FAMILIES`.
+        kind: A key of `KINDS`.
+        dtype: Of the model.
+        acting: Whether weights of the depth are drawn; else they are zero.
+        num_hidden_layers: Of the model.
+        base: Fields of the base's config that differ from the table's.
+        options: Of the memory.
+    """
+    layers = list(range(num_hidden_layers))
+    entry = {"type": "depth-attention", "layers": layers, **KINDS[kind], **options}
+    native = tiny_model(family, dtype, num_hidden_layers=num_hidden_layers, **(base or {}))
+    fields = {
+        key: value for key, value in native.config.to_dict().items() if key not in ("model_type", "architectures")
+    }
+    torch.manual_seed(0)
+    model_class = FAMILIES[native.config.model_type]
+    model = model_class(model_class.config_class(**fields, memory=[entry])).to(dtype)
+    model.load_state_dict(native.state_dict(), strict=False)
+    for memory in model.modules():
+        if isinstance(memory, DepthAttention):
+            with torch.no_grad():
+                for name, value in memory.named_parameters():
+                    if name != "depth_weight":
+                        value.copy_(0.4 * torch.randn_like(value))
+                    elif acting:
+                        value.copy_(0.2 + torch.rand_like(value))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+    return model(tokens, use_cache=False, **given).logits

@@ -1,0 +1,143 @@
+"""Attention over the depth, and its union with attention over the sequence, against loops over every score."""
+
+import pytest
+import torch
+from ops.depth_loops import attend
+
+from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention
+from midus_hf.ops.sequence_lse import sequence_lse
+
+SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
+"""Query heads per key/value head, key/value heads, tokens, width."""
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def heads_of(group, kv_heads, tokens, width, slots=3):
+    """A query, a key, a value, keys and values of slots, and weights of heads."""
+    query = drawn(2, group * kv_heads, tokens, width)
+    key, value = (drawn(2, kv_heads, tokens, width, seed=seed) for seed in (1, 2))
+    keys, values = (
+        [drawn(2, kv_heads, tokens, width, seed=10 * part + slot) for slot in range(slots)] for part in (1, 2)
+    )
+    weight = (drawn(group * kv_heads, seed=5).detach().abs() + 0.1).requires_grad_()
+    return query, key, value, keys, values, weight
+
+
+def joined(query, key, value, keys, values, weight, scaling, softcap=None):
+    scores = (query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    group = query.shape[1] // key.shape[1]
+    sequence = scores.softmax(-1) @ value.repeat_interleave(group, 1)
+    lse = sequence_lse(query, key, None, True, scaling, softcap)
+    return joint_attention(sequence, lse, *depth_attention(query, keys, values, scaling, softcap), weight[:, None])
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_union_and_every_gradient_are_those_of_one_softmax(shape, softcap):
+    query, key, value, keys, values, weight = heads_of(*shape)
+    leaves = (query, key, value, *keys, *values, weight)
+    got = joined(query, key, value, keys, values, weight, 0.4, softcap)
+    expected = attend(query, key, value, keys, values, weight, 0.4, softcap)
+    torch.testing.assert_close(got, expected)
+    along = drawn(*got.shape, seed=9).detach()
+    for ours, loops in zip(
+        torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
+    ):
+        torch.testing.assert_close(ours, loops)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_of_the_depth_are_those_of_finite_differences(softcap):
+    query, _, _, keys, values, _ = heads_of(2, 2, 3, 4, slots=2)
+
+    def depth(query, *slots):
+        return depth_attention(query, slots[:2], slots[2:], 0.5, softcap)
+
+    assert torch.autograd.gradcheck(depth, (query, *keys, *values))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("mask", [None, "bool", "added", "per row"])
+def test_gradients_of_the_sum_are_those_of_finite_differences(mask, softcap, monkeypatch):
+    monkeypatch.setattr("midus_hf.ops.sequence_lse._CHUNK", 2)
+    query, key = drawn(2, 4, 5, 3), drawn(2, 2, 5, 3, seed=1)
+    read = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4
+    read |= torch.eye(5, dtype=torch.bool)
+    masks = {
+        None: None,
+        "bool": read,
+        "added": torch.where(read, 0.0, -1e4).double(),
+        "per row": read[:, :, -1:] | True,
+    }
+
+    def lse(query, key):
+        return sequence_lse(query, key, masks[mask], mask is None, 0.5, softcap)
+
+    assert torch.autograd.gradcheck(lse, (query, key))
+
+
+def test_a_row_that_reads_nothing_has_no_gradient_and_reads_the_depth_alone():
+    query, key = drawn(1, 2, 3, 4), drawn(1, 1, 3, 4, seed=1)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    mask[:, :, 0] = False
+    lse = sequence_lse(query, key, mask, False, 0.5)
+    assert torch.equal(lse[:, :, 0], torch.full((1, 2), float("-inf"), dtype=torch.float64))
+    lse[:, :, 1:].sum().backward()
+    assert not query.grad[:, :, 0].any() and query.grad[:, :, 1:].all() and key.grad.isfinite().all()
+    sequence, depth = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3, 4)
+    joint = joint_attention(sequence, lse.detach().float(), depth, torch.zeros(1, 2, 3))
+    assert torch.equal(joint[:, :, 0], depth[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_weight_of_zero_changes_no_bit(dtype):
+    sequence, depth = (drawn(2, 3, 4, 5, seed=seed, dtype=dtype).detach() for seed in (1, 2))
+    sums = [drawn(2, 3, 4, seed=seed, dtype=torch.float32).detach() * 40 for seed in (3, 4)]
+    joint = joint_attention(sequence, sums[0], depth, sums[1], torch.zeros(3, 1))
+    assert torch.equal(joint, sequence) and joint.dtype == dtype
+    assert not torch.equal(joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3, 1)), sequence)
+    assert torch.equal(
+        joint_attention(sequence, sums[0], depth, sums[1]),
+        joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3, 1)),
+    )
+
+
+def test_shares_are_a_softmax_over_slots_and_have_no_gradient():
+    query, _, _, keys, _, _ = heads_of(2, 2, 3, 4)
+    shares = depth_shares(query, keys, 0.5)
+    scores = torch.stack([(query.unflatten(1, (2, 2)) * key.unsqueeze(2)).sum(-1) for key in keys], -1) * 0.5
+    torch.testing.assert_close(shares, scores.flatten(1, 2).softmax(-1).detach())
+    assert shares.shape == (2, 4, 3, 3) and not shares.requires_grad
+
+
+def test_half_precision_is_summed_in_float32():
+    query, _, _, keys, values, _ = heads_of(2, 2, 3, 8)
+    halves = [tensor.detach().bfloat16() for tensor in (query, *keys, *values)]
+    read, lse = depth_attention(halves[0], halves[1:4], halves[4:], 0.5)
+    wide, wide_lse = depth_attention(
+        *(halves[0].float(), [k.float() for k in halves[1:4]], [v.float() for v in halves[4:]]), 0.5
+    )
+    assert read.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert torch.equal(lse, wide_lse) and torch.equal(read, wide.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        ([], [], r"there are 0 keys and 0 values; expected as many, and one or more\."),
+        ([(1, 2, 3, 4)], [], r"there are 1 keys and 0 values; expected as many"),
+        ([(1, 3, 3, 4)], [(1, 3, 3, 4)], r"query is \(1, 4, 3, 4\) and a slot \(1, 3, 3, 4\); expected"),
+        ([(1, 2, 2, 4)], [(1, 2, 2, 4)], r"a slot \(1, 2, 2, 4\); expected \[batch, heads, tokens, width\]"),
+        ([(1, 2, 3, 4)], [(1, 4, 3, 4)], r"a slot \(1, 4, 3, 4\); expected .* as many heads or a divisor of them"),
+    ],
+)
+def test_wrong_shapes_are_refused(keys, values, message):
+    keys, values = ([torch.zeros(shape) for shape in shapes] for shapes in (keys, values))
+    with pytest.raises(ValueError, match=message):
+        depth_attention(torch.zeros(1, 4, 3, 4), keys, values, 1.0)

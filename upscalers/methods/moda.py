@@ -1,0 +1,29 @@
+"""Mixture-of-Depths Attention: heads that also read what earlier layers wrote at their own position."""
+
+from midus_config.memories.depth_attention import DepthAttentionOptions
+from upscalers.checkpoint.base_model import BaseModel
+from upscalers.methods.attached_memory import AttachedMemoryMethod
+from upscalers.methods.contract import register_method
+from upscalers.methods.papers import MODA
+from upscalers.request.errors import RequestError, refusing_requests
+
+
+@register_method("moda")
+class MoDA(AttachedMemoryMethod):
+    """Every head reads the sequence and, in the same softmax, keys and values that earlier layers wrote at its position."""
+
+    summary = "heads that also read, at their own position, what earlier layers wrote (identity at start)"
+    paper = MODA
+    identity = True
+    memory_options = DepthAttentionOptions
+    default_layers = "all"
+
+    def check(self, base: BaseModel) -> None:
+        super().check(base)
+        if self.options.depth_weight == "one":
+            raise RequestError(
+                "depth_weight is 'one', with which the new slots change what the base computes; expected learned. It is for models "
+                "that are trained from scratch, whose config has it."
+            )
+        with refusing_requests():
+            self._memory().check_layers(self.layers(base))
