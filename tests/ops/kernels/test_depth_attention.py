@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from torch._dynamo.backends.common import aot_autograd
@@ -290,7 +291,7 @@ def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient():
 
     def look(graph, inputs):
         names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
+        return make_boxed_func(graph)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
