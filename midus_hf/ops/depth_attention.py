@@ -1,5 +1,6 @@
 """Attention of each token to keys and values of its own position, and its union with attention to the sequence (MoDA)."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -22,8 +23,8 @@ def depth_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
 
-    Slots are read where they lie, one after another, and nothing of the size of all of them is made or kept for the gradient. Query
-    head h reads key/value head h // (H / K).
+    Slots are read where they lie, and nothing of the size of all of them is made or kept for the gradient; tensors of several dtypes
+    alone are copied into one for kernels. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -41,8 +42,11 @@ def depth_attention(
         ValueError: If there are no slots, shapes disagree, or kernels are asked for where they cannot run.
     """
     _check(query, keys, values)
-    if resolve(backend, "auto", "auto", query, depth_refusal(query, keys, values)).backend == "triton":
-        return depth_attention_op(query, keys, values, scaling, softcap)
+    dtype = _shared_dtype(query, keys, values)
+    if resolve(backend, "auto", "auto", query.to(dtype), depth_refusal(query, keys)).backend == "triton":
+        keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
+        read, lse = depth_attention_op(query.to(dtype), keys, values, scaling, softcap)
+        return read.to(query.dtype), lse
     return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
@@ -109,6 +113,14 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
                 f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
                 "as many heads or a divisor of them."
             )
+
+
+def _shared_dtype(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.dtype:
+    """In which kernels read all of them; where they differ under autocast, in its own, as PyTorch's attention does."""
+    dtypes = {tensor.dtype for tensor in (query, *keys, *values)}
+    if len(dtypes) > 1 and torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -224,12 +224,9 @@ def depth_tile(query: torch.Tensor, kv_heads: int, slots: int, tile_bytes: int) 
     }
 
 
-def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> str | None:
+def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | None:
     """What the kernels cannot take of these tensors, and what they expect; None where they take them."""
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
-    dtypes = {slot.dtype for slot in (*keys, *values)} - {query.dtype}
-    if dtypes:
-        return f"query is {query.dtype} and a slot {min(dtypes, key=str)}; expected one dtype"
     if width > _MOST_WIDTH:
         return f"heads are {width} wide; expected {_MOST_WIDTH} or less"
     if heads // kv_heads > _MOST_GROUP:

@@ -233,9 +233,39 @@ def test_one_kernel_writes_whatever_numbers(monkeypatch):
     assert all(number % 2 and 1 << 32 < number < 1 << 63 for number in passed[0])
 
 
-def test_what_ops_choose_holds_here_too(monkeypatch):
-    asked = []
-    monkeypatch.setitem(depth_attention.__globals__, "depth_attention_op", lambda *given: asked.append(given))
+@pytest.fixture
+def asked(monkeypatch):
+    """Arguments of every call of the op."""
+    calls = []
+    op = depth_attention.__globals__["depth_attention_op"]
+
+    def spied(*given):
+        calls.append(given)
+        return op(*given)
+
+    monkeypatch.setitem(depth_attention.__globals__, "depth_attention_op", spied)
+    return calls
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_tensors_of_several_dtypes_are_read_in_one(autocast, asked):
+    """Under autocast keys are rotated in float32 and values are not; PyTorch's attention casts all of them."""
+    query, keys, values = inputs()
+    keys[1], values = keys[1].bfloat16(), [value.bfloat16() for value in values]
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        found = outputs_and_gradients(query, keys, values, "triton")
+    dtype = torch.bfloat16 if autocast else torch.float32
+    (given,) = asked
+    assert {tensor.dtype for tensor in (given[0], *given[1], *given[2])} == {dtype}
+    expected = outputs_and_gradients(query, keys, values, "torch", dtype=torch.float64)
+    for name, exact in expected.items():
+        assert found[name].dtype == {"read": query.dtype, "lse": torch.float32, "query": query.dtype}.get(
+            name, torch.bfloat16 if name == "key 1" or name.startswith("value") else torch.float32
+        )
+        assert_close(name, found[name], exact, torch.bfloat16)
+
+
+def test_what_ops_choose_holds_here_too(asked):
     with op_choices(backend="triton"):
         depth_attention(*inputs(), 0.5)
         assert len(asked) == 1
@@ -245,27 +275,18 @@ def test_what_ops_choose_holds_here_too(monkeypatch):
     assert len(asked) == 1
 
 
-def test_what_kernels_cannot_take_the_pytorch_body_takes():
-    query, keys, values = inputs(width=257, slots=1, tokens=1)
-    with op_choices(backend="auto"):
-        assert depth_attention(query, keys, values, 0.5)[0].shape == query.shape
-
-
 @pytest.mark.parametrize(
     ("sizes", "change", "message"),
     [
         ({"width": 257}, None, r"heads are 257 wide; expected 256 or less, or choose 'torch'\."),
         ({"group": 65, "width": 1}, None, r"65 query heads read each head of keys and values; expected 64 or fewer, or choose"),
-        ({}, "bfloat16", r"query is torch\.float32 and a slot torch\.bfloat16; expected one dtype, or choose 'torch'\."),
         ({}, "few", r"there are 2 texts of 3 tokens and 2 heads of keys; expected 11 or less in all, or choose 'torch'\."),
     ],
-    ids=["wide", "many", "mixed", "programs"],
+    ids=["wide", "many", "programs"],
 )  # fmt: skip
 def test_what_kernels_cannot_take_is_refused(sizes, change, message, monkeypatch):
     query, keys, values = inputs(slots=2, **sizes)
-    if change == "bfloat16":
-        values[1] = values[1].bfloat16()
-    elif change == "few":
+    if change == "few":
         monkeypatch.setattr(depth_attention_triton, "_MOST_PROGRAMS", 11)
     with pytest.raises(ValueError, match=f"backend is 'triton', but {message}"):
         depth_attention(query, keys, values, 0.5, backend="triton")

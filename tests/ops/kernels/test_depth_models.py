@@ -34,6 +34,15 @@ def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed):
         assert_close(name, found[name], exact, torch.float32, slack=4)  # both are float32, of several layers
 
 
+def test_kernels_take_what_a_model_under_autocast_gives_them():
+    model = depth_model(dtype=torch.float32).to(DEVICE)
+    tokens = torch.arange(8, device=DEVICE).view(2, 4)
+    expected = logits_and_gradients(model, tokens, "torch")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = logits_and_gradients(model, tokens, "triton")
+    assert_close("logits", found["logits"], expected["logits"], torch.bfloat16, slack=4)  # of several layers
+
+
 def test_models_by_kernels_launch_them(monkeypatch):
     asked = []
     op = depth_attention.__globals__["depth_attention_op"]
