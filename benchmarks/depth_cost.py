@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.timing import Task, interleaved, release_memory
+from benchmarks.timing import Task, interleaved, is_out_of_memory, release_memory
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth_attention import depth_attention, joint_attention
@@ -108,8 +108,10 @@ class Layer:
         module = SimpleNamespace(is_causal=True, num_key_value_groups=self.shape.group, training=True)
         mask = None
         if way == "flex_attention":
-            tokens, device = self.shape.tokens, self.query.device
-            mask = create_block_mask(lambda b, h, t, s: t >= s, None, None, tokens, tokens, device=str(device))
+            tokens, device = self.shape.tokens, self.query.device.type
+            compiled = torch.compile(create_block_mask)  # which never has all pairs of tokens in memory
+            made = compiled if device == "cuda" else create_block_mask
+            mask = made(lambda b, h, t, s: t >= s, None, None, tokens, tokens, device=device)
         own = ALL_ATTENTION_FUNCTIONS[way]
         arguments = {"scaling": self.scaling}
         return SequenceHeads(module, own, way, self.query, self.key, self.value, mask, arguments)
@@ -157,7 +159,7 @@ class Layer:
         return (forward + backward) / (2 * slots)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -168,17 +170,24 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="for each shape (default: 20)")
     parser.add_argument("--no-append", action="store_true", help="print alone")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
     print(
         "| tokens x group x slots | joined by | sequence ms | joined ms | overhead | paper's, A100 | depth ms | of the bound |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for shape in arguments.rows or DEFAULT_ROWS[arguments.device]:
-        for row in measured(run, shape, arguments.device, dtype, arguments.seconds):
+        try:
+            rows = measured(run, shape, arguments.device, dtype, arguments.seconds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            print(f"| {shape} | out of memory | | | | | | | |", flush=True)
+            rows = []
+        for row in rows:
             print(_line(row), flush=True)
-            if not arguments.no_append:
-                append([row], DEPTH_RESULTS)
+        if not arguments.no_append:
+            append(rows, DEPTH_RESULTS)
         release_memory(arguments.device)
 
 

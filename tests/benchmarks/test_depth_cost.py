@@ -5,8 +5,8 @@ import argparse
 import pytest
 import torch
 
-from benchmarks.depth_cost import DEFAULT_ROWS, KV_HEADS, PAPER, WIDTH, Layer, Shape, measured, shapes
-from benchmarks.tracked import this_run
+from benchmarks.depth_cost import DEFAULT_ROWS, KV_HEADS, PAPER, WIDTH, Layer, Shape, main, measured, shapes
+from benchmarks.tracked import read, this_run
 
 
 def test_the_joined_layer_is_one_softmax_over_sequence_and_depth():
@@ -52,6 +52,30 @@ def test_a_row_compares_what_was_timed_together():
     assert row.overhead == pytest.approx(row.joined_ms / row.sequence_ms - 1)
     assert (row.tokens, row.group, row.slots, row.joined_by, row.paper_overhead) == (4, 2, 2, "sdpa", None)
     assert min(row.depth_ms, row.bound_ms) > 0
+
+
+def test_a_shape_that_does_not_fit_is_told_and_the_next_one_measured(monkeypatch, capsys):
+    def scarce(run, shape, *rest):
+        if shape.tokens == 9:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if shape.tokens == 8:
+            raise RuntimeError("something else")
+        return measured(run, shape, *rest)
+
+    monkeypatch.setattr("benchmarks.depth_cost.measured", scarce)
+    main(["--rows", "9x2x2,4x2x2", "--seconds", "0.01", "--no-append"])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines[0] == "| 9x2x2 | out of memory | | | | | | | |" and lines[1].startswith("| 4x2x2 | sdpa | ")
+    assert all(line.count("|") == 10 for line in lines)
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["--rows", "8x2x2", "--no-append"])
+
+
+def test_rows_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.depth_cost.DEPTH_RESULTS", tmp_path / "depth.csv")
+    main(["--rows", "4x2x2", "--seconds", "0.01"])
+    (row,) = read(tmp_path / "depth.csv")
+    assert (row["tokens"], row["joined_by"], row["dtype"], row["paper_overhead"]) == ("4", "sdpa", "float32", "")
 
 
 def test_shapes_of_the_paper_are_those_of_its_tables():
