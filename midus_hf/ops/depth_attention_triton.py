@@ -30,6 +30,9 @@ _MOST_PROGRAMS = (1 << 31) - 1
 _RUN_NUMBERS = 7
 """Of each run in the table: where its slots end, and strides in bytes of texts, heads and tokens, of keys and of values."""
 
+_TILE_BYTES = 16 << 10
+"""Of the slots that are read at once, at most; 64 of them at most, too."""
+
 _VECTOR_BYTES = 16
 """Of the widest load of one thread, which must begin at a multiple of them."""
 
@@ -163,7 +166,7 @@ def triton_depth_attention(
             depth_forward_kernel[(texts * tokens * kv_heads,)](
                 query, table.numbers, output, lse,
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
-                CAPPED=softcap is not None, UNIT=table.unit, **depth_tile(query, kv_heads, len(keys), 16 << 10),
+                CAPPED=softcap is not None, UNIT=table.unit, **depth_tile(query, kv_heads, len(keys), _TILE_BYTES),
             )  # fmt: skip
     return output.transpose(1, 2), lse.transpose(1, 2)
 

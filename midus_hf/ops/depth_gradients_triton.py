@@ -25,6 +25,9 @@ from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of
 from midus_hf.ops.triton_products import product
 
+_TILE_BYTES = 4 << 10
+"""Of the slots that are read at once: with twice as many a program takes up to 255 registers a thread, and few run side by side."""
+
 
 @triton.jit
 def depth_gradient_kernel(
@@ -127,7 +130,7 @@ def triton_depth_gradients(
                 query if into_query is None else into_query,
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
                 WANTS_QUERY=wants_query, WANTS_SLOTS=wants_slots, CAPPED=softcap is not None, UNIT=table.unit,
-                **depth_tile(query, kv_heads, len(keys), 8 << 10),
+                **depth_tile(query, kv_heads, len(keys), _TILE_BYTES),
             )  # fmt: skip
     by_head = [[into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values)]
     return None if into_query is None else into_query.transpose(1, 2), by_head[0], by_head[1]

@@ -55,7 +55,7 @@ def test_every_kernel_compiles_and_fits(target, shared_bytes, compiled):
     assert spilling == []
     # What addresses from a table are a multiple of is said to the compiler, which forgets it easily.
     slots = [row for row in rows if row["kernel"] in ("depth_forward_kernel", "depth_gradient_kernel")]
-    assert all(row["wide_loads"] is None or row["wide_loads"] >= 8 for row in slots if row["case"] in DEPTHS)
+    assert all(row["wide_loads"] is None or row["wide_loads"] >= 6 for row in slots if row["case"] in DEPTHS)
 
 
 def test_an_unknown_target_is_refused():
