@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from midus_hf.ops.sequence_lse import sequence_lse
+from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
+
+_MASKS_TELL = ("eager", "sdpa")
+"""Implementations whose masks say of each query and key whether it is read."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class SequenceHeads:
         Raises:
             ValueError: If nothing tells that logarithm.
         """
-        if self.implementation not in ("eager", "sdpa", "flex_attention"):
+        if self.implementation not in (*_MASKS_TELL, "flex_attention"):
             raise ValueError(self._refusal)
         output, told = self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
         if self.implementation == "flex_attention":
@@ -62,13 +65,37 @@ class SequenceHeads:
             return output, told.to(torch.promote_types(told.dtype, torch.float32)), None
         return output, self._lse(), told
 
+    def log_sum(self) -> torch.Tensor:
+        """The logarithm of the sum of the exponentials of scores, `[B, H, T]`, to look at beside a pass: nothing is drawn at random.
+
+        Raises:
+            ValueError: If nothing tells it.
+        """
+        return self.read()[1] if self.implementation not in _MASKS_TELL else self._lse()
+
+    def shares(self) -> torch.Tensor:
+        """What each query reads of each key, `[B, H, T, S]`, to look at.
+
+        Raises:
+            ValueError: If the model's attention does not say what its masks are.
+        """
+        if self.implementation not in _MASKS_TELL:
+            raise ValueError(
+                f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "
+                "'sdpa' or 'eager'."
+            )
+        return sequence_weights(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+
     def _lse(self) -> torch.Tensor:
         """Computed beside the attention itself, by the rules of transformers for its masks."""
-        is_causal = False
-        if self.implementation == "sdpa" and self.mask is None and self.query.shape[2] > 1:
-            asked = self.arguments.get("is_causal")
-            is_causal = bool(getattr(self.module, "is_causal", True) if asked is None else asked)
-        return sequence_lse(self.query, self.key, self.mask, is_causal, self.scaling, self.softcap)
+        return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+
+    @property
+    def _is_causal(self) -> bool:
+        if self.implementation != "sdpa" or self.mask is not None or self.query.shape[2] == 1:
+            return False
+        asked = self.arguments.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if asked is None else asked)
 
     @property
     def _refusal(self) -> str:

@@ -77,15 +77,49 @@ def joint_attention(
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
     wide = torch.promote_types(sequence.dtype, torch.float32)
-    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()  # [B, H, T]
-    if depth_weight is not None:
-        ratio = ratio * depth_weight.to(ratio.dtype)[:, None]
-    share = (ratio / (1 + ratio)).unsqueeze(-1).to(wide)
+    share = _depth_share(sequence_lse, depth_lse, depth_weight).unsqueeze(-1).to(wide)
     return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
+
+
+def joint_shares(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    sequence_lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    depth_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each slot gets in one softmax over sequence and depth; the sequence gets the rest.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        sequence_lse: `[B, H, T]`, as for `joint_attention`.
+        scaling: By what scores are multiplied.
+        softcap: As for `depth_attention`.
+        depth_weight: `[H]`, g, not negative. Default: 1.
+
+    Returns:
+        `[B, H, T, n]`, float32 at least; no gradient flows through them.
+    """
+    with torch.no_grad():
+        scores = _scores(query, keys, scaling, softcap)
+        share = _depth_share(sequence_lse, scores.logsumexp(-1), depth_weight)
+        return scores.softmax(-1) * share.unsqueeze(-1)
 
 
 _LARGEST_EXPONENT = 80.0
 """Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
+
+
+def _depth_share(
+    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+) -> torch.Tensor:
+    """w, the depth's part of one softmax over both, `[B, H, T]`."""
+    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
+    if depth_weight is not None:
+        ratio = ratio * depth_weight.to(ratio.dtype)[:, None]
+    return ratio / (1 + ratio)
 
 
 def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
