@@ -1,0 +1,127 @@
+"""Which layers of a model read the depth, and which slots each of them reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+from midus_hf.analysis.memory_place import MemoryPlace, innermost
+from midus_hf.memory.protocols import AttendsToDepth
+
+KEPT = "kept"
+
+
+class ReadSlot(NamedTuple):
+    """A slot that a layer reads.
+
+    Args:
+        source: What wrote it: `attention` or `ffn`. `kept`: all slots that the layer in front kept of older ones, which are
+            others for each token.
+        layer: Index of the decoder layer that wrote it; None if it is `kept`.
+    """
+
+    source: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.layer is None else f"{self.layer} {self.source}"
+
+
+@dataclass(frozen=True)
+class DepthReader:
+    """A layer that reads the depth.
+
+    Args:
+        layer: Index of the decoder layer.
+        name: That the memory is attached by.
+        slots: What it reads, from the oldest slot to the newest; kept ones, if there are any, come first.
+        num_kept: How many slots are kept ones.
+        num_heads: H.
+        memory: The memory, or what PEFT has wrapped around it.
+    """
+
+    layer: int
+    name: str
+    slots: tuple[ReadSlot, ...]
+    num_kept: int
+    num_heads: int
+    memory: Any
+
+    @property
+    def place(self) -> MemoryPlace:
+        """The layer and the name."""
+        return MemoryPlace(self.layer, self.name)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The memory itself, and every copy of it that PEFT has made: one of them is called."""
+        return innermost(self.memory, AttendsToDepth)
+
+    def by_slot(self, shares: torch.Tensor) -> torch.Tensor:
+        """Shares `[..., n]` of all slots as those of `slots`, `[..., m]`: those of kept ones are added up."""
+        if not self.num_kept:
+            return shares
+        kept, others = shares.split([self.num_kept, shares.shape[-1] - self.num_kept], dim=-1)
+        return torch.cat([kept.sum(-1, keepdim=True), others], dim=-1)
+
+
+def readers_of_depth(
+    model: nn.Module, memory: str | None = None, layers: Sequence[int] | None = None
+) -> list[DepthReader]:
+    """The layers of a model that read the depth, in their order.
+
+    Args:
+        model: A causal language model whose decoder has `layers`, compiled or not, or what accelerate or PEFT has wrapped around
+            one.
+        memory: Name of one of several memories that read the depth. Default: all.
+        layers: Some of them. Default: all.
+
+    Raises:
+        ValueError: If there is none, or none of that name, a layer reads no depth, or one is offloaded.
+    """
+    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    blocks = enumerate(bare.get_decoder().layers)
+    num_heads = bare.config.get_text_config().num_attention_heads
+    found = [
+        _reader(layer, block, num_heads)
+        for layer, block in blocks
+        if getattr(block, "depth", None) is not None and block.depth.slots
+    ]
+    if not found:
+        raise ValueError(
+            f"this {bare.config.model_type} model has no memory that reads the depth; expected one upscaled with method 'moda'."
+        )
+    for reader in found:
+        if any(parameter.device.type == "meta" for parameter in reader.memory.parameters()):
+            raise ValueError(
+                f"the memory of layer {reader.layer} is offloaded; expected its parameters on a device. Load the model whole."
+            )
+    names = dict.fromkeys(reader.name for reader in found)
+    if memory is not None and memory not in names:
+        raise ValueError(f"memory is {memory!r}; expected one of: {', '.join(names)}.")
+    found = [reader for reader in found if memory in (None, reader.name)]
+    if layers is None:
+        return found
+    there = [reader.layer for reader in found]
+    for layer in layers:
+        if layer not in there:
+            raise ValueError(f"layer is {layer}; expected one that reads the depth: {', '.join(map(str, there))}.")
+    return [reader for reader in found if reader.layer in layers]
+
+
+def _reader(layer: int, block: Any, num_heads: int) -> DepthReader:
+    depth = block.depth
+    written = depth.options.slots_read(depth.index)
+    num_kept = depth.options.num_read(depth.index) - len(written)
+    slots = [ReadSlot(slot.source, depth.layers[slot.writer]) for slot in written]
+    return DepthReader(
+        layer,
+        depth.name,
+        (*[ReadSlot(KEPT)] * bool(num_kept), *slots),
+        num_kept,
+        num_heads,
+        block.memories[depth.name],
+    )

@@ -1,0 +1,165 @@
+"""How attention is shared between the sequence and the slots of the depth, recorded while a model reads texts."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+from midus_hf.analysis.depth_readers import DepthReader, readers_of_depth
+from midus_hf.analysis.memory_place import MemoryPlace
+from midus_hf.memory.retrieval import recomputing
+from midus_hf.memory.token_places import token_places
+from midus_hf.ops.depth_attention import joint_shares
+
+
+class DepthSums:
+    """What the heads of one layer read of the depth: sums over tokens, float64.
+
+    Args:
+        reader: The layer.
+        heads: Those that are recorded.
+    """
+
+    def __init__(self, reader: DepthReader, heads: Sequence[int]):
+        self.reader, self.heads = reader, tuple(heads)
+        self.tokens = torch.zeros((), dtype=torch.float64)
+        self.shares = torch.zeros(len(self.heads), len(reader.slots), dtype=torch.float64)  # [heads, m]
+        self.weights = torch.ones(len(self.heads), dtype=torch.float64)  # g, as it was last
+
+    def add(self, shares: torch.Tensor, real: torch.Tensor | None, weight: torch.Tensor | None) -> None:
+        """Add the tokens of a pass.
+
+        Args:
+            shares: `[B, H, T, n]`, of each slot, in one softmax with the sequence.
+            real: `[B, T]`, false for padding. Default: no token is padding.
+            weight: g, `[H]`. Default: 1.
+        """
+        device = shares.device
+        heads = torch.tensor(self.heads, device=device)
+        of_heads = shares.index_select(1, heads).double()
+        if real is not None:
+            of_heads = of_heads.masked_fill(~real.to(device)[:, None, :, None], 0)
+        num_tokens = shares.shape[0] * shares.shape[2] if real is None else real.sum().to(device)
+        self.tokens = self.tokens.to(device) + num_tokens
+        self.shares = self.shares.to(device) + self.reader.by_slot(of_heads.sum((0, 2)))
+        if weight is not None:
+            self.weights = weight.index_select(0, heads).double()
+
+
+class DepthRecords:
+    """What was recorded, by place.
+
+    Args:
+        sums: Of each layer that is recorded.
+    """
+
+    def __init__(self, sums: Mapping[MemoryPlace, DepthSums]):
+        self.sums = dict(sums)
+
+
+@contextlib.contextmanager
+def record_depth(
+    model: nn.Module,
+    memory: str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> Iterator[DepthRecords]:
+    """Record, while the context is open, how each head shares its attention out between the sequence and the slots of the depth.
+
+    Shares are those of the one softmax over both, g included. They are computed beside the forward pass, which gives what it gave
+    before, and added up over the tokens that are no padding: nothing of the size of the text is kept. Code that `torch.compile`
+    has made runs uncompiled while the context is open.
+
+    Args:
+        model: As for `readers_of_depth`. It has hooks more while the context is open.
+        memory: Name of one of several memories that read the depth. Default: all.
+        layers: That are recorded. Default: all that read the depth.
+        heads: That are recorded. Default: all.
+
+    Raises:
+        ValueError: As `readers_of_depth`, and if there is no such head.
+    """
+    readers = readers_of_depth(model, memory, layers)
+    for reader in readers:
+        for head in heads or ():
+            check_head(reader, head)
+    sums = {reader.place: DepthSums(reader, range(reader.num_heads) if heads is None else heads) for reader in readers}
+
+    def add(reader: DepthReader, memory: Any, query: torch.Tensor, given: dict[str, Any], real: Any) -> None:
+        sums[reader.place].add(shares_of_slots(memory, query, given), real, memory.weight)
+
+    with watch_depth(model, readers, add):
+        yield DepthRecords(sums)
+
+
+def check_head(reader: DepthReader, head: int) -> None:
+    """See that a layer has a head.
+
+    Raises:
+        ValueError: If it has none of that number.
+    """
+    if not 0 <= head < reader.num_heads:
+        raise ValueError(
+            f"head is {head}; expected one from 0 to {reader.num_heads - 1}, those of layer {reader.layer}."
+        )
+
+
+def shares_of_slots(memory: Any, query: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """What each slot gets in one softmax with the sequence, `[B, H, T, n]`, by what a memory was called with."""
+    sequence = given["sequence"]
+    return joint_shares(query, given["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap, memory.weight)
+
+
+Watcher = Callable[[DepthReader, Any, torch.Tensor, dict[str, Any], torch.Tensor | None], None]
+"""Called with the layer, its memory, queries `[B, H, T, d]`, what the memory is called with beside them, and which tokens `[B, T]`
+are no padding, if any is."""
+
+
+@contextlib.contextmanager
+def watch_depth(model: nn.Module, readers: Sequence[DepthReader], watcher: Watcher) -> Iterator[None]:
+    """Call a function behind each attention to the depth, without gradients, while the context is open.
+
+    Args:
+        model: As for `readers_of_depth`.
+        readers: The layers that are watched.
+        watcher: What is called.
+    """
+    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    real: list[torch.Tensor | None] = [None]
+
+    def before(decoder: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+        real[0] = _real_tokens(arguments, given)
+
+    def behind_of(reader: DepthReader) -> Callable[..., None]:
+        def behind(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
+            if "sequence" in given and arguments[0].numel() and not recomputing():
+                with torch.no_grad():
+                    watcher(reader, memory, arguments[0], given, real[0])
+
+        return behind
+
+    handles: list[Any] = []
+    try:
+        handles.append(bare.get_decoder().register_forward_pre_hook(before, with_kwargs=True))
+        for reader in readers:
+            for module in reader.modules:
+                handles.append(module.register_forward_hook(behind_of(reader), with_kwargs=True))
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _real_tokens(arguments: tuple[Any, ...], given: Mapping[str, Any]) -> torch.Tensor | None:
+    """`[B, T]`, which tokens of a pass are no padding; None if all are."""
+    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **given}
+    tokens = named.get("input_ids")
+    tokens = named["inputs_embeds"] if tokens is None else tokens
+    mask = named.get("token_mask")
+    mask = named.get("attention_mask") if mask is None else mask
+    return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real
