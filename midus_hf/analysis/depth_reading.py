@@ -54,6 +54,10 @@ class DepthReading:
         """Share of a slot, the mean over heads; None if the layer does not read it."""
         return self.mean_shares[self.slots.index(slot)] if slot in self.slots else None
 
+    def share_of_source(self, source: str) -> float:
+        """Share of all slots of one kind, the mean over heads."""
+        return sum(share for slot, share in zip(self.slots, self.mean_shares, strict=True) if slot.source == source)
+
 
 @dataclass(frozen=True)
 class WriterReading:

@@ -73,8 +73,11 @@ class SequenceHeads:
         """
         return self.read()[1] if self.implementation not in _MASKS_TELL else self._lse()
 
-    def shares(self) -> torch.Tensor:
-        """What each query reads of each key, `[B, H, T, S]`, to look at.
+    def shares(self, head: int) -> torch.Tensor:
+        """What each query of a head reads of each key, in the softmax over the sequence alone, `[B, T, S]`, to look at.
+
+        Args:
+            head: Number of the query head.
 
         Raises:
             ValueError: If the model's attention does not say what its masks are.
@@ -84,7 +87,18 @@ class SequenceHeads:
                 f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "
                 "'sdpa' or 'eager'."
             )
-        return sequence_weights(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+        heads, kv_heads = self.query.shape[1], self.key.shape[1]
+        kv_head = head // (heads // kv_heads)
+        of_all = self.mask is None or self.mask.shape[1] == 1
+        weights = sequence_weights(
+            self.query[:, head : head + 1],
+            self.key[:, kv_head : kv_head + 1],
+            self.mask if of_all else self.mask[:, head : head + 1],
+            self._is_causal,
+            self.scaling,
+            self.softcap,
+        )
+        return weights[:, 0]
 
     def _lse(self) -> torch.Tensor:
         """Computed beside the attention itself, by the rules of transformers for its masks."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from analysis.read_depth import read, rows
 from models.depth_models import depth_model
 from peft import LoraConfig, get_peft_model
 from tiny import NUM_LAYERS, tiny_model
@@ -13,18 +14,6 @@ from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.memory.depth_attention import DepthAttention
 
 HEADS = 4
-
-
-def rows(*lengths):
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
-    return TextRows("text", ids, list(range(len(ids))))
-
-
-def read(model, text, batch_size=4, **options):
-    with record_depth(model, **options) as records:
-        read_rows(model, text, batch_size=batch_size)
-    return depth_readings(records)
 
 
 def expected_shares(model, tokens):
