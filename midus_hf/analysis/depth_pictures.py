@@ -15,6 +15,8 @@ _COLUMNS = 2
 _BOUNDARY = {"color": "#d62728", "linestyle": "--", "linewidth": 1}
 """Between the sequence and the depth."""
 
+_LEGEND = "seq: the sequence; 2a: what attention of layer 2 wrote; 2f: what was projected from the input of its feed-forward network"
+
 
 class _Part(NamedTuple):
     """Part of a picture.
@@ -108,16 +110,17 @@ def _heads_part(readings: Sequence[DepthReading]) -> _Part:
             _label(axes.set_yticks, list(map(str, reading.heads)))
         for axes in panels[len(readings) :]:
             axes.set_axis_off()
+        figure.supxlabel(_LEGEND, fontsize="small")
         figure.colorbar(image, ax=panels, label="share of attention")
 
-    return _Part(lines * (1.0 + 0.09 * len(readings[0].heads)), draw)
+    return _Part(0.3 + lines * (1.0 + 0.09 * len(readings[0].heads)), draw)
 
 
 def _map_part(of_head: DepthMap) -> _Part:
     def draw(figure: Any) -> None:
         tokens, slots = of_head.depth.shape
         sequence, depth = figure.subplots(1, 2, sharey=True, width_ratios=[4, min(4.0, max(1.0, 4 * slots / tokens))])
-        norm = _norm()
+        norm = _norm(max(of_head.sequence.max().item(), of_head.depth.max().item()))
         image = sequence.imshow(
             of_head.sequence.tolist(), aspect="auto", interpolation="nearest", cmap="magma", norm=norm
         )
@@ -126,22 +129,22 @@ def _map_part(of_head: DepthMap) -> _Part:
         depth.set_title("the depth", fontsize="medium", loc="left")
         sequence.set_ylabel("query")
         sequence.set_xlabel("key")
-        _label(depth.set_xticks, list(map(_short, of_head.slots)))
+        _label(depth.set_xticks, list(map(_short, of_head.slots)), _MOST_LABELS // 2)
         depth.axvline(-0.5, **_BOUNDARY)
         figure.colorbar(image, ax=[sequence, depth], label="share of attention")
 
     return _Part(6.0, draw)
 
 
-def _norm() -> Any:
+def _norm(most: float = 1) -> Any:
     """Of colours: by the root of a share, for one of many slots has little of what there is."""
     from matplotlib.colors import PowerNorm
 
-    return PowerNorm(0.5, vmin=0, vmax=1)
+    return PowerNorm(0.5, vmin=0, vmax=most)
 
 
-def _label(ticks: Callable[..., Any], names: Sequence[str]) -> None:
-    step = math.ceil(len(names) / _MOST_LABELS)
+def _label(ticks: Callable[..., Any], names: Sequence[str], most: int = _MOST_LABELS) -> None:
+    step = math.ceil(len(names) / most)
     ticks(range(0, len(names), step), names[::step], fontsize="small")
 
 
