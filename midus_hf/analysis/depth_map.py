@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from midus_hf.analysis.depth_readers import KEPT, DepthReader, ReadSlot, readers_of_depth
-from midus_hf.analysis.depth_records import check_head, shares_of_slots, watch_depth
+from midus_hf.analysis.depth_readers import DepthReader, ReadSlot, readers_of_depth
+from midus_hf.analysis.depth_records import check_head
+from midus_hf.analysis.depth_watching import DepthCall, watch_depth
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class DepthMap:
         layer: Index of the decoder layer.
         head: Number of the head.
         sequence: `[T, T]`, of each key of the sequence.
-        depth: `[T, n]`, of each slot.
-        slots: The slots; each that was kept is there.
+        depth: `[T, m]`, of each slot; 0 where a token did not keep it.
+        slots: The slots.
     """
 
     layer: int
@@ -42,20 +42,20 @@ def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int, memory: s
     Raises:
         ValueError: As `readers_of_depth`, if there is no such head, or the model's attention does not say what its masks are.
     """
-    (reader,) = readers_of_depth(model, memory, [layer])
-    check_head(reader, head)
+    (of_layer,) = readers_of_depth(model, memory, [layer])
+    check_head(of_layer, head)
     found: list[DepthMap] = []
 
-    def keep(reader: DepthReader, memory: nn.Module, query: torch.Tensor, given: dict[str, Any], real: Any) -> None:
-        depth = shares_of_slots(memory, query, given)[0, head].double()  # [T, n]
-        sequence = given["sequence"].shares(head)[0].double() * (1 - depth.sum(-1, keepdim=True))
-        slots = (*[ReadSlot(KEPT)] * reader.num_kept, *(slot for slot in reader.slots if slot.source != KEPT))
-        found.append(DepthMap(reader.layer, head, sequence.cpu(), depth.cpu(), slots))
+    def keep(reader: DepthReader, call: DepthCall) -> None:
+        if reader.place == of_layer.place:
+            depth = call.shares(reader)[0, head].double()  # [T, m]
+            sequence = call.given["sequence"].shares(head)[0].double() * (1 - depth.sum(-1, keepdim=True))
+            found.append(DepthMap(layer, head, sequence.cpu(), depth.cpu(), reader.slots))
 
     was_training = model.training
     model.eval()
     try:
-        with watch_depth(model, [reader], keep), torch.no_grad():
+        with watch_depth(model, memory, keep), torch.no_grad():
             model(input_ids=tokens[None].to(model.device), use_cache=False)
     finally:
         model.train(was_training)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from midus_hf.analysis.depth_map import DepthMap
-from midus_hf.analysis.depth_readers import KEPT, ReadSlot
+from midus_hf.analysis.depth_readers import ReadSlot
 from midus_hf.analysis.depth_reading import DepthReading
 
 _WIDTH = 12.0
@@ -80,14 +80,13 @@ def _writers_part(readings: Sequence[DepthReading]) -> _Part:
             for source, of_source in by_source.items()
         }
         most = max(share for rows in maps.values() for row in rows for share in row if not math.isnan(share))
-        widths = [max(len(of_source), 1 + len(slots) // 8) for of_source in by_source.values()]
-        panels = figure.subplots(1, len(maps), squeeze=False, sharey=True, width_ratios=widths)[0]
+        panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
         image: Any = None
         for axes, (source, rows) in zip(panels, maps.items(), strict=True):
             image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=most or 1)
-            axes.set_title("slots that were kept" if source == KEPT else f"slots of {source}", fontsize="medium")
-            _label(axes.set_xticks, ["" if slot.layer is None else str(slot.layer) for slot in by_source[source]])
-            axes.set_xlabel("" if source == KEPT else "written by layer")
+            axes.set_title(f"slots of {source}", fontsize="medium")
+            _label(axes.set_xticks, [str(slot.layer) for slot in by_source[source]])
+            axes.set_xlabel("written by layer")
         _label(panels[0].set_yticks, [str(reading.layer) for reading in readings])
         panels[0].set_ylabel("read by layer")
         figure.colorbar(image, ax=list(panels), label="share of attention,\nmean over heads")
@@ -149,7 +148,7 @@ def _label(ticks: Callable[..., Any], names: Sequence[str], most: int = _MOST_LA
 
 
 def _short(slot: ReadSlot) -> str:
-    return "kept" if slot.layer is None else f"{slot.layer}{slot.source[0]}"
+    return f"{slot.layer}{slot.source[0]}"
 
 
 def _or_blank(share: float | None) -> float:

@@ -11,23 +11,20 @@ from torch import nn
 from midus_hf.analysis.memory_place import MemoryPlace, innermost
 from midus_hf.memory.protocols import AttendsToDepth
 
-KEPT = "kept"
-
 
 class ReadSlot(NamedTuple):
     """A slot that a layer reads.
 
     Args:
-        source: What wrote it: `attention` or `ffn`. `kept`: all slots that the layer in front kept of older ones, which are
-            others for each token.
-        layer: Index of the decoder layer that wrote it; None if it is `kept`.
+        layer: Index of the decoder layer that wrote it.
+        source: What wrote it: `attention` or `ffn`.
     """
 
+    layer: int
     source: str
-    layer: int | None = None
 
     def __str__(self) -> str:
-        return self.source if self.layer is None else f"{self.layer} {self.source}"
+        return f"{self.layer} {self.source}"
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,8 @@ class DepthReader:
     Args:
         layer: Index of the decoder layer.
         name: That the memory is attached by.
-        slots: What it reads, from the oldest slot to the newest; kept ones, if there are any, come first.
-        num_kept: How many slots are kept ones.
+        slots: What it reads, from the oldest slot to the newest; where tokens keep different slots, all that one may read.
+        chooses: Whether tokens keep different slots.
         num_heads: H.
         memory: The memory, or what PEFT has wrapped around it.
     """
@@ -46,7 +43,7 @@ class DepthReader:
     layer: int
     name: str
     slots: tuple[ReadSlot, ...]
-    num_kept: int
+    chooses: bool
     num_heads: int
     memory: Any
 
@@ -60,12 +57,17 @@ class DepthReader:
         """The memory itself, and every copy of it that PEFT has made: one of them is called."""
         return innermost(self.memory, AttendsToDepth)
 
-    def by_slot(self, shares: torch.Tensor) -> torch.Tensor:
-        """Shares `[..., n]` of all slots as those of `slots`, `[..., m]`: those of kept ones are added up."""
-        if not self.num_kept:
+    def by_slot(self, shares: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
+        """Shares `[B, H, T, n]` of the slots that tokens read as those of all `slots`, `[B, H, T, m]`: 0 where one was not kept.
+
+        Args:
+            shares: `[B, H, T, n]`.
+            numbers: `[B, T, n]`, which of `slots` each is. Default: they are all of them.
+        """
+        if numbers is None:
             return shares
-        kept, others = shares.split([self.num_kept, shares.shape[-1] - self.num_kept], dim=-1)
-        return torch.cat([kept.sum(-1, keepdim=True), others], dim=-1)
+        wide = shares.new_zeros(*shares.shape[:-1], len(self.slots))
+        return wide.scatter_(-1, numbers.unsqueeze(1).expand_as(shares), shares)
 
 
 def readers_of_depth(
@@ -114,14 +116,10 @@ def readers_of_depth(
 
 def _reader(layer: int, block: Any, num_heads: int) -> DepthReader:
     depth = block.depth
-    written = depth.options.slots_read(depth.index)
-    num_kept = depth.options.num_read(depth.index) - len(written)
-    slots = [ReadSlot(slot.source, depth.layers[slot.writer]) for slot in written]
-    return DepthReader(
-        layer,
-        depth.name,
-        (*[ReadSlot(KEPT)] * bool(num_kept), *slots),
-        num_kept,
-        num_heads,
-        block.memories[depth.name],
-    )
+    options = depth.options
+    if options.chooses:
+        written = [(writer, source) for writer in range(depth.index) for source in options.sources]
+    else:
+        written = list(options.slots_read(depth.index))
+    slots = tuple(ReadSlot(depth.layers[writer], source) for writer, source in written)
+    return DepthReader(layer, depth.name, slots, options.chooses, num_heads, block.memories[depth.name])

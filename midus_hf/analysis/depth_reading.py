@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from midus_hf.analysis.depth_readers import KEPT, ReadSlot
+from midus_hf.analysis.depth_readers import ReadSlot
 from midus_hf.analysis.depth_records import DepthRecords
 
 
@@ -17,8 +17,8 @@ class DepthReading:
         tokens: That were read.
         heads: Numbers of the heads.
         weights: g of each head.
-        slots: What is read of the depth.
-        shares: Of each slot, for each head.
+        slots: What may be read of the depth.
+        shares: Of each slot, for each head; a token that did not keep a slot has a share of 0.
     """
 
     layer: int
@@ -65,7 +65,7 @@ class WriterReading:
 
     Args:
         slot: The slot.
-        readers: How many layers read it.
+        readers: How many layers may read it.
         mean_share: The mean over these layers, and their heads.
         most_layer: The one that reads most of it.
         most_share: Share that it reads.
@@ -108,7 +108,7 @@ def writers(readings: Sequence[DepthReading]) -> list[WriterReading]:
         readings: Of one memory.
     """
     found = []
-    for slot in dict.fromkeys(slot for reading in readings for slot in reading.slots if slot.source != KEPT):
+    for slot in dict.fromkeys(slot for reading in readings for slot in reading.slots):
         shares = {reading.layer: reading.share_of(slot) for reading in readings}
         read = {layer: share for layer, share in shares.items() if share is not None}
         most = max(read, key=lambda layer: read[layer])

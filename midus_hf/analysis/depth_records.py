@@ -1,18 +1,14 @@
 """How attention is shared between the sequence and the slots of the depth, recorded while a model reads texts."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from midus_hf.analysis.depth_readers import DepthReader, readers_of_depth
+from midus_hf.analysis.depth_watching import DepthCall, watch_depth
 from midus_hf.analysis.memory_place import MemoryPlace
-from midus_hf.memory.retrieval import recomputing
-from midus_hf.memory.token_places import token_places
-from midus_hf.ops.depth_attention import joint_shares
 
 
 class DepthSums:
@@ -33,7 +29,7 @@ class DepthSums:
         """Add the tokens of a pass.
 
         Args:
-            shares: `[B, H, T, n]`, of each slot, in one softmax with the sequence.
+            shares: `[B, H, T, m]`, of each slot, in one softmax with the sequence.
             real: `[B, T]`, false for padding. Default: no token is padding.
             weight: g, `[H]`. Default: 1.
         """
@@ -44,7 +40,7 @@ class DepthSums:
             of_heads = of_heads.masked_fill(~real.to(device)[:, None, :, None], 0)
         num_tokens = shares.shape[0] * shares.shape[2] if real is None else real.sum().to(device)
         self.tokens = self.tokens.to(device) + num_tokens
-        self.shares = self.shares.to(device) + self.reader.by_slot(of_heads.sum((0, 2)))
+        self.shares = self.shares.to(device) + of_heads.sum((0, 2))
         if weight is not None:
             self.weights = weight.index_select(0, heads).double()
 
@@ -89,10 +85,11 @@ def record_depth(
             check_head(reader, head)
     sums = {reader.place: DepthSums(reader, range(reader.num_heads) if heads is None else heads) for reader in readers}
 
-    def add(reader: DepthReader, memory: Any, query: torch.Tensor, given: dict[str, Any], real: Any) -> None:
-        sums[reader.place].add(shares_of_slots(memory, query, given), real, memory.weight)
+    def add(reader: DepthReader, call: DepthCall) -> None:
+        if reader.place in sums:
+            sums[reader.place].add(call.shares(reader), call.real, call.memory.weight)
 
-    with watch_depth(model, readers, add):
+    with watch_depth(model, memory, add):
         yield DepthRecords(sums)
 
 
@@ -106,60 +103,3 @@ def check_head(reader: DepthReader, head: int) -> None:
         raise ValueError(
             f"head is {head}; expected one from 0 to {reader.num_heads - 1}, those of layer {reader.layer}."
         )
-
-
-def shares_of_slots(memory: Any, query: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """What each slot gets in one softmax with the sequence, `[B, H, T, n]`, by what a memory was called with."""
-    sequence = given["sequence"]
-    return joint_shares(query, given["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap, memory.weight)
-
-
-Watcher = Callable[[DepthReader, Any, torch.Tensor, dict[str, Any], torch.Tensor | None], None]
-"""Called with the layer, its memory, queries `[B, H, T, d]`, what the memory is called with beside them, and which tokens `[B, T]`
-are no padding, if any is."""
-
-
-@contextlib.contextmanager
-def watch_depth(model: nn.Module, readers: Sequence[DepthReader], watcher: Watcher) -> Iterator[None]:
-    """Call a function behind each attention to the depth, without gradients, while the context is open.
-
-    Args:
-        model: As for `readers_of_depth`.
-        readers: The layers that are watched.
-        watcher: What is called.
-    """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    real: list[torch.Tensor | None] = [None]
-
-    def before(decoder: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        real[0] = _real_tokens(arguments, given)
-
-    def behind_of(reader: DepthReader) -> Callable[..., None]:
-        def behind(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-            if "sequence" in given and arguments[0].numel() and not recomputing():
-                with torch.no_grad():
-                    watcher(reader, memory, arguments[0], given, real[0])
-
-        return behind
-
-    handles: list[Any] = []
-    try:
-        handles.append(bare.get_decoder().register_forward_pre_hook(before, with_kwargs=True))
-        for reader in readers:
-            for module in reader.modules:
-                handles.append(module.register_forward_hook(behind_of(reader), with_kwargs=True))
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _real_tokens(arguments: tuple[Any, ...], given: Mapping[str, Any]) -> torch.Tensor | None:
-    """`[B, T]`, which tokens of a pass are no padding; None if all are."""
-    named = {**dict(zip(("input_ids", "attention_mask"), arguments, strict=False)), **given}
-    tokens = named.get("input_ids")
-    tokens = named["inputs_embeds"] if tokens is None else tokens
-    mask = named.get("token_mask")
-    mask = named.get("attention_mask") if mask is None else mask
-    return token_places(mask, None, tokens.shape[1], may_hold_documents=False).real

@@ -5,7 +5,7 @@ import torch
 from analysis.read_depth import read, rows
 from models.depth_models import depth_model
 from peft import LoraConfig, get_peft_model
-from tiny import NUM_LAYERS, tiny_model
+from tiny import tiny_model
 
 from midus_hf.analysis.depth_readers import ReadSlot, readers_of_depth
 from midus_hf.analysis.depth_reading import depth_readings, writers
@@ -16,37 +16,40 @@ from midus_hf.memory.depth_attention import DepthAttention
 HEADS = 4
 
 
-def expected_shares(model, tokens):
-    """Share of each slot by layer, `[H, n]`, from scores that are laid side by side in front of one softmax."""
-    found = {}
+def joint_shares_into(found):
+    """A hook that keeps the share of each slot by layer, `[B, H, T, n]`, from scores that are laid side by side in one softmax."""
 
     def keep(memory, arguments, given, output):
         if "sequence" not in given:
             return
         sequence, query = given["sequence"], arguments[0]
-        group = query.shape[1] // sequence.key.shape[1]
-        scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2) * sequence.scaling
-        scores = scores if sequence.softcap is None else sequence.softcap * torch.tanh(scores / sequence.softcap)
-        places = torch.arange(tokens.shape[1])
-        ahead = places > places[:, None]
-        window = getattr(sequence.module, "sliding_window", None)
-        hidden = ahead if window is None else ahead | (places[:, None] - places >= window)
-        scores = scores.masked_fill(hidden, float("-inf"))
+        group, tokens = query.shape[1] // sequence.key.shape[1], query.shape[2]
+        scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2)
         slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in given["keys"]], -1)
-        slots = slots * sequence.scaling
-        slots = slots if sequence.softcap is None else sequence.softcap * torch.tanh(slots / sequence.softcap)
+        scores, slots = scores * sequence.scaling, slots * sequence.scaling
+        if sequence.softcap is not None:
+            scores, slots = (sequence.softcap * torch.tanh(part / sequence.softcap) for part in (scores, slots))
+        places = torch.arange(tokens)
+        window = getattr(sequence.module, "sliding_window", None) or tokens
+        hidden = (places > places[:, None]) | (places[:, None] - places >= window)
         weight = memory.weight
         slots = slots if weight is None else slots + weight.log()[:, None, None]
-        joint = torch.cat([scores, slots], -1).softmax(-1)
-        found[memory.index] = joint[..., tokens.shape[1] :].mean((0, 2))
+        joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
+        found[memory.index] = joint[..., tokens:]
 
+    return keep
+
+
+def expected_shares(model, tokens):
+    """The mean share of each slot by layer, `[H, n]`."""
+    found = {}
     modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
-    handles = [module.register_forward_hook(keep, with_kwargs=True) for module in modules]
+    handles = [module.register_forward_hook(joint_shares_into(found), with_kwargs=True) for module in modules]
     with torch.no_grad():
         model(tokens)
     for handle in handles:
         handle.remove()
-    return list(found.values())
+    return [of_layer.mean((0, 2)) for of_layer in found.values()]
 
 
 @pytest.mark.parametrize("kind", ["default", "attention", "ffn", "released", "last", "some"])
@@ -68,19 +71,41 @@ def test_shares_are_those_of_one_softmax_over_sequence_and_depth(of_family, kind
 
 
 @pytest.mark.parametrize("kind", ["best", "hybrid"])
-def test_slots_that_were_kept_are_told_as_one(kind):
-    model, text = depth_model(kind=kind), rows(12)
-    readings = read(model, text)
-    expected = expected_shares(model, text.rows[0][None])
-    assert [reading.slots[0] for reading in readings[1:]] == [ReadSlot("kept")] * (NUM_LAYERS - 2)
-    for reading, shares in zip(readings, expected, strict=True):
-        kept = shares.shape[1] - 2  # the layer in front wrote two
-        told = shares if not kept else torch.cat([shares[:, :kept].sum(-1, keepdim=True), shares[:, kept:]], -1)
-        assert reading.slots[-2:] == (
-            ReadSlot("attention", reading.layer - 1),
-            ReadSlot("ffn", reading.layer - 1),
-        )
-        torch.testing.assert_close(torch.tensor(reading.shares, dtype=torch.float64), told)
+def test_shares_of_slots_that_were_kept_are_those_of_the_layers_that_wrote_them(kind):
+    model, text = depth_model(kind=kind, num_hidden_layers=6), rows(12)
+    carried = {}  # what was written, by layer and kind, and what each layer read: keys of all slots
+
+    def keep(layer, arguments, given, output):
+        for key, value in zip(layer.gives, output[1:], strict=True):
+            carried[key.layer, key.part] = value
+
+    def read_keys(memory, arguments, given, output):
+        if "sequence" in given:
+            carried[memory.index] = (given["keys"], shares[memory.index].unbind(-1))
+
+    shares = {}
+    with record_depth(model) as records, torch.no_grad():
+        model(text.rows[0][None])
+    readings = depth_readings(records)
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_hook(keep, with_kwargs=True)
+    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
+    for module in modules:
+        module.register_forward_hook(joint_shares_into(shares), with_kwargs=True)
+        module.register_forward_hook(read_keys, with_kwargs=True)
+    with torch.no_grad():
+        model(text.rows[0][None])
+    for reading in readings:
+        keys, of_keys = carried[reading.layer]
+        told = torch.tensor(reading.shares, dtype=torch.float64)
+        for place, slot in enumerate(reading.slots):
+            written = carried[slot.layer, f"{slot.source}_key"]  # [B, K, T, d]
+            expected = sum(
+                share * (key == written).all(-1).all(1)[:, None] for key, share in zip(keys, of_keys, strict=True)
+            )  # [B, H, T]
+            torch.testing.assert_close(told[:, place], expected.mean((0, 2)))
+        assert len(reading.slots) == 2 * reading.layer
+        assert reading.depth_shares == pytest.approx(sum(of_keys).mean((0, 2)).tolist())
 
 
 def test_slots_are_told_by_the_layer_that_wrote_them():
@@ -92,16 +117,14 @@ def test_slots_are_told_by_the_layer_that_wrote_them():
     assert slots == {2: ["0 attention", "0 ffn"], 3: ["0 attention", "0 ffn", "2 attention", "2 ffn"]}
     last = readers_of_depth(depth_model(kind="last"))[-1]
     assert [str(slot) for slot in last.slots] == ["1 ffn", "2 attention", "2 ffn"]
-    assert [str(slot) for slot in readers_of_depth(depth_model(kind="best"))[-1].slots] == [
-        "kept",
-        "2 attention",
-        "2 ffn",
-    ]
+    best = readers_of_depth(depth_model(kind="best"))[-1]
+    assert len(best.slots) == 6  # all that a token may have kept
 
 
+@pytest.mark.parametrize("kind", ["default", "hybrid"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_batches_and_padding_change_nothing(attention):
-    model, text = depth_model(), rows(12, 9, 4)
+def test_batches_and_padding_change_nothing(attention, kind):
+    model, text = depth_model(kind=kind), rows(12, 9, 4)
     model.set_attn_implementation(attention)
     together, alone = (read(model, text, batch_size=size) for size in (3, 1))
     for one, other in zip(together, alone, strict=True):
@@ -153,11 +176,11 @@ def test_most_read_writers_come_first():
     assert {writer.slot for writer in found} == set(readings[-1].slots)
     assert [writer.mean_share for writer in found] == sorted((writer.mean_share for writer in found), reverse=True)
     by_slot = {writer.slot: writer for writer in found}
-    first = by_slot[ReadSlot("ffn", 0)]
+    first = by_slot[ReadSlot(0, "ffn")]
     shares = {reading.layer: sum(of_head[1] for of_head in reading.shares) / HEADS for reading in readings}
     assert first.readers == 3 and first.mean_share == pytest.approx(sum(shares.values()) / 3)
     assert shares[first.most_layer] == pytest.approx(first.most_share) == pytest.approx(max(shares.values()))
-    assert by_slot[ReadSlot("ffn", 2)].readers == 1
+    assert by_slot[ReadSlot(2, "ffn")].readers == 1
     head, share = readings[0].most_depth
     assert share == max(readings[0].depth_shares) == readings[0].depth_shares[head]
 
