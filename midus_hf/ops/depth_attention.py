@@ -24,8 +24,8 @@ def depth_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
 
-    Nothing of the size of all slots is made or kept for the gradient. Kernels read slots where they lie; tensors of several dtypes alone
-    are copied into one. Query head h reads key/value head h // (H / K).
+    Nothing of the size of all slots is made or kept for the gradient. Kernels read slots where they lie; tensors of several dtypes
+    alone are copied into one. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -33,7 +33,8 @@ def depth_attention(
         values: n of `[B, K, T, d]`.
         scaling: By what scores are multiplied.
         softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
-        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together. Default: `"auto"`.
+        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together.
+            Default: `"auto"`.
 
     Returns:
         What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of its scores,
@@ -98,6 +99,33 @@ def joint_attention(
     wide = torch.promote_types(sequence.dtype, torch.float32)
     share = share.unsqueeze(-1).to(wide)
     return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
+
+
+def joint_shares(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    sequence_lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    depth_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each slot gets in one softmax over sequence and depth; the sequence gets the rest.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        sequence_lse: `[B, H, T]`, as for `joint_attention`.
+        scaling: By what scores are multiplied.
+        softcap: As for `depth_attention`.
+        depth_weight: g, as for `joint_attention`. Default: 1.
+
+    Returns:
+        `[B, H, T, n]`, float32 at least; no gradient flows through them.
+    """
+    with torch.no_grad():
+        scores = _scores(query, keys, scaling, softcap)
+        _, share = share_of_depth(sequence_lse, scores.logsumexp(-1), depth_weight)
+        return scores.softmax(-1) * share.unsqueeze(-1)
 
 
 def share_of_depth(
