@@ -10,7 +10,7 @@ from midus_config.memories.depth_attention import DepthAttentionOptions, SlotSou
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention
+from midus_hf.ops.depth_attention import depth_attention, depth_shares
 
 Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys and values `[B, K, T, n, d]` of the slots that are kept, from the oldest to the newest, and the utility of each,
@@ -65,6 +65,7 @@ class DepthAttention(MemoryModule):
         values: Sequence[torch.Tensor],
         utilities: torch.Tensor | None = None,
         keeps: bool = False,
+        raw_keys: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Kept | None]:
         """What heads read in one softmax over the sequence and the slots.
 
@@ -75,18 +76,18 @@ class DepthAttention(MemoryModule):
             values: n of `[B, K, T, d]`.
             utilities: `[B, T, m]`, those of the m oldest slots, which were read before. Default: all are read for the first time.
             keeps: Whether to choose those that the next layer reads. Default: no.
+            raw_keys: n of `[B, K, T, d]`, keys in front of a norm of this layer, which is not that of the next. Default: `keys`.
 
         Returns:
             `[B, T, H, d]`; attention weights, if the sequence's are known; the slots that are kept, if any are.
         """
-        own, sequence_lse, weights = sequence.read()
         depth, depth_lse = depth_attention(query, keys, values, sequence.scaling, sequence.softcap)
-        output = joint_attention(own.transpose(1, 2), sequence_lse, depth, depth_lse, self.weight)
+        output, weights = sequence.joined(depth, depth_lse, self.weight)
         kept = None
         if keeps:
             shares = depth_shares(query, keys, sequence.scaling, sequence.softcap)
-            kept = self.kept(keys, values, shares, utilities)
-        return output.transpose(1, 2), weights, kept
+            kept = self.kept(keys if raw_keys is None else raw_keys, values, shares, utilities)
+        return output, weights, kept
 
     @property
     def weight(self) -> torch.Tensor | None:

@@ -135,6 +135,7 @@ class HierKV(FetchingMemory):
         *,
         unrotated: torch.Tensor,
         scaling: float,
+        softcap: float | None = None,
         fetched: FetchedLayer,
     ) -> torch.Tensor:
         """What heads give, and what they read of all keys and values that were fetched, in one softmax, without a mask.
@@ -146,6 +147,7 @@ class HierKV(FetchingMemory):
             output: `[B, T, H, d]`, what the heads give.
             unrotated: `[B, H, T, d]`, queries without their rotation.
             scaling: By what the model multiplies scores.
+            softcap: What no score of the model exceeds (Gemma 2). Default: scores are as they are.
             fetched: What the rows fetched: `memory_keys`, `memory_values` `[U, r, K, d]`.
 
         Returns:
@@ -160,6 +162,7 @@ class HierKV(FetchingMemory):
         )  # [B, R, K, d]
         wide = torch.promote_types(unrotated.dtype, torch.float32)
         scores = torch.einsum("bkgtd,brkd->bkgtr", grouped, keys).to(wide) * scaling
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         shares = scores.softmax(-1).to(values.dtype)
         read = torch.einsum("bkgtr,brkd->btkgd", shares, values).flatten(2, 3)
         return output + read.to(output.dtype)

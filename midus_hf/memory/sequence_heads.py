@@ -1,11 +1,15 @@
-"""A model's own attention, for a memory that attends in its place."""
+"""A model's own attention to the sequence, joined with attention to the depth."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
+from midus_hf.ops.depth_attention import joint_attention
+from midus_hf.ops.fused_sequence import Call, joined, kernel_of
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 _MASKS_TELL = ("eager", "sdpa")
@@ -46,24 +50,39 @@ class SequenceHeads:
         """What no score exceeds, if they are capped."""
         return self.arguments.get("softcap")
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What heads read of the sequence.
+    def joined(
+        self, depth: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What heads read in one softmax over the sequence and the depth.
+
+        Args:
+            depth: `[B, H, T, d]`, what they read of the depth.
+            depth_lse: `[B, H, T]`, the logarithm of the sum of the exponentials of its scores.
+            depth_weight: `[H]`, g; None for 1.
 
         Returns:
-            `[B, T, H, d]`, as the model's own attention gives it, bit for bit; `[B, H, T]`, the logarithm of the sum of the
-            exponentials of scores; and attention weights `[B, H, T, S]`, if that attention gives them.
+            `[B, T, H, d]`; where g is 0, what the model's own attention gives, bit for bit. And attention weights to the sequence
+            alone, `[B, H, T, S]`, if that attention gives them.
 
         Raises:
-            ValueError: If nothing tells that logarithm.
+            ValueError: If nothing tells by what the softmax over the sequence divides.
         """
-        if self.implementation not in (*_MASKS_TELL, "flex_attention"):
+        if depth_weight is None:
+            depth_weight = depth.new_ones(depth.shape[1])
+        join = _Join(depth, depth_lse, depth_weight[:, None].expand_as(depth_lse))
+        if self.implementation == "sdpa":
+            with _InPlaceOfSdpa(join):
+                return self._own()
+        if self.implementation not in ("eager", "flex_attention"):
             raise ValueError(self._refusal)
-        output, told = self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
-        if self.implementation == "flex_attention":
-            if told is None:
-                raise ValueError(self._refusal)
-            return output, told.to(torch.promote_types(told.dtype, torch.float32)), None
-        return output, self._lse(), told
+        output, told = self._own()
+        if self.implementation == "eager":
+            lse = sequence_lse(self.query, self.key, self.mask, False, self.scaling, self.softcap)
+        elif told is None:
+            raise ValueError(self._refusal)
+        else:
+            lse, told = told.to(depth_lse.dtype), None
+        return join.with_sequence(output.transpose(1, 2), lse).transpose(1, 2), told
 
     def log_sum(self) -> torch.Tensor:
         """The logarithm of the sum of the exponentials of scores, `[B, H, T]`, to look at beside a pass: nothing is drawn at random.
@@ -71,7 +90,12 @@ class SequenceHeads:
         Raises:
             ValueError: If nothing tells it.
         """
-        return self.read()[1] if self.implementation not in _MASKS_TELL else self._lse()
+        if self.implementation in _MASKS_TELL:
+            return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+        told = self._own()[1] if self.implementation == "flex_attention" else None
+        if told is None:
+            raise ValueError(self._refusal)
+        return told
 
     def shares(self, head: int) -> torch.Tensor:
         """What each query of a head reads of each key, in the softmax over the sequence alone, `[B, T, S]`, to look at.
@@ -100,16 +124,16 @@ class SequenceHeads:
         )
         return weights[:, 0]
 
-    def _lse(self) -> torch.Tensor:
-        """Computed beside the attention itself, by the rules of transformers for its masks."""
-        return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
-
     @property
     def _is_causal(self) -> bool:
+        """Whether queries read no later key though there is no mask, by the rules of transformers."""
         if self.implementation != "sdpa" or self.mask is not None or self.query.shape[2] == 1:
             return False
         asked = self.arguments.get("is_causal")
         return bool(getattr(self.module, "is_causal", True) if asked is None else asked)
+
+    def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
     @property
     def _refusal(self) -> str:
@@ -118,3 +142,47 @@ class SequenceHeads:
             f"attention {self.implementation!r} on {device} does not tell by what its softmax divides, which a memory that reads the "
             "depth needs; expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
         )
+
+
+@dataclass(frozen=True)
+class _Join:
+    """What heads read of the depth, `[B, H, T, d]`, with its divisors and weights, both `[B, H, T]`."""
+
+    depth: torch.Tensor
+    lse: torch.Tensor
+    weight: torch.Tensor
+
+    def with_sequence(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Joined with what heads read of the sequence, `[B, H, T, d]`, and its divisors."""
+        return joint_attention(output, lse, self.depth, self.lse, self.weight)
+
+    def with_sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In the place of `scaled_dot_product_attention`, whose arguments it takes.
+
+        transformers may give a single token's query heads that share a key head as if they were tokens.
+        """
+        call = Call(*args, **kwargs)
+        shape = call.query.shape
+        laid = _Join(self.depth.reshape(shape), self.lse.reshape(shape[:3]), self.weight.reshape(shape[:3]))
+        kernel = kernel_of(call)
+        if kernel is not None:
+            return joined(kernel, call, laid.depth, laid.lse, laid.weight)
+        output = F.scaled_dot_product_attention(*args, **kwargs)
+        lse = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
+        return laid.with_sequence(output, lse)
+
+
+class _InPlaceOfSdpa(TorchFunctionMode):
+    """While it is entered, attention of torch is joined with what heads read of the depth.
+
+    So whatever transformers does in front of that call and behind it, for each of its versions, stays what it is.
+    """
+
+    def __init__(self, join: _Join):
+        super().__init__()
+        self._join = join
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            return self._join.with_sdpa(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))

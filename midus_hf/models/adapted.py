@@ -21,8 +21,8 @@ class HeadReader(NamedTuple):
     Args:
         read: Given queries `[B, H, T, d]`, keys and values `[B, K, S, d]`, rotated and from the cache, and what the heads give
             `[B, T, H, d]`, what they shall give instead.
-        wants_unrotated: Whether it gets queries without their rotation as well, `[B, H, T, d]`, as `unrotated`, and by what scores
-            are multiplied, as `scaling`.
+        wants_unrotated: Whether it gets queries without their rotation as well, `[B, H, T, d]`, as `unrotated`; by what scores
+            are multiplied, as `scaling`; and what they do not exceed, as `softcap`, if they are capped.
     """
 
     read: Callable[..., torch.Tensor]
@@ -188,7 +188,11 @@ def _attend_with_memory(
     for reader in memory_call.readers:
         extra: dict[str, Any] = {}
         if reader.wants_unrotated:
-            extra = {"unrotated": unrotated(query, memory_call.rotation), "scaling": module.scaling}
+            extra = {
+                "unrotated": unrotated(query, memory_call.rotation),
+                "scaling": module.scaling,
+                "softcap": kwargs.get("softcap"),
+            }
         output = reader.read(query, key, value, output, **extra)
     return output, weights
 

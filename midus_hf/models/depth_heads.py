@@ -127,13 +127,19 @@ class DepthPass:
         if heads.kept_before()[0] in self._carried:
             kept_keys, kept_values, utilities = (self._carried[kept] for kept in heads.kept_before())
             keys, values = [*kept_keys.unbind(-2), *keys], [*kept_values.unbind(-2), *values]
-        query = sequence.query
+        query, raw_keys = sequence.query, keys
         if heads.options.rope == "released":
             keys = [normalised_keys(attention, key) for key in keys]
         elif heads.without_rotation:
             query = unrotated(query, self._rotation)
         output, weights, kept = self._memory(
-            query, sequence=sequence, keys=keys, values=values, utilities=utilities, keeps=heads.keeps
+            query,
+            sequence=sequence,
+            keys=keys,
+            values=values,
+            utilities=utilities,
+            keeps=heads.keeps,
+            raw_keys=raw_keys,
         )
         if heads.keeps:
             self._kept = dict(zip(heads.kept_here(), kept, strict=True))

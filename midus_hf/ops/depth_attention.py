@@ -71,14 +71,34 @@ def joint_attention(
         sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
         depth: `[B, H, T, d]`, what they read of the depth.
         depth_lse: `[B, H, T]`.
-        depth_weight: `[H]`, g, not negative. Default: 1, as in the paper.
+        depth_weight: `[B, H, T]` or what can be expanded to it, g, not negative. Default: 1, as in the paper.
 
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
+    _, share = share_of_depth(sequence_lse, depth_lse, depth_weight)
     wide = torch.promote_types(sequence.dtype, torch.float32)
-    share = _depth_share(sequence_lse, depth_lse, depth_weight).unsqueeze(-1).to(wide)
+    share = share.unsqueeze(-1).to(wide)
     return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
+
+
+def share_of_depth(
+    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the depth has of the softmax over both, for each part of the sequence's and of the whole.
+
+    Args:
+        sequence_lse: `[B, H, T]`.
+        depth_lse: `[B, H, T]`.
+        depth_weight: g, as for `joint_attention`.
+
+    Returns:
+        `g e^D / e^S` and w, both `[B, H, T]`.
+    """
+    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
+    if depth_weight is not None:
+        ratio = ratio * depth_weight.to(ratio.dtype)
+    return ratio, ratio / (1 + ratio)
 
 
 def joint_shares(
@@ -104,22 +124,13 @@ def joint_shares(
     """
     with torch.no_grad():
         scores = _scores(query, keys, scaling, softcap)
-        share = _depth_share(sequence_lse, scores.logsumexp(-1), depth_weight)
+        weight = None if depth_weight is None else depth_weight[:, None]
+        _, share = share_of_depth(sequence_lse, scores.logsumexp(-1), weight)
         return scores.softmax(-1) * share.unsqueeze(-1)
 
 
 _LARGEST_EXPONENT = 80.0
 """Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
-
-
-def _depth_share(
-    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
-) -> torch.Tensor:
-    """w, the depth's part of one softmax over both, `[B, H, T]`."""
-    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
-    if depth_weight is not None:
-        ratio = ratio * depth_weight.to(ratio.dtype)[:, None]
-    return ratio / (1 + ratio)
 
 
 def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -167,6 +167,8 @@ def _attending(attention, rows):
             repeats = query.shape[1] // keys.shape[1]
             keys, values = (part.repeat_interleave(repeats, dim=1) for part in (keys, values))
             scores = torch.einsum("thd,rhd->thr", query, keys) * attention.scaling
+            cap = getattr(attention, "attn_logit_softcapping", None)
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
             added.append(torch.einsum("thr,rhd->thd", scores.softmax(-1), values).flatten(1))
         return (arguments[0] + torch.stack(added),)
 

@@ -67,6 +67,15 @@ def test_queries_are_unrotated_also_where_the_rotation_makes_them_longer(native_
     torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
 
 
+def test_scores_are_capped_where_those_of_the_sequence_are(tmp_path):
+    base = {"attn_logit_softcapping": 0.2}
+    native = tiny_model("gemma2", torch.float64, **base)
+    model = hierarchical_model("gemma2", "hier-kv", tmp_path, base=base)
+    add_reference(native, model, IDS)
+    expected = logits(native, prompt())
+    torch.testing.assert_close(logits(model, prompt(), memory_ids=IDS), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_without_ids_read_the_generic_memory_where_options_say_so(native_family, kind, tmp_path):
     model = hierarchical_model(native_family, kind, tmp_path, without_ids="generic")

@@ -34,7 +34,7 @@ def joined(query, key, value, keys, values, weight, scaling, softcap=None):
     group = query.shape[1] // key.shape[1]
     sequence = scores.softmax(-1) @ value.repeat_interleave(group, 1)
     lse = sequence_lse(query, key, None, True, scaling, softcap)
-    return joint_attention(sequence, lse, *depth_attention(query, keys, values, scaling, softcap), weight)
+    return joint_attention(sequence, lse, *depth_attention(query, keys, values, scaling, softcap), weight[:, None])
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -99,12 +99,12 @@ def test_a_row_that_reads_nothing_has_no_gradient_and_reads_the_depth_alone():
 def test_a_weight_of_zero_changes_no_bit(dtype):
     sequence, depth = (drawn(2, 3, 4, 5, seed=seed, dtype=dtype).detach() for seed in (1, 2))
     sums = [drawn(2, 3, 4, seed=seed, dtype=torch.float32).detach() * 40 for seed in (3, 4)]
-    joint = joint_attention(sequence, sums[0], depth, sums[1], torch.zeros(3))
+    joint = joint_attention(sequence, sums[0], depth, sums[1], torch.zeros(3, 1))
     assert torch.equal(joint, sequence) and joint.dtype == dtype
-    assert not torch.equal(joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3)), sequence)
+    assert not torch.equal(joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3, 1)), sequence)
     assert torch.equal(
         joint_attention(sequence, sums[0], depth, sums[1]),
-        joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3)),
+        joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3, 1)),
     )
 
 

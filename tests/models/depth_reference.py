@@ -1,0 +1,167 @@
+"""What heads that read the depth compute, by hooks on the family's own model and one softmax over all scores."""
+
+import torch
+from torch.nn.functional import linear
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_NAME = "depth_by_hand"
+
+
+def add_depth(native, model):
+    """Make the family's own model compute what a model with the memory does: nothing of the code that hosts memories runs.
+
+    Returns:
+        The tensors of the memory that it reads, by their names in `model`, as leaves of their own.
+    """
+    (entry,) = model.config.memories().attached.values()
+    owned = {
+        name: value.detach().clone().requires_grad_()
+        for name, value in model.named_parameters()
+        if ".memories." in name
+    }
+    depth = _Depth(entry, owned, native.config)
+    for index, layer in enumerate(native.model.layers):
+        layer.self_attn.depth, layer.self_attn.place = depth, index
+        layer.self_attn.register_forward_pre_hook(_before_attention, with_kwargs=True)
+        layer.mlp.register_forward_pre_hook(
+            lambda _, given, attention=layer.self_attn: depth.write(attention, given[0])
+        )
+    native.set_attn_implementation(_NAME)
+    return owned
+
+
+class _Depth:
+    """The slots of a pass; keys are those in front of the rotation, and behind the norm if the layer that writes them applies it.
+
+    A query and a key of one position that were rotated alike have the product that they had before, but for the length that scaled
+    rotary embeddings, and rounding, give to both.
+    """
+
+    def __init__(self, entry, owned, config):
+        self.options, self.layers, self.name, self.owned = entry.options, entry.layers, entry.name, owned
+        kinds = {config.layer_types[layer] for layer in entry.layers} if config.model_type == "gemma3_text" else {0}
+        self.rotations_differ = len(kinds) > 1
+        self.per_layer = (self.options.attention_slots != "none") + self.options.ffn_slots
+
+    def begin(self):
+        self.slots, self.utilities = [], []
+
+    def tensor(self, layer, name):
+        return self.owned.get(f"model.layers.{layer}.memories.{self.name}.{name}")
+
+    def write(self, attention, mlp_input):
+        """Attention's slot first, then the feed-forward network's; of all, those stay that the next layer may read."""
+        place, options = attention.place, self.options
+        if place not in self.layers or place == self.layers[-1]:
+            return
+        written = []
+        if options.attention_slots == "reused":
+            written.append((attention.raw_key, attention.v_proj(attention.read)))
+        elif options.attention_slots == "projected":
+            written.append(
+                tuple(self._projected(place, f"attention_{part}", attention.read) for part in ("key", "value"))
+            )
+        if options.ffn_slots:
+            written.append(tuple(self._projected(place, f"ffn_{part}", mlp_input) for part in ("key", "value")))
+        for key, value in written:
+            key = key if options.rope == "released" else _normalised(_key_norm(attention), key)
+            self.slots.append(
+                (key.unflatten(-1, (-1, attention.head_dim)), value.unflatten(-1, (-1, attention.head_dim)))
+            )
+            self.utilities.append(None)
+        if options.slots and options.keep == "last":
+            self.slots = self.slots[-options.slots :]
+
+    def _projected(self, place, name, read):
+        return linear(read, self.tensor(place, f"{name}.weight"), self.tensor(place, f"{name}_bias"))
+
+    def readable(self, attention):
+        """Keys and values of every slot, `[B, T, n, K, d]`."""
+        keys, values = (torch.stack(part, dim=2) for part in zip(*self.slots, strict=True))
+        if self.options.rope == "released":
+            keys = _normalised(_key_norm(attention), keys.flatten(-2)).unflatten(-1, keys.shape[-2:])
+        return keys, values
+
+    def weight(self, place):
+        raw = self.tensor(place, "depth_weight")
+        return 1.0 if raw is None else raw[:, None, None]
+
+    def choose(self, shares):
+        """Forget, for each token, slots that got little: shares are `[B, H, T, n]`."""
+        options, count = self.options, shares.shape[-1]
+        room = options.slots - self.per_layer
+        if not options.slots or options.keep == "last":
+            return
+        now = shares.detach().mean(1) / (1 / count)  # [B, T, n]
+        utilities = [
+            now[..., slot] if before is None else (now[..., slot] + before) / 2
+            for slot, before in enumerate(self.utilities)
+        ]
+        if count <= room:
+            self.utilities = utilities
+            return
+        certain = max(options.slots // 2 - self.per_layer, 0) if options.keep == "hybrid" else 0
+        of_slots, newest = torch.stack(utilities, -1), list(range(count - certain, count))
+        stays = torch.tensor(
+            [
+                [
+                    sorted(sorted(range(count - certain), key=row.__getitem__)[certain - room :] + newest)
+                    for row in rows
+                ]
+                for rows in of_slots.tolist()
+            ]
+        )  # [B, T, S - w]
+        rows, tokens = torch.arange(stays.shape[0])[:, None], torch.arange(stays.shape[1])
+        stacked = [torch.stack(part, dim=2) for part in zip(*self.slots, strict=True)]  # [B, T, n, K, d]
+        self.slots = [tuple(part[rows, tokens, slot] for part in stacked) for slot in stays.unbind(-1)]
+        self.utilities = [of_slots[rows, tokens, slot] for slot in stays.unbind(-1)]
+
+
+def _normalised(norm, heads):
+    """`[..., K * d]`: by each head, or all of them together, as the norm is wide."""
+    if norm is None:
+        return heads
+    return norm(heads.unflatten(-1, (-1, norm.weight.numel()))).flatten(-2)
+
+
+def _key_norm(attention):
+    return getattr(attention, "k_norm", None)
+
+
+def _before_attention(attention, _, given):
+    depth = attention.depth
+    if attention.place == 0:
+        depth.begin()
+    read = given["hidden_states"]
+    attention.read, attention.raw_key = read, attention.k_proj(read)
+    query = _normalised(getattr(attention, "q_norm", None), attention.q_proj(read))
+    query = query.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # [B, H, T, d]
+    cos, sin = (part.unsqueeze(1) for part in given["position_embeddings"])
+    attention.turned_twice = query if depth.rotations_differ else query * (cos**2 + sin**2)
+
+
+def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None, softcap=None, **_):
+    assert mask is None, "texts are not padded"
+    depth, group = attention.depth, query.shape[1] // key.shape[1]
+
+    def masses(equation, asked, keys):
+        scores = torch.einsum(equation, asked, keys) * scaling
+        return (scores if softcap is None else softcap * torch.tanh(scores / softcap)).exp()
+
+    # Query head h reads key/value head h // G.
+    of_head = torch.arange(query.shape[1]) // group
+    behind = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    seen = (behind >= 0) if sliding_window is None else (behind >= 0) & (behind < sliding_window)
+    mass = masses("bhtd,bhsd->bhts", query, key[:, of_head]) * seen
+    total, read = mass.sum(-1), torch.einsum("bhts,bhsd->bhtd", mass, value[:, of_head])
+    if attention.place in depth.layers and depth.slots:
+        keys, values = (part[:, :, :, of_head] for part in depth.readable(attention))
+        asked = query if depth.options.rope == "released" else attention.turned_twice
+        mass = masses("bhtd,btnhd->bhtn", asked, keys)
+        depth.choose(mass / mass.sum(-1, keepdim=True))
+        mass = mass * depth.weight(attention.place)
+        total, read = total + mass.sum(-1), read + torch.einsum("bhtn,btnhd->bhtd", mass, values)
+    return (read / total.unsqueeze(-1)).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)

@@ -1,0 +1,60 @@
+"""Heads that read the depth beside attention of every implementation: one that tells by what it divides is taken, else refused."""
+
+import pytest
+import torch
+from models.depth_models import depth_model, logits
+from tiny import prompt
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def told(module, query, key, value, mask, *, scaling, **_):
+    """Causal attention, and the logarithm of its sum, as `flex_attention` gives it on a GPU."""
+    key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
+    ahead = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(1)
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(ahead, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2), scores.logsumexp(-1)
+
+
+def untold(*given, **named):
+    return told(*given, **named)[0], None
+
+
+def with_attention(model, name, function, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, function)
+    model.config._attn_implementation = name
+    return model
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "paged|sdpa", "flex_attention", "own"])
+def test_attention_that_does_not_tell_is_refused(name, monkeypatch):
+    # The first layer, which reads nothing of the depth, runs it.
+    model = with_attention(depth_model("llama", dtype=torch.float32), name, untold, monkeypatch)
+    with pytest.raises(ValueError) as raised:
+        logits(model, prompt())
+    assert str(raised.value) == (
+        f"attention '{name}' on cpu does not tell by what its softmax divides, which a memory that reads the depth needs; expected "
+        "attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+    )
+
+
+def test_what_flex_attention_tells_is_taken(monkeypatch):
+    found = []
+    for name in ("sdpa", "flex_attention"):
+        model = depth_model("llama")
+        if name == "flex_attention":
+            with_attention(model, name, told, monkeypatch)
+        output = model(prompt(), labels=prompt(), use_cache=False)
+        output.loss.backward()
+        found.append([output.logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for sdpa, flex in zip(*found, strict=True):
+        torch.testing.assert_close(flex, sdpa, rtol=1e-5, atol=1e-7)
+
+
+def test_attention_weights_are_those_of_the_sequence(family):
+    model = depth_model(family, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(prompt(), output_attentions=True, use_cache=False).attentions
+    assert len(weights) == 4
+    for of_layer in weights:
+        torch.testing.assert_close(of_layer.sum(-1), torch.ones(2, 4, prompt().shape[1]))

@@ -1,0 +1,160 @@
+"""Heads that read the depth, in training: what learns when, checkpointing, several passes, compilation, autocast, weights at zero."""
+
+import pytest
+import torch
+from models.depth_models import KINDS, depth_model, logits
+from models.test_activation_checkpointing import enable_checkpointing
+from tiny import prompt, tiny_model
+
+
+def gradients(model, tokens, **given):
+    model.zero_grad()
+    loss = model(tokens, labels=tokens, use_cache=False, **given).loss
+    loss.backward()
+    return loss.detach(), {
+        name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
+    }
+
+
+def check_close(found, expected, relative=1e-9):
+    """Sums may be in another order; weights of norms have theirs in float32, whatever the model is in."""
+    assert found.keys() == expected.keys()
+    far = {name: ((found[name] - value).norm() / value.norm()).item() for name, value in expected.items()}
+    allowed = {name: max(relative, 1e-6) if "norm" in name else relative for name in far}
+    assert not [(name, distance) for name, distance in far.items() if not distance <= allowed[name]]
+
+
+def new_parameters(model):
+    return {name: value for name, value in model.named_parameters() if ".memories." in name}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_checkpointing_changes_no_gradient(native_family, kind, use_reentrant):
+    model, tokens = depth_model(native_family, kind).train(), prompt()
+    loss, expected = gradients(model, tokens)
+    assert len(expected) == len(list(model.parameters())) and all(value.any() for value in expected.values())
+    passes = []
+    model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+    enable_checkpointing(model, use_reentrant)
+    again, found = gradients(model, tokens)
+    assert torch.equal(again, loss) and len(passes) == 2
+    check_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["default", "released", "best"])
+def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_family, kind):
+    model, tokens = depth_model(native_family, kind).train(), prompt()
+    model.requires_grad_(False)
+    for value in new_parameters(model).values():
+        value.requires_grad_(True)
+    _, expected = gradients(model, tokens)
+    assert expected.keys() == new_parameters(model).keys() and all(value.any() for value in expected.values())
+    enable_checkpointing(model, False)
+    check_close(gradients(model, tokens)[1], expected)
+
+
+@pytest.mark.parametrize("kind", ["default", "ffn", "projected", "released", "best"])
+def test_weights_learn_from_the_first_step_and_projections_from_the_next(native_family, kind):
+    model, tokens = depth_model(native_family, kind, torch.float32, acting=False).train(), prompt()
+    new = new_parameters(model)
+    started = {name: value.detach().clone() for name, value in new.items()}
+    optimizer = torch.optim.SGD(new.values(), lr=1.0)
+    first = gradients(model, tokens)[1]
+    assert {name for name in new if first[name].any()} == {name for name in new if name.endswith("depth_weight")}
+    optimizer.step()
+    assert any((value > 0).any() for name, value in new.items() if name.endswith("depth_weight"))
+    with torch.no_grad():
+        for name, value in new.items():  # as optimisers do that step by the sign: every head begins somewhere
+            if name.endswith("depth_weight"):
+                value.copy_((value + 0.1 * (value == 0)).abs())
+    second = gradients(model, tokens)[1]
+    assert all(second[name].any() for name in new)
+    optimizer.step()
+    assert not [name for name, value in new.items() if torch.equal(value, started[name])]
+
+
+def weight_of(model, layer=2):
+    return model.model.layers[layer].memories["depth-attention"].depth_weight
+
+
+def test_a_weight_below_zero_is_zero_with_the_gradient_of_zero_that_leads_up(native_family):
+    model, tokens = depth_model(native_family), prompt()
+    with torch.no_grad():
+        weight_of(model).zero_()
+    at_zero, of_zero = logits(model, tokens), gradients(model, tokens)[1]
+    name = "model.layers.2.memories.depth-attention.depth_weight"
+    with torch.no_grad():
+        weight_of(model).fill_(-0.3)
+    assert torch.equal(logits(model, tokens), at_zero)
+    below = gradients(model, tokens)[1]
+    # At 0 as below it: what would raise it is kept, what would lower it is left out.
+    assert torch.equal(below[name], of_zero[name]) and not (below[name] > 0).any()
+    with torch.no_grad():
+        weight_of(model).fill_(1e-6)
+    free = gradients(model, tokens)[1][name]
+    torch.testing.assert_close(below[name], free.clamp(max=0), rtol=1e-3, atol=1e-9)
+
+
+def test_weights_that_the_loss_asks_for_come_back_from_below_zero_and_others_do_not():
+    """Of all heads once, for the loss and its opposite ask for opposite ones."""
+    asked = []
+    for sign in (1, -1):
+        model, tokens = depth_model("llama"), prompt()
+        with torch.no_grad():
+            weight_of(model).fill_(-0.1)
+        (sign * model(tokens, labels=tokens, use_cache=False).loss).backward()
+        gradient = weight_of(model).grad
+        asked.append(gradient < 0)
+        assert (gradient <= 0).all()
+        torch.optim.SGD([weight_of(model)], lr=1000.0).step()
+        assert torch.equal(weight_of(model) > -0.1, asked[-1])
+    assert torch.equal(asked[0], ~asked[1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["default", "released", "best"])
+def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, kind, checkpointing):
+    model, batches = depth_model(native_family, kind).train(), (prompt(7), prompt(9, batch=1, seed=2))
+    apart = [gradients(model, tokens)[1] for tokens in batches]
+    if checkpointing:
+        enable_checkpointing(model, False)
+    model.zero_grad()
+    sum(model(tokens, labels=tokens, use_cache=False).loss for tokens in batches).backward()
+    together = {name: value.grad for name, value in model.named_parameters()}
+    check_close(together, {name: value + apart[1][name] for name, value in apart[0].items()})
+
+
+# Few layers, to be compiled soon.
+@pytest.mark.parametrize(("family", "kind", "layers"), [("llama", "best", 3), ("gemma3", "default", 2)])
+def test_training_compiles_as_one_graph(family, kind, layers):
+    torch._dynamo.reset()
+    model, tokens = depth_model(family, kind, torch.float32, num_hidden_layers=layers).train(), prompt(6)
+    _, expected = gradients(model, tokens)
+    _, found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), tokens)
+    check_close({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected, 1e-4)
+
+
+def test_inference_compiles_as_one_graph():
+    torch._dynamo.reset()
+    model, tokens = depth_model("qwen3", "released", torch.float32, num_hidden_layers=2), prompt(6)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled, tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_changes_a_little_and_nothing_where_weights_are_zero(native_family, kind):
+    tokens = prompt()
+    model = depth_model(native_family, kind, torch.float32).train()
+    _, expected = gradients(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+    model.zero_grad()
+    loss.backward()
+    for name, value in model.named_parameters():
+        assert value.grad.dtype == torch.float32 and value.grad.isfinite().all()
+        alike = torch.nn.functional.cosine_similarity(value.grad.flatten(), expected[name].flatten(), dim=0)
+        assert alike > 0.9, name
+    still, base = depth_model(native_family, kind, torch.float32, acting=False), tiny_model(native_family)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits(still, tokens), logits(base, tokens))

@@ -1,0 +1,87 @@
+"""Attention to the sequence by torch's own kernel, joined with attention to the depth, against the union of two results."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from midus_hf.ops.depth_attention import joint_attention
+from midus_hf.ops.fused_sequence import Call, joined, kernel_of
+from midus_hf.ops.sequence_lse import sequence_lse
+
+
+def drawn(*shape, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def call_of(kind, kv_heads=2, dtype=torch.float64):
+    """Four query heads and five tokens; a bool mask, one that is added, or none and causal."""
+    query = drawn(2, 4, 5, 8, seed=1, dtype=dtype)
+    key, value = (drawn(2, kv_heads, 5, 8, seed=seed, dtype=dtype) for seed in (2, 3))
+    read = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.4
+    read |= torch.eye(5, dtype=torch.bool)
+    masks = {"causal": None, "all": None, "bool": read, "added": torch.where(read, 0.0, -3.0).to(dtype)}
+    return Call(query, key, value, masks[kind], 0.0, kind == "causal", 0.4, enable_gqa=kv_heads < 4)
+
+
+def depth_of(dtype=torch.float64):
+    weight = (drawn(2, 4, 5, seed=6).detach().abs() + 0.1).requires_grad_()
+    return (
+        drawn(2, 4, 5, 8, seed=4, dtype=dtype),
+        drawn(2, 4, 5, seed=5, dtype=torch.promote_types(dtype, torch.float32)),
+        weight,
+    )
+
+
+def own(call):
+    return F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", ["causal", "all", "bool", "added"])
+def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads):
+    call, (depth, depth_lse, weight) = call_of(kind, kv_heads), depth_of()
+    kernel = kernel_of(call)
+    assert kernel is not None
+    got = joined(kernel, call, depth, depth_lse, weight)
+    lse = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
+    expected = joint_attention(own(call), lse, depth, depth_lse, weight)
+    torch.testing.assert_close(got, expected)
+    along = drawn(2, 4, 5, 8, seed=9).detach()
+    leaves = (call.query, call.key, call.value, depth, depth_lse, weight)
+    for ours, other in zip(
+        torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
+    ):
+        torch.testing.assert_close(ours, other)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool", "added"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_weight_of_zero_gives_what_torch_gives(dtype, kind):
+    call, (depth, depth_lse, weight) = call_of(kind, dtype=dtype), depth_of(dtype)
+    kernel = kernel_of(call)
+    assert kernel is not None
+    assert torch.equal(joined(kernel, call, depth, depth_lse, torch.zeros_like(weight)), own(call))
+    assert not torch.equal(joined(kernel, call, depth, depth_lse, weight), own(call))
+
+
+def test_a_weight_of_zero_has_a_gradient_and_leaves_the_others_as_they_are():
+    call, (depth, depth_lse, _) = call_of("causal"), depth_of()
+    weight = torch.zeros(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    kernel = kernel_of(call)
+    assert kernel is not None
+    joined(kernel, call, depth, depth_lse, weight).square().sum().backward()
+    alone = call_of("causal")
+    own(alone).square().sum().backward()
+    assert weight.grad.all() and not depth.grad.any() and not depth_lse.grad.any()
+    for ours, other in zip(call[:3], alone[:3], strict=True):
+        torch.testing.assert_close(ours.grad, other.grad)
+
+
+def test_what_no_kernel_tells_is_left_to_others():
+    call = call_of("causal")
+    assert kernel_of(call._replace(dropout_p=0.1)) is None
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert kernel_of(call) is None
+    elsewhere = call._replace(query=call.query.detach().to("meta"))
+    assert kernel_of(elsewhere) is None
