@@ -47,3 +47,14 @@ def test_attention_whose_masks_do_not_tell_is_refused():
         ValueError, match=r"attention 'flex_attention' has masks that do not say what each query reads; exp"
     ):
         heads.shares(0)
+
+
+def test_the_divisor_of_the_softmax_is_what_flex_attention_tells_and_nobody_else():
+    query, told = torch.zeros(1, 2, 3, 4), torch.ones(1, 2, 3)
+    flex = SequenceHeads(None, lambda *given: (None, told), "flex_attention", query, None, None, None, {})
+    assert torch.equal(flex.log_sum(), told)
+    flash = SequenceHeads(None, lambda *given: (None, told), "flash_attention_2", query, None, None, None, {})
+    with pytest.raises(
+        ValueError, match=r"attention 'flash_attention_2' on cpu does not tell by what its softmax divides"
+    ):
+        flash.log_sum()
