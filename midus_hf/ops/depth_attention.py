@@ -201,7 +201,9 @@ class _DepthAttention(torch.autograd.Function):
             share.unsqueeze(-1) * value.to(share.dtype).unsqueeze(2)
             for share, value in zip(shares.unbind(-1), values, strict=True)
         )
-        read = read.flatten(1, 2).to(query.dtype)
+        read = read.flatten(1, 2)
+        # Where `to` does nothing, torch.compile of torch 2.11 loses the gradient of what it returns.
+        read = read if read.dtype == query.dtype else read.to(query.dtype)
         ctx.save_for_backward(query, read, lse, *slots)
         ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
         return read, lse
