@@ -17,10 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from benchmarks.commands import run_command
+from benchmarks.small_tokenizer import small_tokenizer
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from material.addresses import addresses
 from midus_config.flops.model import estimate_flops
@@ -55,7 +53,8 @@ def main() -> None:
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(arguments.work / "tokenizer")
+    texts = (path.read_text(encoding="utf-8") for path in sorted(addresses().train.glob("*.txt")))
+    tokenizer = small_tokenizer(arguments.work / "tokenizer", texts, _VOCABULARY)
     run = this_run("cpu")
     print("| model | seed | parameters | in tables | MFLOPs a token | tokens | held-out loss |")
     print("|---|---|---|---|---|---|---|")
@@ -175,22 +174,6 @@ def _training(
     recipe = config.parent / "recipe.yaml"
     recipe.write_text("".join(f"{key}: {value}\n" for key, value in options.items()))
     return [recipe]
-
-
-def _tokenizer(folder: Path) -> Path:
-    """A byte-level BPE tokenizer of the training text."""
-    if not (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=_VOCABULARY,
-            special_tokens=["<|endoftext|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
-        tokenizer.train(sorted(map(str, addresses().train.glob("*.txt"))), trainer)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
-    return folder
 
 
 if __name__ == "__main__":

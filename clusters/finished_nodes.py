@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from midus_hf.whole_files import whole_file
+
 _HEADER = "clustering.json"
 _CENTROIDS = "centroids.bin"
 _DIGEST_BYTES = 16
@@ -43,7 +45,8 @@ class FinishedNodes:
         if self._fingerprint() != fingerprint:
             self.delete()
             folder.mkdir()
-            _replace(folder / _HEADER, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
+            with whole_file(folder / _HEADER) as partial:
+                partial.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
         self._found = self._read_centroids()
         self._file = (folder / _CENTROIDS).open("ab")
         self._levels = self._read_levels()
@@ -90,12 +93,8 @@ class FinishedNodes:
             level: From 1.
             nodes: The node of each row, `[N]`.
         """
-        partial = self._folder / ".nodes.partial"
-        with partial.open("wb") as file:
+        with whole_file(self._level_file(level)) as partial, partial.open("wb") as file:
             np.save(file, nodes.astype(np.int32))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self._level_file(level))
         self._level_file(level - 1).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -144,9 +143,3 @@ class FinishedNodes:
 def _digest(record: np.ndarray | np.void) -> np.ndarray:
     content = np.asarray(record).tobytes()[:-_DIGEST_BYTES]
     return np.frombuffer(hashlib.sha256(content).digest()[:_DIGEST_BYTES], np.uint8)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

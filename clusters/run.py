@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from clusters.window_writer import only_run, read_record
 from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
 from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
+from midus_hf.whole_files import whole_file
 
 WINDOWS = "windows"
 """The folder within a tree's where the embeddings of its corpus are."""
@@ -167,10 +167,8 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
         ):
             built = build_tree(stored.embeddings, options, origin, bar.update, finished)
         (output / RECORD_FILE).unlink(missing_ok=True)  # so that leaves are never those of another tree
-        partial = output / WINDOWS / f".{_LEAVES}.partial"
-        with partial.open("wb") as file:
+        with whole_file(output / WINDOWS / _LEAVES) as partial, partial.open("wb") as file:
             np.save(file, built.leaves.astype(np.int32))
-        os.replace(partial, output / WINDOWS / _LEAVES)
         built.tree.save(output)
         finished.delete()
     return built.tree

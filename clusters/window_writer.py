@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from clusters.corpus import Document, Window, cut_windows
 from clusters.growing_array import GrowingArray
 from midus_hf.retrieval import TextEmbedder
+from midus_hf.whole_files import whole_file
 
 DTYPES = ("float16", "float32")
 _STRETCH = 1024
@@ -262,9 +262,8 @@ def write_record(folder: Path, record: WindowRecord) -> None:
         folder: Of windows.
         record: What is said.
     """
-    partial = folder / f".{_RECORD}.partial"
-    partial.write_text(json.dumps(vars(record), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / _RECORD)
+    with whole_file(folder / _RECORD) as partial:
+        partial.write_text(json.dumps(vars(record), indent=2) + "\n", encoding="utf-8")
 
 
 def _stretches(windows: Iterable[Window]) -> Iterator[list[Window]]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from midus_commands.exit_status import run_command
+from midus_hf.whole_files import whole_file
 
 app = typer.Typer(
     name="midus-cluster",
@@ -177,18 +177,14 @@ def assign(
             )
         documents = read_corpus(Corpus(corpus, column, None, encoding))
         paths = document_paths(retriever, load_fast_tokenizer(name), documents, origin.window_tokens or 2048, blocked)
-        partial = output.with_name(f".{output.name}.partial")
         written = 0
-        try:
+        with whole_file(output) as partial:
             with partial.open("w", encoding="utf-8") as file:
                 for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
                     file.write(json.dumps(row) + "\n")
                     written += 1
             if not written:
                 raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
-            os.replace(partial, output)
-        finally:
-            partial.unlink(missing_ok=True)
     print(f"{output}: paths of {written:,} documents")
 
 

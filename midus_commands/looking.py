@@ -1,50 +1,46 @@
 """What `midus-chapters` does with a model that runs: `stats`, `ablate` and `nearest`."""
 
-import contextlib
 import dataclasses
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_commands.exit_status import WRONG_REQUEST, Ending
-from midus_commands.loaded_model import load_on
+from midus_commands.reading import (
+    BatchSize,
+    Column,
+    Device,
+    Dtype,
+    Encoding,
+    Json,
+    Limit,
+    MaxTokens,
+    SequenceLength,
+    adding,
+    load_to_read,
+    rows_of,
+    show_report,
+    sizes_of,
+    token_bar,
+    working,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-    from midus_hf.analysis.chapter_tables import TableOfWords
-    from midus_hf.analysis.text_rows import RowLosses, TextRows
+    from midus_hf.analysis.text_rows import RowLosses
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with chapters.")]
 Texts = Annotated[
     list[str],
     typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
 ]
-Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
-Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
-Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
-SequenceLength = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens of a row, into which documents are cut.  [default: 1024, or what the model was made for]",
-        metavar="N",
-    ),
-]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens of each text to read.  [default: all]", metavar="N")]
-BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
-]
 Layers = Annotated[str | None, typer.Option(help="Their numbers, such as 3,7-9.  [default: all]", metavar="LIST")]
 OneMemory = Annotated[
     str | None, typer.Option(help="One of several memories of chapters.  [default: the only one]", metavar="NAME")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Output = Annotated[
     Path | None,
     typer.Option(help="Folder to make, with pictures and report.html.  [default: none]", metavar="DIR"),
@@ -72,25 +68,19 @@ def stats(
     json_: Json = False,
 ) -> None:
     """Let the model read texts, and say which chapters are read, how evenly and steadily, and for which text."""
-    with _working():
+    with working():
         documents = _documents(text, column, encoding, limit, output)
         from midus_hf.analysis.chapter_memories import memories_of_chapters
         from midus_hf.analysis.chapter_records import record_chapters
         from midus_hf.analysis.chapter_stats import chapter_stats
         from midus_hf.analysis.text_rows import read_rows
 
-        loaded, tokenizer = _load(model, dtype, device)
+        loaded, tokenizer = load_to_read(model, dtype, device)
         memories_of_chapters(loaded, memory)
-        rows = _rows(loaded, tokenizer, documents, sequence_length, max_tokens)
+        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
         losses: dict[str, RowLosses] = {}
-        with _progress() as show, record_chapters(loaded, memory) as records:
-            total, done = sum(of_text.num_tokens for of_text in rows), 0
-
-            def told(num_tokens: int) -> None:
-                nonlocal done
-                done += num_tokens
-                show(done, total)
-
+        with token_bar() as show, record_chapters(loaded, memory) as records:
+            told = adding(show, sum(of_text.num_tokens for of_text in rows))
             for of_text in rows:
                 losses[of_text.name] = read_rows(
                     loaded, of_text, batch_size=batch_size, records=records, progress=told
@@ -98,12 +88,12 @@ def stats(
         found = chapter_stats(records)
     report = {
         "model": model,
-        "texts": {of_text.name: {**_sizes(of_text), "loss": losses[of_text.name].mean} for of_text in rows},
+        "texts": {of_text.name: {**sizes_of(of_text), "loss": losses[of_text.name].mean} for of_text in rows},
         "layers": [dataclasses.asdict(of_layer) for of_layer in found],
     }
     from midus_hf.analysis.chapter_tables import reading_table, typical_table
 
-    _show(report, [reading_table(found), typical_table(found, _MOST_LAYERS)], json_)
+    show_report(report, [reading_table(found), typical_table(found, _MOST_LAYERS)], json_)
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
         from midus_hf.analysis.chapter_report import write_stats
 
@@ -135,14 +125,14 @@ def ablate(
     json_: Json = False,
 ) -> None:
     """Measure what each text loses without each chapter: the loss without it, minus the loss as it is."""
-    with _working():
+    with working():
         documents = _documents(text, column, encoding, limit, output)
         from midus_hf.analysis import chapter_ablation
 
-        loaded, tokenizer = _load(model, dtype, device)
+        loaded, tokenizer = load_to_read(model, dtype, device)
         numbers, of_layers = _numbers(loaded, memory, chapters, layers)
-        rows = _rows(loaded, tokenizer, documents, sequence_length, max_tokens)
-        with _progress() as show:
+        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
+        with token_bar() as show:
             ablation = chapter_ablation.ablate(
                 loaded,
                 rows,
@@ -158,12 +148,12 @@ def ablate(
     found = dataclasses.asdict(ablation)
     report = {
         "model": model,
-        "texts": {of_text.name: {**_sizes(of_text), "loss": ablation.losses[of_text.name]} for of_text in rows},
+        "texts": {of_text.name: {**sizes_of(of_text), "loss": ablation.losses[of_text.name]} for of_text in rows},
         **{key: found[key] for key in ("mode", "memory", "layers", "chapters")},
     }
     from midus_hf.analysis.chapter_tables import ablation_table
 
-    _show(report, [ablation_table(ablation)], json_)
+    show_report(report, [ablation_table(ablation)], json_)
     if output is not None:
         from midus_hf.analysis.chapter_report import write_ablation
 
@@ -182,10 +172,10 @@ def nearest(
     json_: Json = False,
 ) -> None:
     """Show the tokens nearest to what chapters hold, read through the model's own head: a probe, and no proof."""
-    with _working():
+    with working():
         from midus_hf.analysis.chapter_tokens import nearest_tokens
 
-        loaded, tokenizer = _load(model, dtype, device)
+        loaded, tokenizer = load_to_read(model, dtype, device)
         numbers, of_layers = _numbers(loaded, memory, chapters, layers)
         near = nearest_tokens(
             loaded, tokenizer, chapters=numbers, layers=of_layers, top=top, each_row=rows, memory=memory
@@ -193,17 +183,7 @@ def nearest(
     report = {"model": model, "chapters": [dataclasses.asdict(of_chapter) for of_chapter in near]}
     from midus_hf.analysis.chapter_tables import nearest_table
 
-    _show(report, [nearest_table(near)], json_)
-
-
-@contextlib.contextmanager
-def _working() -> Iterator[None]:
-    """What is wrong with a request is refused; libraries that print do not come between the caller and the result."""
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            yield
-        except ValueError as error:
-            raise Ending(WRONG_REQUEST, str(error)) from error
+    show_report(report, [nearest_table(near)], json_)
 
 
 def _documents(
@@ -234,29 +214,6 @@ def _documents(
     return documents
 
 
-def _load(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    from midus_hf.evaluation.settings import check_dtype
-
-    check_dtype(dtype)
-    return load_on(name, dtype, device)
-
-
-def _rows(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    documents: dict[str, list[str]],
-    sequence_length: int | None,
-    max_tokens: int | None,
-) -> "list[TextRows]":
-    from midus_hf.analysis.text_rows import text_rows
-
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return [
-        text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
-        for name, of_text in documents.items()
-    ]
-
-
 def _numbers(
     model: "PreTrainedModel", memory: str | None, chapters: str, layers: str | None
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -270,42 +227,3 @@ def _numbers(
         None if chapters == "all" else parse_numbers(chapters, hosts[0].num_chapters),
         None if layers is None else parse_numbers(layers, num_layers, "layers"),
     )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar of the tokens that have been read."""
-    from tqdm import tqdm
-
-    with tqdm(desc="reading", unit=" tokens", disable=None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
-
-
-def _sizes(text: "TextRows") -> dict[str, int]:
-    return {"documents": len(set(text.documents)), "rows": len(text.rows), "tokens": text.num_tokens}
-
-
-def _show(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_: bool) -> None:
-    if json_:
-        print(json.dumps(report, indent=2, allow_nan=False))
-        return
-    import rich.box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    for words in tables:
-        if not words.rows:
-            continue
-        table = Table(title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for name in words.head:
-            table.add_column(Text(name), overflow="fold")
-        for row in words.rows:
-            table.add_row(*map(Text, row))
-        console.print(table)

@@ -87,6 +87,18 @@ class MemoryOptions:
         """
         return ()
 
+    def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
+        """The shape of what one of its layers gives for later ones.
+
+        Args:
+            name: One of those that it `gives`.
+            sizes: Of the model.
+            index: Of the layer, among those that have the memory.
+            batch: Rows of a pass.
+            tokens: Tokens of a row.
+        """
+        raise AssertionError(f"memory type {self.type!r} gives no {name!r}")
+
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
         """What one of its layers takes of what earlier ones gave: the index of the giver, and the name. Default: nothing.
 

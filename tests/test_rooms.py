@@ -92,8 +92,10 @@ def test_a_package_imports_those_before_it_alone(package):
             assert not imports_of(file, later, everywhere=True), f"{file} imports {later}"
 
 
-def test_retrieval_imports_its_own_room_and_documents_and_options_alone():
-    allowed = ("midus_hf.retrieval", "midus_hf.documents", "midus_hf.config_file", "midus_hf.saved_models")
+def test_retrieval_imports_its_own_room_and_what_reads_and_writes_files_alone():
+    allowed = tuple(
+        f"midus_hf.{name}" for name in ("retrieval", "documents", "config_file", "saved_models", "whole_files")
+    )
     for file in files_of("midus_hf/retrieval"):
         for name in imports_of(file, "midus_hf", everywhere=True):
             assert name.startswith(allowed), f"{file.name} imports {name}"

@@ -9,6 +9,8 @@ import torch
 from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
 from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
 from midus_hf.ops.chapter_segments_triton import triton_segments
+from midus_hf.ops.depth_attention_triton import triton_depth_attention
+from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
@@ -47,6 +49,22 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 dim, memory_tokens, weighed, dtype
             ),
         )
+    for name, group, dim, slots, softcap, dtype in (
+        ("depth of moda-700m", 2, 64, 72, None, torch.bfloat16),
+        ("depth of llama-3.1-8b", 4, 128, 64, None, torch.bfloat16),
+        ("depth of table 2, 32 queries a key", 32, 64, 64, None, torch.bfloat16),
+        ("depth of gemma-2, softcap", 2, 256, 52, 50.0, torch.bfloat16),
+        ("depth of 5, head 80, float16", 7, 80, 5, None, torch.float16),
+        ("depth of 300, head 96, 64 queries a key", 64, 96, 300, None, torch.bfloat16),
+        ("depth of 512, head 256, float32", 3, 256, 512, None, torch.float32),
+        ("depth of heads at odd places", 2, 64, 8, None, torch.bfloat16),
+    ):
+        yield (
+            name,
+            lambda name=name, group=group, dim=dim, slots=slots, softcap=softcap, dtype=dtype: _depth(
+                group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0
+            ),
+        )
 
 
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -82,6 +100,18 @@ def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> N
     extra = [torch.zeros(tokens, chosen) if weighed == name else None for name in ("scales", "biases")]
     output, *rest = triton_segments(query, table, table, read, *extra)
     triton_segment_gradients(output, query, table, table, *extra, output, *rest, True, True)
+
+
+def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
+    texts, tokens, kv_heads = 2, 16, 8
+
+    def heads(count: int) -> torch.Tensor:
+        numbers = torch.zeros(skipped + texts * tokens * count * dim, dtype=dtype)[skipped:]
+        return numbers.view(texts, tokens, count, dim).transpose(1, 2)
+
+    query, keys = heads(group * kv_heads), [heads(kv_heads) for _ in range(slots)]
+    output, lse = triton_depth_attention(query, keys, keys, dim**-0.5, softcap)
+    triton_depth_gradients(output, lse, query, keys, keys, output, lse, dim**-0.5, softcap, True, True)
 
 
 def launches() -> list[Launch]:

@@ -59,6 +59,7 @@ class Compiled:
         shared_bytes: Shared memory a program.
         registers: Registers a thread; None where no tool tells (AMD).
         spilled_bytes: Of a thread's stack; None where no tool tells.
+        wide_loads: Instructions that load 16 bytes a thread; None where they are not counted (AMD).
     """
 
     kernel: str
@@ -67,6 +68,7 @@ class Compiled:
     shared_bytes: int
     registers: int | None
     spilled_bytes: int | None
+    wide_loads: int | None
 
 
 @contextmanager
@@ -95,6 +97,12 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
+        if isinstance(value, tuple):
+            assert all(type(number) is int and number >> 31 and number % 2 for number in value), (
+                "numbers that compile alike"
+            )
+            signature[parameter.name] = ("i64",) * len(value)  # type: ignore[assignment]
+            continue
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
         else:
@@ -114,7 +122,8 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=gpu, options={"num_warps": 4, **launch.options})
     registers, spilled = _registers(compiled.asm["cubin"]) if "cubin" in compiled.asm else (None, None)
-    return Compiled(launch.kernel.__name__, launch.case, target, compiled.metadata.shared, registers, spilled)
+    wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"])) if "ptx" in compiled.asm else None
+    return Compiled(launch.kernel.__name__, launch.case, target, compiled.metadata.shared, registers, spilled, wide)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:

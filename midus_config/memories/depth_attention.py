@@ -130,6 +130,12 @@ class DepthAttentionOptions(MemoryOptions):
         written = (source for source in self.sources if self.is_read(Slot(index, source), count))
         return (*kept, *(f"{source}_{part}" for source in written for part in ("key", "value")))
 
+    def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
+        kept = (self.num_read(index + 1) - len(self.sources),) if name in KEPT else ()
+        if name == "utilities":
+            return (batch, tokens, *kept)
+        return (batch, sizes.num_key_value_heads, tokens, *kept, sizes.head_dim)
+
     def check_layers(self, layers: tuple[int, ...]) -> None:
         if len(layers) < 2:
             raise ValueError(

@@ -1,1 +1,2 @@
-"""What the memories of a model do: which slots they retrieve and how evenly, and what a text loses without a chapter."""
+"""What the memories of a model do: which slots they retrieve and how evenly, what a text loses without a chapter, and what
+heads read of the depth."""

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.analysis.memory_place import MemoryPlace
+from midus_hf.analysis.memory_place import MemoryPlace, innermost
 from midus_hf.memory.protocols import ReadsChapters
 
 
@@ -60,7 +60,7 @@ def memories_of_chapters(model: nn.Module, name: str | None = None) -> list[Host
         HostedChapters(layer, attached, block, memory, modules)
         for layer, block in enumerate(bare.get_decoder().layers)
         for attached, memory in getattr(block, "memories", {}).items()
-        if (modules := _innermost(memory))
+        if (modules := innermost(memory, ReadsChapters))
     ]
     if not found:
         raise ValueError(
@@ -92,13 +92,3 @@ def one_memory(model: nn.Module, name: str | None = None) -> list[HostedChapters
     if len(names) > 1:
         raise ValueError(f"the model has memories of chapters {', '.join(names)}; expected one of them. Pass memory.")
     return found
-
-
-def _innermost(memory: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules that read chapters; a wrapper, which has what it wraps, is none of them."""
-    reading = [module for module in memory.modules() if isinstance(module, ReadsChapters)]
-    return tuple(
-        module
-        for module in reading
-        if not any(isinstance(part, ReadsChapters) for part in module.modules() if part is not module)
-    )

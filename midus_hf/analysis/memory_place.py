@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from torch import nn
+
 
 class MemoryPlace(NamedTuple):
     """A layer, and which of its memories.
@@ -27,3 +29,18 @@ def place_of(layer: int, path: str) -> MemoryPlace:
     """
     parts = path.split(".")
     return MemoryPlace(layer, parts[parts.index("memories") + 1] if "memories" in parts else "")
+
+
+def innermost(memory: nn.Module, kind: type) -> tuple[nn.Module, ...]:
+    """The memory itself and every copy of it that PEFT has made; a wrapper, which has what it wraps, is none of them.
+
+    Args:
+        memory: In its layer, as a layer calls it.
+        kind: What a memory is told by: a protocol of `midus_hf.memory.protocols`.
+    """
+    matching = [module for module in memory.modules() if isinstance(module, kind)]
+    return tuple(
+        module
+        for module in matching
+        if not any(isinstance(part, kind) for part in module.modules() if part is not module)
+    )

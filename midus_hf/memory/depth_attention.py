@@ -86,7 +86,7 @@ class DepthAttention(MemoryModule):
         kept = None
         if keeps:
             shares = depth_shares(query, keys, sequence.scaling, sequence.softcap)
-            kept = self._kept(keys if raw_keys is None else raw_keys, values, shares, utilities)
+            kept = self.kept(keys if raw_keys is None else raw_keys, values, shares, utilities)
         return output, weights, kept
 
     @property
@@ -94,7 +94,7 @@ class DepthAttention(MemoryModule):
         """g of each head, `[H]`; None where it is 1."""
         return None if self.options.depth_weight == "one" else _NotNegative.apply(self.depth_weight)
 
-    def _kept(
+    def kept(
         self,
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
@@ -105,6 +105,12 @@ class DepthAttention(MemoryModule):
 
         A slot's utility is the share of the attention to the depth that it gets, of the mean share, averaged over heads; what it was
         before counts one half.
+
+        Args:
+            keys: n of `[B, K, T, d]`, from the oldest slot to the newest.
+            values: n of `[B, K, T, d]`.
+            shares: `[B, H, T, n]`, of each slot in the attention to the depth.
+            utilities: `[B, T, m]`, those of the m oldest slots. Default: all are read for the first time.
         """
         utility = shares.mean(1) * len(keys)  # [B, T, n]
         if utilities is not None:

@@ -10,7 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 from midus_hf.ops.depth_attention import joint_attention
 from midus_hf.ops.fused_sequence import Call, joined, kernel_of
-from midus_hf.ops.sequence_lse import sequence_lse
+from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
+
+_MASKS_TELL = ("eager", "sdpa")
+"""Implementations whose masks say of each query and key whether it is read."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,54 @@ class SequenceHeads:
 
     def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
+
+    def log_sum(self) -> torch.Tensor:
+        """The logarithm of the sum of the exponentials of scores, `[B, H, T]`, to look at beside a pass: nothing is drawn at random.
+
+        Raises:
+            ValueError: If nothing tells it.
+        """
+        if self.implementation in _MASKS_TELL:
+            return sequence_lse(self.query, self.key, self.mask, self._is_causal, self.scaling, self.softcap)
+        told = self._own()[1] if self.implementation == "flex_attention" else None
+        if told is None:
+            raise ValueError(self._refusal)
+        return told.to(torch.promote_types(told.dtype, torch.float32))
+
+    def shares(self, head: int) -> torch.Tensor:
+        """What each query of a head reads of each key, in the softmax over the sequence alone, `[B, T, S]`, to look at.
+
+        Args:
+            head: Number of the query head.
+
+        Raises:
+            ValueError: If the model's attention does not say what its masks are.
+        """
+        if self.implementation not in _MASKS_TELL:
+            raise ValueError(
+                f"attention {self.implementation!r} has masks that do not say what each query reads; expected attn_implementation "
+                "'sdpa' or 'eager'."
+            )
+        heads, kv_heads = self.query.shape[1], self.key.shape[1]
+        kv_head = head // (heads // kv_heads)
+        of_all = self.mask is None or self.mask.shape[1] == 1
+        weights = sequence_weights(
+            self.query[:, head : head + 1],
+            self.key[:, kv_head : kv_head + 1],
+            self.mask if of_all else self.mask[:, head : head + 1],
+            self._is_causal,
+            self.scaling,
+            self.softcap,
+        )
+        return weights[:, 0]
+
+    @property
+    def _is_causal(self) -> bool:
+        """By the rules of transformers for its masks."""
+        if self.implementation != "sdpa" or self.mask is not None or self.query.shape[2] == 1:
+            return False
+        asked = self.arguments.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if asked is None else asked)
 
     @property
     def _refusal(self) -> str:

@@ -13,15 +13,14 @@ import torch
 
 from midus_hf.ops.chapter_segments_triton import (
     blocks_of,
-    chapter_precision,
     chapter_tile,
     head_rows,
     memory_rows,
     pairs_of_block,
-    product,
 )
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of
+from midus_hf.ops.triton_products import product, product_precision
 
 _FEWEST_OF_SPLIT = 512
 """Pairs of a chapter that one program sums, where there are so many."""
@@ -226,7 +225,7 @@ def triton_segment_gradients(
         "GROUP": heads // kv_heads,
         "MEMORY": memory_tokens,
         "WIDTH": width,
-        "PRECISION": chapter_precision(query),
+        "PRECISION": product_precision(query),
         "num_warps": 8 if row_bytes > 128 else 4,  # whose registers hold two sums of rows and their terms
         **tile,
     }

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
+from midus_hf.ops.triton_launch import on_device_of, power_of_two
+from midus_hf.ops.triton_products import product, product_precision
 
 _MOST_WIDTH = 256
 """Of a head: tiles of 16 rows of more would not fit where they are multiplied."""
@@ -35,15 +35,6 @@ class Blocks(NamedTuple):
 
     chapter_of_block: torch.Tensor
     last_blocks: torch.Tensor
-
-
-@triton.jit
-def product(first, second, PRECISION: tl.constexpr):
-    """A matrix product accumulated in float32: in the dtype of `second`, or in float32 where `PRECISION` says how."""
-    if PRECISION is None:
-        return tl.dot(first.to(second.dtype), second)
-    else:
-        return tl.dot(first.to(tl.float32), second.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
@@ -179,7 +170,7 @@ def triton_segments(
             query, keys, values, extra[0], order, offsets, blocks.last_blocks, blocks.chapter_of_block,
             pair_outputs, pair_sums, num_chapters, chosen, heads, 1 / math.sqrt(width),
             SCALED=scales is not None, GROUP=heads // kv_heads, MEMORY=memory_tokens, WIDTH=width,
-            PRECISION=chapter_precision(query), **tile,
+            PRECISION=product_precision(query), **tile,
         )  # fmt: skip
         chapter_merge_kernel[(triton.cdiv(tokens * heads, merged_rows),)](
             pair_outputs, pair_sums, *extra, output, log_sums, tokens * heads, chosen, heads,
@@ -233,8 +224,3 @@ def chapter_tile(query: torch.Tensor, pairs: int, num_chapters: int, memory_toke
     most = min(64, (16 << 10) // (dims * query.element_size()))
     expected = max(16, power_of_two(-(-pairs // num_chapters)))
     return {"BP": min(most, expected), "BM": min(most, max(16, power_of_two(memory_tokens))), "DP": dims}
-
-
-def chapter_precision(query: torch.Tensor) -> str | None:
-    """As `product` takes it: none for half precision, which tensor cores multiply as it is, and the interpreter does not."""
-    return precise_product() if query.dtype == torch.float32 or interprets_kernels() else None

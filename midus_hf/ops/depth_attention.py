@@ -1,9 +1,16 @@
 """Attention of each token to keys and values of its own position, and its union with attention to the sequence (MoDA)."""
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
+
+from midus_hf.ops.backend import resolve
+from midus_hf.ops.depth_attention_triton import depth_refusal, triton_depth_attention
+from midus_hf.ops.depth_batched import batched_depth_attention
+from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
+from midus_hf.ops.library import custom_op
 
 
 def depth_attention(
@@ -12,11 +19,13 @@ def depth_attention(
     values: Sequence[torch.Tensor],
     scaling: float,
     softcap: float | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
 
-    Slots are read where they lie, one after another, and nothing of the size of all of them is made or kept for the gradient. Query
-    head h reads key/value head h // (H / K).
+    Nothing of the size of all slots is made or kept for the gradient. Kernels read slots where they lie; tensors of several dtypes
+    alone are copied into one. Query head h reads key/value head h // (H / K).
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -24,15 +33,25 @@ def depth_attention(
         values: n of `[B, K, T, d]`.
         scaling: By what scores are multiplied.
         softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together.
+            Default: `"auto"`.
 
     Returns:
         What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of its scores,
         `[B, H, T]`, float32 at least. Gradients flow through both.
 
     Raises:
-        ValueError: If there are no slots, or shapes disagree.
+        ValueError: If there are no slots, shapes disagree, or kernels are asked for where they cannot run.
     """
     _check(query, keys, values)
+    dtype = _shared_dtype(query, keys, values)
+    body = resolve(backend, "auto", "auto", query.to(dtype), depth_refusal(query, keys)).backend
+    if body == "triton":
+        keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
+        read, lse = depth_attention_op(query.to(dtype), keys, values, scaling, softcap)
+        return read.to(query.dtype), lse
+    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses the other one
+        return batched_depth_attention(query, keys, values, scaling, softcap)
     return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
@@ -82,6 +101,33 @@ def joint_attention(
     return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
 
 
+def joint_shares(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    sequence_lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    depth_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each slot gets in one softmax over sequence and depth; the sequence gets the rest.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        sequence_lse: `[B, H, T]`, as for `joint_attention`.
+        scaling: By what scores are multiplied.
+        softcap: As for `depth_attention`.
+        depth_weight: g, as for `joint_attention`. Default: 1.
+
+    Returns:
+        `[B, H, T, n]`, float32 at least; no gradient flows through them.
+    """
+    with torch.no_grad():
+        scores = _scores(query, keys, scaling, softcap)
+        _, share = share_of_depth(sequence_lse, scores.logsumexp(-1), depth_weight)
+        return scores.softmax(-1) * share.unsqueeze(-1)
+
+
 def share_of_depth(
     sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +164,14 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
             )
 
 
+def _shared_dtype(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.dtype:
+    """In which kernels read all of them; where they differ under autocast, in its own, as PyTorch's attention does."""
+    dtypes = {tensor.dtype for tensor in (query, *keys, *values)}
+    if len(dtypes) > 1 and torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    return functools.reduce(torch.promote_types, dtypes)
+
+
 def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """`[B, H, T, d]` as `[B, K, H / K, T, d]`."""
     return heads.unflatten(1, (kv_heads, -1))
@@ -147,7 +201,9 @@ class _DepthAttention(torch.autograd.Function):
             share.unsqueeze(-1) * value.to(share.dtype).unsqueeze(2)
             for share, value in zip(shares.unbind(-1), values, strict=True)
         )
-        read = read.flatten(1, 2).to(query.dtype)
+        read = read.flatten(1, 2)
+        # Where `to` does nothing, torch.compile of torch 2.11 loses the gradient of what it returns.
+        read = read if read.dtype == query.dtype else read.to(query.dtype)
         ctx.save_for_backward(query, read, lse, *slots)
         ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
         return read, lse
@@ -175,3 +231,82 @@ class _DepthAttention(torch.autograd.Function):
             of_keys.append((of_score.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
             of_values.append((share.unsqueeze(-1) * of_read).sum(2).to(value.dtype))
         return of_query.flatten(1, 2).to(query.dtype), None, None, None, *of_keys, *of_values
+
+
+@custom_op("depth_attention")
+def depth_attention_op(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`depth_attention` by kernels."""
+    return triton_depth_attention(query, keys, values, scaling, softcap)
+
+
+@depth_attention_op.register_fake
+def _(query, keys, values, scaling, softcap):  # type: ignore[no-untyped-def]
+    output = _by_token(query)
+    return output, output.new_empty(output.transpose(1, 2).shape[:3], dtype=torch.float32).transpose(1, 2)
+
+
+@custom_op("depth_attention_backward")
+def depth_gradients_op(
+    gradient: torch.Tensor,
+    lse_gradient: torch.Tensor,
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    softcap: Optional[float],  # noqa: UP045
+    wants_query: bool,
+    wants_slots: bool,
+) -> list[torch.Tensor]:
+    """Gradients of the query, keys and values; empty is that of a query which is not wanted, and there are none of such slots."""
+    into_query, into_keys, into_values = triton_depth_gradients(
+        gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots
+    )
+    return [query.new_empty(0) if into_query is None else into_query, *into_keys, *into_values]
+
+
+@depth_gradients_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots
+):
+    into_query = _by_token(query) if wants_query else query.new_empty(0)
+    return [into_query, *(_by_token(slot) for slot in (*keys, *values) if wants_slots)]
+
+
+def _by_token(heads: torch.Tensor) -> torch.Tensor:
+    """A new tensor `[B, H, T, d]` that lies in memory token by token, as kernels write theirs."""
+    return heads.new_empty(heads.transpose(1, 2).shape).transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, keys, values, ctx.scaling, ctx.softcap = inputs
+    ctx.count = len(keys)
+    ctx.save_for_backward(query, *output, *keys, *values)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, lse_gradient: torch.Tensor) -> tuple:
+    query, output, lse, *slots = ctx.saved_tensors
+    keys, values = slots[: ctx.count], slots[ctx.count :]
+    wants_query, wants_keys, wants_values, *_ = ctx.needs_input_grad
+    wants_slots = any(wants_keys) or any(wants_values)
+    into_query, *into_slots = depth_gradients_op(
+        gradient, lse_gradient, query, keys, values, output, lse, ctx.scaling, ctx.softcap, wants_query, wants_slots
+    )
+    into_keys, into_values = into_slots[: ctx.count], into_slots[ctx.count :]
+    return (
+        into_query if wants_query else None,
+        into_keys if wants_slots else [None] * ctx.count,
+        into_values if wants_slots else [None] * ctx.count,
+        None,
+        None,
+    )
+
+
+depth_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -123,7 +123,8 @@ class _Joined(torch.autograd.Function):
         ratio, share = share_of_depth(sequence_lse, depth_lse, depth_weight)
         wide = share.dtype
         output = sequence.to(wide) + share.unsqueeze(-1) * (depth.to(wide) - sequence.to(wide))
-        output = output.to(query.dtype)
+        # Where `to` does nothing, torch.compile of torch 2.11 loses the gradient of what it returns.
+        output = output if output.dtype == query.dtype else output.to(query.dtype)
         tensors = [part for part in extra if isinstance(part, torch.Tensor)]
         ctx.save_for_backward(
             query, key, value, mask, depth, depth_lse, output, sequence_lse + torch.log1p(ratio), share, *tensors

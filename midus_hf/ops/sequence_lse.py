@@ -34,6 +34,28 @@ def sequence_lse(
     return _SequenceLse.apply(query, key, mask, is_causal, scaling, softcap)
 
 
+def sequence_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """What each query reads of each key, in the softmax over the sequence alone: all of it at once, to look at.
+
+    Args:
+        query: As for `sequence_lse`, and the others as well.
+
+    Returns:
+        `[B, H, T, S]`, float32 at least; zero where a query reads nothing. No gradient flows through them.
+    """
+    with torch.no_grad():
+        rows = slice(0, query.shape[2])
+        scores = _scores(query, key, mask, is_causal, scaling, softcap, rows)[0].flatten(1, 2)
+        return scores.softmax(-1).nan_to_num()
+
+
 def _chunks(tokens: int) -> list[slice]:
     return [slice(start, min(start + _CHUNK, tokens)) for start in range(0, tokens, _CHUNK)]
 

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from midus_hf.documents import first_line
+from midus_hf.whole_files import whole_file
 
 FORMAT_VERSION = 1
 CENTROIDS_FILE = "tree.safetensors"
@@ -105,12 +105,10 @@ def write_tree(folder: str | Path, contents: TreeContents) -> None:
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
     tensors = {_name(level): centroids.contiguous() for level, centroids in enumerate(contents.centroids)}
-    partial = folder / f".{CENTROIDS_FILE}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / CENTROIDS_FILE)
-    partial = folder / f".{RECORD_FILE}.partial"
-    partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    os.replace(partial, folder / RECORD_FILE)
+    with whole_file(folder / CENTROIDS_FILE) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+    with whole_file(folder / RECORD_FILE) as partial:
+        partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def read_tree(folder: str | Path) -> TreeContents:

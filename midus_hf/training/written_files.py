@@ -102,9 +102,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_ours(path: Path, output: Path) -> bool:
-    """Whether a run writes a file of this name in this place."""
+    """Whether a run writes a file of this name in this place, and not in another that a link leads to."""
     parts = path.relative_to(output).parts
-    if path.is_symlink():
+    if any(output.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts) + 1)):
         return False
     if CHECKPOINT_NAME.fullmatch(parts[0]):
         return _matches(parts[1:], _MODEL + _TRAINER_STATE)

@@ -69,7 +69,9 @@ def embed(bert, tmp_path):
 @pytest.fixture
 def run_tasks(texts, tmp_path):
     def run(step, tasks, workers=1):
-        logs = str(tmp_path / f"logs-{tasks}-{id(step)}")
+        logs = str(
+            tmp_path / f"logs-{len(list(tmp_path.glob('logs-*')))}"
+        )  # of this run alone: finished tasks are not run again
         LocalPipelineExecutor([ParquetReader(texts), step], tasks=tasks, workers=workers, logging_dir=logs).run()
 
     return run

@@ -63,7 +63,7 @@ def test_a_killed_clustering_goes_on_at_the_node_it_was_at(tmp_path, monkeypatch
     here = Path(__file__).parent
     command = [sys.executable, "-c", KILLED, str(here), str(tmp_path), *map(str, calls)]
     paths = os.pathsep.join([str(here.parents[1]), str(here.parent)])
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, timeout=600, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
     kmeans, done = building.kmeans, []
     monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
     for number in calls:

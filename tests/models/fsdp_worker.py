@@ -5,7 +5,10 @@ Argument: a folder, where each rank writes its findings as JSON.
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +17,23 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from models.depth_models import depth_model
 from models.upscaled import upscaled_model
 from tiny import FAMILIES, prompt
 
 Gradients = dict[str, torch.Tensor]
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    **{family: (partial(upscaled_model, family), "layers.1.memory.value_bank") for family in FAMILIES},
+    **{
+        f"{family} over the depth": (
+            partial(depth_model, family, kind, torch.float32),
+            "layers.1.memories.depth-attention.ffn_value.weight",
+        )
+        for family, kind in (("llama", "best"), ("gemma3", "default"))
+    },
+}
+"""What makes each model, and a parameter of its memory."""
 
 
 def loss_and_gradients(model, tokens: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
@@ -40,21 +56,22 @@ def largest_relative_difference(found: Gradients, expected: Gradients) -> float:
     return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
-def findings(family: str, checkpointing: bool) -> dict[str, float | bool]:
-    """What one family's sharded step is, beside whole steps on the halves of the batch and on all of it."""
+def findings(case: str, checkpointing: bool) -> dict[str, float | bool]:
+    """What one model's sharded step is, beside whole steps on the halves of the batch and on all of it."""
     rank = dist.get_rank()
+    build, memory = CASES[case]
     halves = prompt(batch=4).chunk(2)
-    whole = upscaled_model(family).train()
+    whole = build().train()
     first, second, all_of_it = (loss_and_gradients(whole, tokens) for tokens in (*halves, torch.cat(halves)))
 
-    sharded = upscaled_model(family).train()
+    sharded = build().train()
     if checkpointing:
         checkpointed(sharded)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    bank = sharded.model.layers[1].memory.value_bank
+    bank: Any = sharded.model.get_parameter(memory)
     loss, gradients = loss_and_gradients(sharded, halves[rank])
     _, gradients_of_one_half = loss_and_gradients(sharded, halves[0])
     return {
@@ -76,8 +93,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {
-        f"{family} {'with' if checkpointing else 'without'} checkpointing": findings(family, checkpointing)
-        for family in FAMILIES
+        f"{case} {'with' if checkpointing else 'without'} checkpointing": findings(case, checkpointing)
+        for case in CASES
         for checkpointing in (False, True)
     }
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))

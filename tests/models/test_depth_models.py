@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 SEVEN = {"num_hidden_layers": 7}
 LONG = {
     "hybrid of seven layers": {"slots": 6, "keep": "hybrid"} | SEVEN,
-    "hybrid of one slot a layer": {"slots": 4, "keep": "hybrid", "attention_slots": "none"} | SEVEN,
+    "hybrid of one slot a layer": {"slots": 6, "keep": "hybrid", "attention_slots": "none", "num_hidden_layers": 9},
     "best, released": {"slots": 4, "keep": "best", "rope": "released", "attention_slots": "projected"} | SEVEN,
     "best of some": {"slots": 3, "keep": "best", "layers": [0, 1, 3, 4, 6]} | SEVEN,
     "layers of one kind": {"layers": [1, 3]},

@@ -158,3 +158,34 @@ def test_autocast_changes_a_little_and_nothing_where_weights_are_zero(native_fam
     still, base = depth_model(native_family, kind, torch.float32, acting=False), tiny_model(native_family)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(logits(still, tokens), logits(base, tokens))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["default", "released", "best"])
+def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
+    """Also where rows that are padding alone read nothing of the sequence."""
+    attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
+    model, texts = (
+        depth_model(native_family, kind, torch.float32).train(),
+        [prompt(length, 1, 1) for length in (11, 6)],
+    )
+    model.set_attn_implementation(attention)
+    expected: dict[str, torch.Tensor] = {}
+    for text in texts:
+        model.zero_grad()
+        model(text, labels=text, num_items_in_batch=15, use_cache=False).loss.backward()
+        for name, value in model.named_parameters():
+            expected[name] = expected.get(name, 0) + value.grad
+    for before in (True, False):
+        padded = [
+            torch.nn.functional.pad(text, (11 - text.shape[1], 0) if before else (0, 11 - text.shape[1]))
+            for text in texts
+        ]
+        tokens = torch.cat(padded)
+        mask = (tokens != 0).long()
+        labels = tokens.masked_fill(mask == 0, -100)
+        labels[1, 11 - 6 if before else 0] = -100  # alone, the first token of a text is predicted from nothing
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "num_items_in_batch": 15}
+        model.zero_grad()
+        model(tokens, labels=labels, use_cache=False, **given).loss.backward()
+        check_close({name: value.grad for name, value in model.named_parameters()}, expected, 1e-4)

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from models.fsdp_worker import CASES
 from processes.warm import run_ranks
-from tiny import FAMILIES
 
-# Every family holds to these exactly. The mean of two halves is exact too: sharded, each rank adds its half of the
+# Every model holds to these exactly. The mean of two halves is exact too: sharded, each rank adds its half of the
 # gradient to the other's, and halving a binary number does not round.
 EXACT = (
     "shards_its_memories",
@@ -33,7 +33,7 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 
 def test_a_sharded_step_equals_a_whole_one_with_and_without_checkpointing(ranks):
-    cases = {f"{family} {how} checkpointing" for family in FAMILIES for how in ("with", "without")}
+    cases = {f"{case} {how} checkpointing" for case in CASES for how in ("with", "without")}
     assert [set(found) for found in ranks] == [cases, cases]
     wrong = [
         (rank, case, fact, found[case][fact])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from ops.depth_loops import attend
 
-from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention
-from midus_hf.ops.sequence_lse import sequence_lse
+from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention, joint_shares
+from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
 """Query heads per key/value head, key/value heads, tokens, width."""
@@ -141,3 +141,32 @@ def test_wrong_shapes_are_refused(keys, values, message):
     keys, values = ([torch.zeros(shape) for shape in shapes] for shapes in (keys, values))
     with pytest.raises(ValueError, match=message):
         depth_attention(torch.zeros(1, 4, 3, 4), keys, values, 1.0)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_joint_shares_are_those_that_the_union_reads_by(shape, softcap):
+    query, key, _, keys, _, weight = heads_of(*shape)
+    slots = [torch.zeros_like(key) for key in keys]
+    for number, slot in enumerate(slots):  # values that tell which slot they are of
+        slot[..., number] = 1
+    read = attend(query, key, torch.zeros_like(key), keys, slots, weight, 0.4, softcap)[..., : len(keys)]
+    lse = sequence_lse(query, key, None, True, 0.4, softcap)
+    torch.testing.assert_close(joint_shares(query, keys, lse, 0.4, softcap, weight[:, None]), read.detach())
+    alike = joint_shares(query, keys, lse, 0.4, softcap)
+    assert torch.equal(alike, joint_shares(query, keys, lse, 0.4, softcap, torch.ones_like(weight)[:, None]))
+    assert not joint_shares(query, keys, lse, 0.4, softcap, torch.zeros_like(weight)[:, None]).any()
+    assert not alike.requires_grad
+
+
+def test_weights_of_the_sequence_are_those_of_a_softmax_and_zero_where_nothing_is_read():
+    query, key = drawn(2, 4, 5, 3), drawn(2, 2, 5, 3, seed=1)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 0.5
+    ahead = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(ahead, float("-inf")).softmax(-1).detach()
+    torch.testing.assert_close(sequence_weights(query, key, None, True, 0.5), expected)
+    mask = ~ahead[None, None].clone()
+    mask[:, :, 2] = False
+    masked = sequence_weights(query, key, mask, False, 0.5)
+    assert not masked[:, :, 2].any()
+    torch.testing.assert_close(masked[:, :, [0, 1, 3, 4]], expected[:, :, [0, 1, 3, 4]])

@@ -1,5 +1,6 @@
 """Check of new layers and memories one layer at a time: each computes what the base computes there."""
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel
 
-from midus_config.memory_entries import TABLES
+from midus_config.memory_entries import TABLES, Memories
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
@@ -25,6 +26,32 @@ class _PassedBy(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Give the residual stream on as it is."""
         return hidden_states
+
+
+class _Given(torch.nn.Module):
+    """A layer, and in front of it what earlier layers, which are passed by, would give it.
+
+    Args:
+        layer: Of the model.
+        memories: Of the model.
+    """
+
+    def __init__(self, layer: Any, memories: Memories):
+        super().__init__()
+        self.layer: Any = layer
+        self._memories = memories
+
+    def forward(self, hidden_states: torch.Tensor, *, memory_inputs: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the layer on random numbers that follow from what they stand for, and so are the same in base and upscaled model."""
+        batch, tokens, _ = hidden_states.shape
+        for carried in self.layer.takes:
+            entry, sizes = self._memories.attached[carried.name], self._memories.sizes
+            index = entry.layers.index(carried.layer)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{carried.name} {index} {carried.part}".encode()))
+            shape = entry.options.given_shape(carried.part, sizes, index, batch, tokens)
+            random = torch.rand(shape, generator=generator, dtype=torch.float32).to(hidden_states.dtype)
+            memory_inputs.carry((carried,), (random,))
+        return self.layer(hidden_states, memory_inputs=memory_inputs, **kwargs)
 
 
 class _Layers:
@@ -75,7 +102,9 @@ class _Layers:
                 shared_tables.load_state_dict(self._state(prefix), assign=True)
         except RuntimeError as error:
             raise VerificationError(f"new layer {index} does not load as it was saved: {one_line(error)}") from None
-        self._stack.layers[index] = layer
+        self._stack.layers[index] = (
+            _Given(layer, self._stack.config.memories()) if getattr(layer, "takes", ()) else layer
+        )
         try:
             with torch.no_grad():
                 ids = ids_of_path(self._path, len(hidden_states))

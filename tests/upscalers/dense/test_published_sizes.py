@@ -25,7 +25,7 @@ COUNTS = {
 """Parameters that are new and in all, and what MIDUS says of them (tables 12 and 4): billions trained and in all."""
 
 DENSE = ["llama-pro", "solar", "avg-deus", "linear-combination", "attenuated-copy", "lesa", "opt-deus"]
-ATTACHING = ["moc", "ultramem-v2"]
+ATTACHING = ["moc", "moda", "ultramem-v2"]
 """Methods that add no layers."""
 
 

@@ -1,0 +1,129 @@
+"""What commands that let a model read texts have in common: options, loading, progress, and how tables are shown."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from midus_commands.exit_status import WRONG_REQUEST, Ending
+from midus_commands.loaded_model import load_on
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from midus_hf.analysis.chapter_tables import TableOfWords
+    from midus_hf.analysis.text_rows import TextRows
+
+Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
+Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
+Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a row, into which documents are cut.  [default: 1024, or what the model was made for]",
+        metavar="N",
+    ),
+]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens of each text to read.  [default: all]", metavar="N")]
+BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """What is wrong with a request is refused; libraries that print do not come between the caller and the result."""
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        except ValueError as error:
+            raise Ending(WRONG_REQUEST, str(error)) from error
+
+
+def load_to_read(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model and its tokenizer, as `load_on`; what the dtype may be is told first."""
+    from midus_hf.evaluation.settings import check_dtype
+
+    check_dtype(dtype)
+    return load_on(name, dtype, device)
+
+
+def rows_of(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    documents: dict[str, list[str]],
+    sequence_length: int | None,
+    max_tokens: int | None,
+) -> "list[TextRows]":
+    """Texts as rows of tokens that a model was made for, in the order of their names."""
+    from midus_hf.analysis.text_rows import text_rows
+
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return [
+        text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
+        for name, of_text in documents.items()
+    ]
+
+
+@contextlib.contextmanager
+def token_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar of the tokens that have been read."""
+    from tqdm import tqdm
+
+    with tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def adding(show: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """What takes how many tokens each pass read, and shows how many were read so far.
+
+    Args:
+        show: From `token_bar`.
+        total: Tokens that there are to read.
+    """
+    done = 0
+
+    def add(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        show(done, total)
+
+    return add
+
+
+def sizes_of(text: "TextRows") -> dict[str, int]:
+    """What reports say of how much a text is."""
+    return {"documents": len(set(text.documents)), "rows": len(text.rows), "tokens": text.num_tokens}
+
+
+def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_: bool) -> None:
+    """Print what was found: a report as JSON, or tables of it that have rows."""
+    if json_:
+        print(json.dumps(report, indent=2, allow_nan=False))
+        return
+    import rich.box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for words in tables:
+        if not words.rows:
+            continue
+        table = Table(title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for name in words.head:
+            table.add_column(Text(name), overflow="fold")
+        for row in words.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)

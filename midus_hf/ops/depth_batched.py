@@ -1,0 +1,107 @@
+"""Attention over the depth by matrix products, a few tokens at a time."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+_TOKENS = 256
+"""Of a stretch: its slots are copied together while they are multiplied, and stay in the caches of a CPU."""
+
+
+def batched_depth_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`depth_attention`, with a product of matrices for each token and key/value head.
+
+    The slots of a stretch of tokens are copied together; of all tokens nothing of the size of all slots is made, forward or back.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: n of `[B, K, T, d]`.
+        values: n of `[B, K, T, d]`.
+        scaling: As for `depth_attention`.
+        softcap: As for `depth_attention`.
+
+    Returns:
+        As `depth_attention`.
+    """
+    return _Batched.apply(query, scaling, softcap, len(keys), *keys, *values)
+
+
+def _stretches(tokens: int) -> Iterator[slice]:
+    for start in range(0, tokens, _TOKENS):
+        yield slice(start, min(start + _TOKENS, tokens))
+
+
+def _by_token(heads: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
+    """`[B, H, T, ...]` of a stretch as `[B, t, K, H / K, ...]`."""
+    return heads[:, :, rows].transpose(1, 2).unflatten(2, (kv_heads, -1))
+
+
+def _by_head(tokens: torch.Tensor) -> torch.Tensor:
+    """`[B, t, K, G, ...]` as `[B, H, t, ...]`."""
+    return tokens.flatten(2, 3).transpose(1, 2)
+
+
+def _together(slots: Sequence[torch.Tensor], rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Slots of a stretch, `[B, t, K, n, d]`."""
+    return torch.stack([slot[:, :, rows].transpose(1, 2) for slot in slots], dim=-2).to(dtype)
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, scaling: float, softcap: float | None) -> torch.Tensor:
+    """`[B, t, K, G, n]`."""
+    scores = (query @ keys.transpose(-1, -2)) * scaling
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+class _Batched(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, scaling: float, softcap: float | None, count: int, *slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, kv_heads = torch.promote_types(query.dtype, torch.float32), slots[0].shape[1]
+        reads, sums = [], []
+        for rows in _stretches(query.shape[2]):
+            asked = _by_token(query, rows, kv_heads).to(wide)
+            scores = _scores(asked, _together(slots[:count], rows, wide), scaling, softcap)
+            lse = scores.logsumexp(-1)
+            shares = (scores - lse.unsqueeze(-1)).exp()
+            reads.append(_by_head(shares @ _together(slots[count:], rows, wide)).to(query.dtype))
+            sums.append(_by_head(lse))
+        read, lse = torch.cat(reads, dim=2), torch.cat(sums, dim=2)
+        ctx.save_for_backward(query, read, lse, *slots)
+        ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
+        return read, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_read, of_lse = gradients
+        query, read, lse, *slots = ctx.saved_tensors
+        keys, values = slots[: ctx.count], slots[ctx.count :]
+        wide, kv_heads = lse.dtype, keys[0].shape[1]
+        # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+        mean = (of_read.to(wide) * read.to(wide)).sum(-1) - of_lse  # [B, H, T]
+        of_query = []
+        of_keys, of_values = ([torch.empty_like(slot) for slot in part] for part in (keys, values))
+        for rows in _stretches(query.shape[2]):
+            asked, along = (_by_token(part, rows, kv_heads).to(wide) for part in (query, of_read))
+            keys_here = _together(keys, rows, wide)
+            scores = _scores(asked, keys_here, ctx.scaling, ctx.softcap)
+            shares = (scores - _by_token(lse, rows, kv_heads).unsqueeze(-1)).exp()  # [B, t, K, G, n]
+            added = along @ _together(values, rows, wide).transpose(-1, -2)
+            of_scores = shares * (added - _by_token(mean, rows, kv_heads).unsqueeze(-1)) * ctx.scaling
+            if ctx.softcap is not None:
+                of_scores = of_scores * (1 - (scores / ctx.softcap).square())
+            of_query.append(_by_head(of_scores @ keys_here))
+            for into, of_slots in (
+                (of_keys, of_scores.transpose(-1, -2) @ asked),
+                (of_values, shares.transpose(-1, -2) @ along),
+            ):
+                for slot, of_slot in zip(into, of_slots.unbind(-2), strict=True):
+                    slot[:, :, rows] = of_slot.transpose(1, 2)
+        return torch.cat(of_query, dim=2).to(query.dtype), None, None, None, *of_keys, *of_values

@@ -1,0 +1,266 @@
+"""What is recorded of the depth is what heads read of it, in one softmax with the sequence."""
+
+import pytest
+import torch
+from analysis.read_depth import read, rows
+from models.depth_models import depth_model
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+
+from midus_hf.analysis.depth_readers import ReadSlot, readers_of_depth
+from midus_hf.analysis.depth_reading import depth_readings, writers
+from midus_hf.analysis.depth_records import record_depth
+from midus_hf.analysis.text_rows import TextRows, read_rows
+from midus_hf.memory.depth_attention import DepthAttention
+
+HEADS = 4
+
+
+def joint_shares_into(found):
+    """A hook that keeps the share of each slot by layer, `[B, H, T, n]`, from scores that are laid side by side in one softmax."""
+
+    def keep(memory, arguments, given, output):
+        if "sequence" not in given:
+            return
+        sequence, query = given["sequence"], arguments[0]
+        group, tokens = query.shape[1] // sequence.key.shape[1], query.shape[2]
+        scores = sequence.query @ sequence.key.repeat_interleave(group, 1).transpose(-1, -2)
+        slots = torch.stack([(query * key.repeat_interleave(group, 1)).sum(-1) for key in given["keys"]], -1)
+        scores, slots = scores * sequence.scaling, slots * sequence.scaling
+        if sequence.softcap is not None:
+            scores, slots = (sequence.softcap * torch.tanh(part / sequence.softcap) for part in (scores, slots))
+        places = torch.arange(tokens)
+        window = getattr(sequence.module, "sliding_window", None) or tokens
+        hidden = (places > places[:, None]) | (places[:, None] - places >= window)
+        weight = memory.weight
+        slots = slots if weight is None else slots + weight.log()[:, None, None]
+        joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
+        found[memory.index] = joint[..., tokens:]
+
+    return keep
+
+
+def expected_shares(model, tokens):
+    """The mean share of each slot by layer, `[H, n]`."""
+    found = {}
+    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
+    handles = [module.register_forward_hook(joint_shares_into(found), with_kwargs=True) for module in modules]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    return [of_layer.mean((0, 2)) for of_layer in found.values()]
+
+
+@pytest.mark.parametrize("kind", ["default", "attention", "ffn", "released", "last", "some"])
+@pytest.mark.parametrize(
+    ("of_family", "attention"),
+    [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],
+)
+def test_shares_are_those_of_one_softmax_over_sequence_and_depth(of_family, kind, attention):
+    model = depth_model(of_family, kind)
+    model.set_attn_implementation(attention)
+    text = rows(12)
+    readings = read(model, text)
+    expected = expected_shares(model, text.rows[0][None])
+    assert len(readings) == len(expected)
+    for reading, shares in zip(readings, expected, strict=True):
+        assert len(reading.slots) == shares.shape[1]
+        torch.testing.assert_close(torch.tensor(reading.shares, dtype=torch.float64), shares)
+        assert reading.depth_shares == pytest.approx(shares.sum(-1).tolist())
+
+
+@pytest.mark.parametrize("kind", ["best", "hybrid"])
+def test_shares_of_slots_that_were_kept_are_those_of_the_layers_that_wrote_them(kind):
+    model, text = depth_model(kind=kind, num_hidden_layers=6), rows(12)
+    carried = {}  # what was written, by layer and kind, and what each layer read: keys of all slots
+
+    def keep(layer, arguments, given, output):
+        for key, value in zip(layer.gives, output[1:], strict=True):
+            carried[key.layer, key.part] = value
+
+    def read_keys(memory, arguments, given, output):
+        if "sequence" in given:
+            carried[memory.index] = (given["keys"], shares[memory.index].unbind(-1))
+
+    shares = {}
+    with record_depth(model) as records, torch.no_grad():
+        model(text.rows[0][None])
+    readings = depth_readings(records)
+    for layer in model.model.layers[:-1]:
+        layer.register_forward_hook(keep, with_kwargs=True)
+    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
+    for module in modules:
+        module.register_forward_hook(joint_shares_into(shares), with_kwargs=True)
+        module.register_forward_hook(read_keys, with_kwargs=True)
+    with torch.no_grad():
+        model(text.rows[0][None])
+    for reading in readings:
+        keys, of_keys = carried[reading.layer]
+        told = torch.tensor(reading.shares, dtype=torch.float64)
+        for place, slot in enumerate(reading.slots):
+            written = carried[slot.layer, f"{slot.source}_key"]  # [B, K, T, d]
+            expected = sum(
+                share * (key == written).all(-1).all(1)[:, None] for key, share in zip(keys, of_keys, strict=True)
+            )  # [B, H, T]
+            torch.testing.assert_close(told[:, place], expected.mean((0, 2)))
+        assert len(reading.slots) == 2 * reading.layer
+        assert reading.depth_shares == pytest.approx(sum(of_keys).mean((0, 2)).tolist())
+
+
+def test_slots_are_told_by_the_layer_that_wrote_them():
+    slots = {reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model())}
+    assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"] and list(slots) == [1, 2, 3]
+    slots = {
+        reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model(kind="some"))
+    }
+    assert slots == {2: ["0 attention", "0 ffn"], 3: ["0 attention", "0 ffn", "2 attention", "2 ffn"]}
+    last = readers_of_depth(depth_model(kind="last"))[-1]
+    assert [str(slot) for slot in last.slots] == ["1 ffn", "2 attention", "2 ffn"]
+    best = readers_of_depth(depth_model(kind="best"))[-1]
+    assert len(best.slots) == 6  # all that a token may have kept
+
+
+@pytest.mark.parametrize("kind", ["default", "hybrid"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_batches_and_padding_change_nothing(attention, kind):
+    model, text = depth_model(kind=kind), rows(12, 9, 4)
+    model.set_attn_implementation(attention)
+    together, alone = (read(model, text, batch_size=size) for size in (3, 1))
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens == other.tokens == 25
+        torch.testing.assert_close(torch.tensor(one.shares), torch.tensor(other.shares))
+
+
+def test_padding_in_front_is_not_counted():
+    model, (row,) = depth_model(), rows(8).rows
+    padded = torch.cat([torch.zeros(4, dtype=torch.long), row])[None]
+    mask = (torch.arange(12) >= 4).long()[None]
+    for given in ({"attention_mask": mask}, {"attention_mask": None}):
+        with record_depth(model) as records, torch.no_grad():
+            model(padded, **given)
+        tokens = 8 if given["attention_mask"] is not None else 12
+        assert {reading.tokens for reading in depth_readings(records)} == {tokens}
+    with record_depth(model) as records, torch.no_grad():
+        model.model(padded, mask)  # by place
+    shares = [reading.shares for reading in depth_readings(records)]
+    for of_layer, alone in zip(shares, read(model, rows(8)), strict=True):
+        torch.testing.assert_close(torch.tensor(of_layer), torch.tensor(alone.shares))
+
+
+def test_a_weight_of_zero_reads_nothing_of_the_depth():
+    for reading in read(depth_model(acting=False), rows(9)):
+        assert reading.weights == [0.0] * HEADS and reading.depth_shares == [0.0] * HEADS
+    for reading in read(depth_model(depth_weight="one"), rows(9)):
+        assert reading.weights == [1.0] * HEADS and min(reading.depth_shares) > 0
+
+
+def test_weights_are_those_of_heads():
+    model = depth_model()
+    (first, *_) = read(model, rows(9))
+    assert first.weights == pytest.approx(model.model.layers[1].memories["depth-attention"].depth_weight.tolist())
+
+
+def test_some_layers_and_heads_are_recorded_alone():
+    model, text = depth_model(), rows(9)
+    whole = {reading.layer: reading for reading in read(model, text)}
+    (some,) = read(model, text, layers=[2], heads=[3, 1])
+    assert (some.layer, some.heads) == (2, (3, 1))
+    assert some.shares == [whole[2].shares[head] for head in (3, 1)]
+    assert some.weights == [whole[2].weights[head] for head in (3, 1)]
+
+
+def test_most_read_writers_come_first():
+    readings = read(depth_model(), rows(12))
+    found = writers(readings)
+    assert {writer.slot for writer in found} == set(readings[-1].slots)
+    assert [writer.mean_share for writer in found] == sorted((writer.mean_share for writer in found), reverse=True)
+    by_slot = {writer.slot: writer for writer in found}
+    first = by_slot[ReadSlot(0, "ffn")]
+    shares = {reading.layer: sum(of_head[1] for of_head in reading.shares) / HEADS for reading in readings}
+    assert first.readers == 3 and first.mean_share == pytest.approx(sum(shares.values()) / 3)
+    assert shares[first.most_layer] == pytest.approx(first.most_share) == pytest.approx(max(shares.values()))
+    assert by_slot[ReadSlot(2, "ffn")].readers == 1
+    head, share = readings[0].most_depth
+    assert share == max(readings[0].depth_shares) == readings[0].depth_shares[head]
+
+
+def test_the_model_computes_what_it_did_and_keeps_no_hook():
+    model, text = depth_model(), rows(9)
+    usual = read_rows(model, text)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with record_depth(model):
+        assert torch.equal(read_rows(model, text).sums, usual.sums)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_records_within_one_another_each_tell_what_was_read_in_them():
+    model, first, second = depth_model(), rows(12), rows(5)
+    with record_depth(model) as outer:
+        read_rows(model, first)
+        with record_depth(model, layers=[3]) as inner:
+            read_rows(model, second)
+    assert {reading.tokens for reading in depth_readings(outer)} == {17}
+    assert depth_readings(inner) == read(model, second, layers=[3])
+
+
+def test_passes_that_train_are_recorded_once_and_draw_nothing():
+    model, tokens = depth_model(dtype=torch.float32), rows(9).rows[0][None]
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with record_depth(model) as records:
+        model(tokens, labels=tokens).loss.backward()
+    assert {reading.tokens for reading in depth_readings(records)} == {9}
+    model = depth_model("llama", base={"attention_dropout": 0.5}).train()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        usual = model(tokens).logits
+        torch.manual_seed(0)
+        with record_depth(model):
+            assert torch.equal(model(tokens).logits, usual)
+
+
+def test_generation_is_recorded_from_a_cache():
+    model, text = depth_model(), rows(6)
+    with record_depth(model) as records:
+        written = model.generate(text.rows[0][None], max_new_tokens=4, do_sample=False)
+    whole = read(model, TextRows("text", [written[0, :-1]], [0]))
+    for reading, at_once in zip(depth_readings(records), whole, strict=True):
+        assert reading.tokens == at_once.tokens == 9
+        torch.testing.assert_close(torch.tensor(reading.shares), torch.tensor(at_once.shares))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["memories.depth-attention"]},
+        {"target_modules": ["q_proj", "ffn_key"]},
+    ],
+    ids=["copied", "adapted"],
+)
+def test_a_wrapped_model_is_recorded_once(lora):
+    usual = read(depth_model(), rows(9))
+    wrapped = get_peft_model(depth_model(), LoraConfig(r=2, task_type="CAUSAL_LM", **lora))
+    assert read(wrapped, rows(9)) == usual
+
+
+def test_what_cannot_be_recorded_is_refused():
+    with pytest.raises(
+        ValueError, match=r"this llama model has no memory that reads the depth; expected one upscaled"
+    ):
+        record_depth(tiny_model("llama")).__enter__()
+    model = depth_model()
+    with pytest.raises(ValueError, match=r"memory is 'other'; expected one of: depth-attention\."):
+        record_depth(model, "other").__enter__()
+    with pytest.raises(ValueError, match=r"layer is 0; expected one that reads the depth: 1, 2, 3\."):
+        record_depth(model, layers=[1, 0]).__enter__()
+    with pytest.raises(ValueError, match=r"head is 4; expected one from 0 to 3, those of layer 1\."):
+        record_depth(model, heads=[4]).__enter__()
+    with record_depth(model) as records:
+        pass
+    with pytest.raises(ValueError, match=r"layer 1 depth-attention has read no token; expected a forward pass\."):
+        depth_readings(records)
+    with torch.device("meta"):
+        offloaded = depth_model(acting=False)
+    with pytest.raises(ValueError, match=r"the memory of layer 1 is offloaded; expected its parameters on a device"):
+        record_depth(offloaded).__enter__()

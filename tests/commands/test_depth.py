@@ -1,0 +1,153 @@
+"""`midus-depth`: tables, JSON, pictures, a page, and what it refuses."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models.depth_models import depth_model
+from tiny import save_tiny_model
+from training.tiny_run import document, tiny_tokenizer
+
+from midus_commands import depth as cli
+
+HEADS = 4
+
+
+def save(folder, **options):
+    depth_model(dtype=torch.float32, **options).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": document(length, length)}) for length in (20, 12, 7)))
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["midus-depth", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return SimpleNamespace(status=ended.value.code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+def test_json_is_all_there_is_to_know(run, model, text):
+    done = run(model, "--text", text, "--json")
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert set(report) == {"model", "text", "layers", "writers"}
+    assert {**report["text"], "loss": 0} == {"path": str(text), "documents": 3, "rows": 3, "tokens": 39, "loss": 0}
+    assert [of_layer["layer"] for of_layer in report["layers"]] == [1, 2, 3]
+    first = report["layers"][0]
+    assert first["slots"] == [{"source": "attention", "layer": 0}, {"source": "ffn", "layer": 0}]
+    assert first["tokens"] == 39 and first["heads"] == list(range(HEADS)) and first["memory"] == "depth-attention"
+    for of_layer in report["layers"]:
+        assert of_layer["depth_shares"] == pytest.approx(list(map(sum, of_layer["shares"])))
+        assert all(0 < share < 1 for share in of_layer["depth_shares"]) and min(of_layer["weights"]) > 0.19
+    assert {(writer["layer"], writer["source"]) for writer in report["writers"]} == {
+        (layer, source) for layer in range(3) for source in ("attention", "ffn")
+    }
+    limited = json.loads(run(model, "--text", text, "--json", "--limit", 1, "--sequence-length", 6).out)
+    assert limited["text"] == {**limited["text"], "documents": 1, "rows": 4, "tokens": 20}
+    some = json.loads(run(model, "--text", text, "--json", "--layers", "2-3", "--heads", "1").out)
+    assert [(of_layer["layer"], of_layer["heads"]) for of_layer in some["layers"]] == [(2, [1]), (3, [1])]
+    assert some["layers"][0]["shares"] == [pytest.approx(report["layers"][1]["shares"][1])]
+
+
+def test_tables_tell_layers_and_writers(run, model, text):
+    done = run(model, "--text", text)
+    assert done.status == 0, done.err
+    report = json.loads(run(model, "--text", text, "--json").out)
+    first, best = report["layers"][0], report["writers"][0]
+    lines = done.out.splitlines()
+    mean, most = sum(first["depth_shares"]) / HEADS, max(first["depth_shares"])
+    (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
+    assert f" {mean:.1%} " in of_first and f" {most:.1%} ({first['depth_shares'].index(most)})" in of_first
+    assert f"{min(first['weights']):.3g} to {max(first['weights']):.3g}" in of_first
+    behind = lines[next(number for number, line in enumerate(lines) if "Slots that are read most" in line) :]
+    told = behind[3].split()
+    assert told[:4] == [str(best["layer"]), best["source"], str(best["readers"]), f"{best['mean_share']:.2%}"]
+
+
+@pytest.mark.parametrize("kind", ["default", "best"])
+def test_pictures_and_a_page(run, text, tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    model = save(tmp_path / "model", kind=kind)
+    picture, page = tmp_path / "depth.png", tmp_path / "depth.html"
+    done = run(model, "--text", text, "--picture", picture, "--page", page)
+    assert done.status == 0, done.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    told = page.read_text()
+    assert told.count("data:image/png;base64,") == 2 and "src=" not in told.replace('src="data:', "")
+    assert "39 tokens" in told and "Slots that are read most" in told
+    done = run(model, "--text", text, "--page", page, "--map", "3:1", "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["text"]["tokens"] == json.loads(done.out)["layers"][0]["tokens"] == 39
+    assert "Layer 3, head 1: tokens by keys and slots" in page.read_text()
+
+
+def test_a_model_that_does_not_read_the_depth_yet_is_told_of(run, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    model = save(tmp_path / "model", acting=False)
+    done = run(model, "--text", text, "--picture", tmp_path / "depth.png")
+    assert done.status == 0, done.err
+    assert done.out.count(" 0 to 0 ") == 3 and done.out.count("nothing") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["MODEL", "--text", "absent"], "text is 'absent', which does not exist"),
+        (["MODEL", "TEXT", "--limit", "0"], "limit is 0; expected at least 1."),
+        (["absent", "TEXT"], "model is 'absent', which cannot be loaded on cpu"),
+        (["MODEL", "TEXT", "--dtype", "int8"], "dtype is 'int8'; expected auto,"),
+        (["MODEL", "TEXT", "--memory", "other"], "memory is 'other'; expected one of: depth-attention."),
+        (["MODEL", "TEXT", "--layers", "0"], "layer is 0; expected one that reads the depth: 1, 2, 3."),
+        (["MODEL", "TEXT", "--layers", "4"], "layers is '4'; expected numbers from 0 to 3, the model's."),
+        (["MODEL", "TEXT", "--heads", "4"], "heads is '4'; expected numbers from 0 to 3, the model's."),
+        (["MODEL", "TEXT", "--map", "3"], "map is '3'; expected LAYER:HEAD, such as 3:0."),
+        (["MODEL", "TEXT", "--map", "3:1"], "map is '3:1', and nothing to draw it on; expected --picture or --page"),
+        (["MODEL", "TEXT", "--map", "3:4", "--picture", "a.png"], "head is 4; expected one from 0 to 3, those of layer 3."),
+        (["MODEL", "TEXT", "--map", "0:0", "--picture", "a.png"], "layer is 0; expected one that reads the depth: 1, 2, 3."),
+        (["MODEL", "TEXT", "--picture", "a.svg"], "picture is 'a.svg'; expected a file ending in .png."),
+        (["MODEL", "TEXT", "--page", "absent/a.html"], "page is 'absent/a.html', in a folder that does not exist; create"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_told_in_one_line(run, model, text, words, message):
+    pytest.importorskip("matplotlib")
+    replaced = {"MODEL": [model], "TEXT": ["--text", text]}
+    done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    assert done.err.splitlines()[-1].startswith(f"midus-depth: {message}"), done.err
+
+
+def test_a_model_that_has_no_such_memory_is_refused(run, text, tmp_path):
+    save_tiny_model("llama", tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    done = run(tmp_path, "--text", text)
+    assert done.status == 2
+    assert "this llama model has no memory that reads the depth; expected one upscaled" in done.err.splitlines()[-1]
+
+
+def test_pictures_need_matplotlib(run, model, text, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    done = run(model, "--text", text, "--page", tmp_path / "a.html")
+    assert done.status == 2 and "install it with pip install 'midus-hf[report]'." in done.err
