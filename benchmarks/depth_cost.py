@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.timing import Task, interleaved, is_out_of_memory, release_memory
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.ops.depth_attention import depth_attention, joint_attention
+from midus_hf.ops.depth_attention import depth_attention
 
 DEPTH_RESULTS = RESULTS / "depth_cost.csv"
 KV_HEADS, WIDTH = 8, 64
@@ -127,9 +127,8 @@ class Layer:
 
     def joined(self, sequence: SequenceHeads) -> torch.Tensor:
         """What they read of both."""
-        own, sequence_lse, _ = sequence.read()
         depth, depth_lse = depth_attention(self.query, self.keys, self.values, self.scaling)
-        return joint_attention(own.transpose(1, 2), sequence_lse, depth, depth_lse)
+        return sequence.joined(depth, depth_lse, None)[0].transpose(1, 2)
 
     def passes(self, forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Task:
         """Both passes."""
