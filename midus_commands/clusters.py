@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from midus_commands.exit_status import run_command
-from midus_hf.whole_files import whole_file
 
 app = typer.Typer(
     name="midus-cluster",
@@ -161,6 +160,7 @@ def assign(
     from clusters.corpus import Corpus, load_fast_tokenizer, read_corpus
     from midus_hf.documents import find_files
     from midus_hf.retrieval import MemoryRetriever
+    from midus_hf.whole_files import whole_file
 
     _check_lines(output, overwrite)
     blocked = [_parse_block(words) for words in block or []]

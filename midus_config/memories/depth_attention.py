@@ -36,10 +36,11 @@ class DepthAttentionOptions(MemoryOptions):
     sites = ("inside-attention",)
     attends = True
 
-    depth_weight: Literal["learned", "one"] = option(
-        "learned",
-        "g, by which each head multiplies the depth's part of its softmax. learned: per head, 0 at the start, never negative. one: "
-        "as in the paper, no identity at the start",
+    depth_weight: Literal["mixed", "learned", "one"] = option(
+        "mixed",
+        "what the depth weighs. mixed: a per head, from 0 to 1, by which heads go from what they read of the sequence to what they "
+        "read of both. learned: g per head, not negative, by which the depth's part of the softmax is multiplied. Both are 0 at the "
+        "start. one: as in the paper, no identity at the start",
     )
     attention_slots: Literal["reused", "projected", "none"] = option(
         "reused",
@@ -151,7 +152,7 @@ class DepthAttentionOptions(MemoryOptions):
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = sizes.num_key_value_heads * sizes.head_dim
         tensors: dict[str, DeclaredTensor] = {}
-        if self.depth_weight == "learned":
+        if self.depth_weight != "one":
             tensors["depth_weight"] = DeclaredTensor((sizes.num_heads,), "gate", ZEROS)
         for source in self.projected:
             for part in ("key", "value"):

@@ -11,7 +11,7 @@ from midus_hf.analysis.depth_tables import layers_table, writers_table
 from midus_hf.analysis.page import write_page
 
 _HOW_TO_READ = (
-    "Each head reads the sequence and the slots of the depth in one softmax; shares are those of this softmax, weights g included, "
+    "Each head reads the sequence and the slots of the depth in one softmax; shares are those of this softmax, weights included, "
     "the mean over tokens. They tell what is read, and not what comes of it: a slot whose value is short, or that the output "
     "projection leaves out, adds little."
 )

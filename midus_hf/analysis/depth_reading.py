@@ -16,7 +16,7 @@ class DepthReading:
         memory: Name of the memory.
         tokens: That were read.
         heads: Numbers of the heads.
-        weights: g of each head.
+        weights: g or a of each head, whichever the memory has.
         slots: What may be read of the depth.
         shares: Of each slot, for each head; a token that did not keep a slot has a share of 0.
     """

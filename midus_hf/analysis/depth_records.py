@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class DepthSums:
         self.reader, self.heads = reader, tuple(heads)
         self.tokens = torch.zeros((), dtype=torch.float64)
         self.shares = torch.zeros(len(self.heads), len(reader.slots), dtype=torch.float64)  # [heads, m]
-        self.weights = torch.ones(len(self.heads), dtype=torch.float64)  # g, as it was last
+        self.weights = torch.ones(len(self.heads), dtype=torch.float64)  # g or a, as it was last
 
     def add(self, shares: torch.Tensor, real: torch.Tensor | None, weight: torch.Tensor | None) -> None:
         """Add the tokens of a pass.
@@ -31,7 +32,7 @@ class DepthSums:
         Args:
             shares: `[B, H, T, m]`, of each slot, in one softmax with the sequence.
             real: `[B, T]`, false for padding. Default: no token is padding.
-            weight: g, `[H]`. Default: 1.
+            weight: g or a, `[H]`. Default: 1.
         """
         device = shares.device
         heads = torch.tensor(self.heads, device=device)
@@ -87,7 +88,7 @@ def record_depth(
 
     def add(reader: DepthReader, call: DepthCall) -> None:
         if reader.place in sums:
-            sums[reader.place].add(call.shares(reader), call.real, call.memory.weight)
+            sums[reader.place].add(call.shares(reader), call.real, _weight_of(call.memory))
 
     with watch_depth(model, memory, add):
         yield DepthRecords(sums)
@@ -103,3 +104,8 @@ def check_head(reader: DepthReader, head: int) -> None:
         raise ValueError(
             f"head is {head}; expected one from 0 to {reader.num_heads - 1}, those of layer {reader.layer}."
         )
+
+
+def _weight_of(memory: Any) -> torch.Tensor | None:
+    """g or a of each head, whichever the memory has; None where it has neither."""
+    return memory.weight if memory.mixing is None else memory.mixing

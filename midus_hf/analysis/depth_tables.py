@@ -27,7 +27,7 @@ def layers_table(readings: Sequence[DepthReading]) -> TableOfWords:
                 ", ".join(f"{slot} {share:.1%}" for share, slot in by_slot[:_MOST_SLOTS] if share) or "nothing",
             ]
         )
-    head_row = ["layer", "depth", "largest (head)", "g", *sources, "reads most"]
+    head_row = ["layer", "depth", "largest (head)", "weight", *sources, "reads most"]
     return TableOfWords("Share of attention that goes to the depth, the mean over tokens and heads", head_row, rows)
 
 

@@ -34,9 +34,10 @@ class DepthCall(NamedTuple):
     def shares(self, reader: DepthReader) -> torch.Tensor:
         """What each of the reader's slots gets in one softmax with the sequence, `[B, H, T, m]`."""
         sequence, keys = self.given["sequence"], self.given["keys"]
-        lse, weight = sequence.log_sum(), self.memory.weight
-        weight = None if weight is None else weight[:, None]  # [H, 1]
-        shares = joint_shares(self.query, keys, lse, sequence.scaling, sequence.softcap, weight)
+        weight, mixing = (
+            None if part is None else part[:, None] for part in (self.memory.weight, self.memory.mixing)
+        )  # [H, 1]
+        shares = joint_shares(self.query, keys, sequence.log_sum(), sequence.scaling, sequence.softcap, weight, mixing)
         return reader.by_slot(shares, self.numbers)
 
     def kept_numbers(self) -> torch.Tensor:

@@ -82,7 +82,7 @@ class DepthAttention(MemoryModule):
             `[B, T, H, d]`; attention weights, if the sequence's are known; the slots that are kept, if any are.
         """
         depth, depth_lse = depth_attention(query, keys, values, sequence.scaling, sequence.softcap)
-        output, weights = sequence.joined(depth, depth_lse, self.weight)
+        output, weights = sequence.joined(depth, depth_lse, self.weight, self.mixing)
         kept = None
         if keeps:
             shares = depth_shares(query, keys, sequence.scaling, sequence.softcap)
@@ -92,7 +92,12 @@ class DepthAttention(MemoryModule):
     @property
     def weight(self) -> torch.Tensor | None:
         """g of each head, `[H]`; None where it is 1."""
-        return None if self.options.depth_weight == "one" else _NotNegative.apply(self.depth_weight)
+        return _Bounded.apply(self.depth_weight, None) if self.options.depth_weight == "learned" else None
+
+    @property
+    def mixing(self) -> torch.Tensor | None:
+        """a of each head, `[H]`; None where it is 1."""
+        return _Bounded.apply(self.depth_weight, 1.0) if self.options.depth_weight == "mixed" else None
 
     def kept(
         self,
@@ -127,15 +132,23 @@ class DepthAttention(MemoryModule):
         return kept_keys, kept_values, utility.gather(-1, chosen)
 
 
-class _NotNegative(torch.autograd.Function):
-    """`max(x, 0)`, whose gradient is that of x unless it would lead further below 0: a weight of 0 learns, and never ends there."""
+class _Bounded(torch.autograd.Function):
+    """A number not below 0, nor above the highest; its gradient is that of the number unless it would lead further out.
+
+    So a weight of 0 learns, and none ends where it cannot come back from.
+    """
 
     @staticmethod
-    def forward(ctx: Any, raw: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, raw: torch.Tensor, highest: float | None) -> torch.Tensor:
         ctx.save_for_backward(raw)
-        return raw.clamp(min=0)
+        ctx.highest = highest
+        return raw.clamp(min=0, max=highest)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (raw,) = ctx.saved_tensors
-        return gradients[0].masked_fill((raw <= 0) & (gradients[0] > 0), 0)
+        (gradient,) = gradients
+        outward = (raw <= 0) & (gradient > 0)
+        if ctx.highest is not None:
+            outward = outward | ((raw >= ctx.highest) & (gradient < 0))
+        return gradient.masked_fill(outward, 0), None

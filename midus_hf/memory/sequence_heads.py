@@ -51,25 +51,32 @@ class SequenceHeads:
         return self.arguments.get("softcap")
 
     def joined(
-        self, depth: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+        self,
+        depth: torch.Tensor,
+        depth_lse: torch.Tensor,
+        depth_weight: torch.Tensor | None,
+        mixing: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What heads read in one softmax over the sequence and the depth.
 
         Args:
             depth: `[B, H, T, d]`, what they read of the depth.
             depth_lse: `[B, H, T]`, the logarithm of the sum of the exponentials of its scores.
-            depth_weight: `[H]`, g; None for 1.
+            depth_weight: `[H]`, g of `joint_attention`; None for 1.
+            mixing: `[H]`, a of `joint_attention`; None for 1.
 
         Returns:
-            `[B, T, H, d]`; where g is 0, what the model's own attention gives, bit for bit. And attention weights to the sequence
-            alone, `[B, H, T, S]`, if that attention gives them.
+            `[B, T, H, d]`; where g or a is 0, what the model's own attention gives, bit for bit. And attention weights to the
+            sequence alone, `[B, H, T, S]`, if that attention gives them.
 
         Raises:
             ValueError: If nothing tells by what the softmax over the sequence divides.
         """
-        if depth_weight is None:
-            depth_weight = depth.new_ones(depth.shape[1])
-        join = _Join(depth, depth_lse, depth_weight[:, None].expand_as(depth_lse))
+        ones = depth_lse.new_ones(depth.shape[1])
+        weight, mixing = (
+            (ones if part is None else part)[:, None].expand_as(depth_lse) for part in (depth_weight, mixing)
+        )
+        join = _Join(depth, depth_lse, weight, mixing)
         if self.implementation == "sdpa":
             with _InPlaceOfSdpa(join):
                 return self._own()
@@ -146,15 +153,16 @@ class SequenceHeads:
 
 @dataclass(frozen=True)
 class _Join:
-    """What heads read of the depth, `[B, H, T, d]`, with its divisors and weights, both `[B, H, T]`."""
+    """What heads read of the depth, `[B, H, T, d]`, with its divisors, g and a, all `[B, H, T]`."""
 
     depth: torch.Tensor
     lse: torch.Tensor
     weight: torch.Tensor
+    mixing: torch.Tensor
 
     def with_sequence(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Joined with what heads read of the sequence, `[B, H, T, d]`, and its divisors."""
-        return joint_attention(output, lse, self.depth, self.lse, self.weight)
+        return joint_attention(output, lse, self.depth, self.lse, self.weight, self.mixing)
 
     def with_sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In the place of `scaled_dot_product_attention`, whose arguments it takes.
@@ -163,10 +171,11 @@ class _Join:
         """
         call = Call(*args, **kwargs)
         shape = call.query.shape
-        laid = _Join(self.depth.reshape(shape), self.lse.reshape(shape[:3]), self.weight.reshape(shape[:3]))
+        rows = (part.reshape(shape[:3]) for part in (self.lse, self.weight, self.mixing))
+        laid = _Join(self.depth.reshape(shape), *rows)
         kernel = kernel_of(call)
         if kernel is not None:
-            return joined(kernel, call, laid.depth, laid.lse, laid.weight)
+            return joined(kernel, call, laid.depth, laid.lse, laid.weight, laid.mixing)
         output = F.scaled_dot_product_attention(*args, **kwargs)
         lse = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
         return laid.with_sequence(output, lse)

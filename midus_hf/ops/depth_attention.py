@@ -79,11 +79,12 @@ def joint_attention(
     depth: torch.Tensor,
     depth_lse: torch.Tensor,
     depth_weight: torch.Tensor | None = None,
+    mixing: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What heads read in one softmax over sequence and depth, from what they read of each (section 2.3).
 
     The depth's part of the softmax is multiplied by g: its share is `w = g e^D / (e^S + g e^D)`, with the two sums S and D in the
-    exponent. Where g is 0 the result is `sequence`, bit for bit.
+    exponent. Of that, heads take a: `o_S + a w (o_D - o_S)`. Where g or a is 0 the result is `sequence`, bit for bit.
 
     Args:
         sequence: `[B, H, T, d]`, what heads read of the sequence.
@@ -91,11 +92,13 @@ def joint_attention(
         depth: `[B, H, T, d]`, what they read of the depth.
         depth_lse: `[B, H, T]`.
         depth_weight: `[B, H, T]` or what can be expanded to it, g, not negative. Default: 1, as in the paper.
+        mixing: `[B, H, T]` or what can be expanded to it, a, from 0 to 1. Default: 1, as in the paper.
 
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
     _, share = share_of_depth(sequence_lse, depth_lse, depth_weight)
+    share = share if mixing is None else share * mixing.to(share.dtype)
     wide = torch.promote_types(sequence.dtype, torch.float32)
     share = share.unsqueeze(-1).to(wide)
     return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
@@ -108,6 +111,7 @@ def joint_shares(
     scaling: float,
     softcap: float | None = None,
     depth_weight: torch.Tensor | None = None,
+    mixing: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What each slot gets in one softmax over sequence and depth; the sequence gets the rest.
 
@@ -118,6 +122,7 @@ def joint_shares(
         scaling: By what scores are multiplied.
         softcap: As for `depth_attention`.
         depth_weight: g, as for `joint_attention`. Default: 1.
+        mixing: a, as for `joint_attention`. Default: 1.
 
     Returns:
         `[B, H, T, n]`, float32 at least; no gradient flows through them.
@@ -125,6 +130,7 @@ def joint_shares(
     with torch.no_grad():
         scores = _scores(query, keys, scaling, softcap)
         _, share = share_of_depth(sequence_lse, scores.logsumexp(-1), depth_weight)
+        share = share if mixing is None else share * mixing.to(share.dtype)
         return scores.softmax(-1) * share.unsqueeze(-1)
 
 

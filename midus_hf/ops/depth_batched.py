@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
-_TOKENS = 256
-"""Of a stretch: its slots are copied together while they are multiplied, and stay in the caches of a CPU."""
+_NUMBERS = 2**20
+"""Of the keys of a stretch of tokens, which are copied together while they are multiplied, and stay in the caches of a CPU."""
+_FEWEST = 16
+"""Tokens of a stretch, however many slots they have."""
 
 
 def batched_depth_attention(
@@ -33,9 +35,11 @@ def batched_depth_attention(
     return _Batched.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
-def _stretches(tokens: int) -> Iterator[slice]:
-    for start in range(0, tokens, _TOKENS):
-        yield slice(start, min(start + _TOKENS, tokens))
+def _stretches(keys: Sequence[torch.Tensor]) -> Iterator[slice]:
+    batch, kv_heads, tokens, width = keys[0].shape
+    step = max(_FEWEST, _NUMBERS // (batch * kv_heads * width * len(keys)))
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
 
 
 def _by_token(heads: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
@@ -66,7 +70,7 @@ class _Batched(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide, kv_heads = torch.promote_types(query.dtype, torch.float32), slots[0].shape[1]
         reads, sums = [], []
-        for rows in _stretches(query.shape[2]):
+        for rows in _stretches(slots[:count]):
             asked = _by_token(query, rows, kv_heads).to(wide)
             scores = _scores(asked, _together(slots[:count], rows, wide), scaling, softcap)
             lse = scores.logsumexp(-1)
@@ -88,7 +92,7 @@ class _Batched(torch.autograd.Function):
         mean = (of_read.to(wide) * read.to(wide)).sum(-1) - of_lse  # [B, H, T]
         of_query = []
         of_keys, of_values = ([torch.empty_like(slot) for slot in part] for part in (keys, values))
-        for rows in _stretches(query.shape[2]):
+        for rows in _stretches(keys):
             asked, along = (_by_token(part, rows, kv_heads).to(wide) for part in (query, of_read))
             keys_here = _together(keys, rows, wide)
             scores = _scores(asked, keys_here, ctx.scaling, ctx.softcap)

@@ -35,7 +35,8 @@ def joint_shares_into(found):
         weight = memory.weight
         slots = slots if weight is None else slots + weight.log()[:, None, None]
         joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
-        found[memory.index] = joint[..., tokens:]
+        mixing = 1.0 if memory.mixing is None else memory.mixing[:, None, None]
+        found[memory.index] = mixing * joint[..., tokens:]
 
     return keep
 

@@ -10,6 +10,7 @@ from midus_hf.models import FAMILIES
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
+    "mass": {"depth_weight": "learned"},
     "attention": {"ffn_slots": False},
     "ffn": {"attention_slots": "none", "bias": True},
     "projected": {"attention_slots": "projected", "bias": True},
@@ -59,7 +60,7 @@ def depth_model(
                     if name != "depth_weight":
                         value.copy_(0.4 * torch.randn_like(value))
                     elif acting:
-                        value.copy_(0.2 + torch.rand_like(value))
+                        value.copy_(0.2 + 0.7 * torch.rand_like(value))
     return model.eval()
 
 

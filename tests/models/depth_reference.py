@@ -83,8 +83,10 @@ class _Depth:
         return keys, values
 
     def weight(self, place):
+        """g, and a, by which heads go from what they read of the sequence to what they read of both."""
         raw = self.tensor(place, "depth_weight")
-        return 1.0 if raw is None else raw[:, None, None]
+        given = 1.0 if raw is None else raw[:, None, None]
+        return (1.0, given) if self.options.depth_weight == "mixed" else (given, 1.0)
 
     def choose(self, shares):
         """Forget, for each token, slots that got little: shares are `[B, H, T, n]`."""
@@ -159,8 +161,11 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
         asked = query if depth.options.rope == "released" else attention.turned_twice
         mass = masses("bhtd,btnhd->bhtn", asked, keys)
         depth.choose(mass / mass.sum(-1, keepdim=True))
-        mass = mass * depth.weight(attention.place)
+        weight, mixing = depth.weight(attention.place)
+        mass, alone = mass * weight, read / total.unsqueeze(-1)
         total, read = total + mass.sum(-1), read + torch.einsum("bhtn,btnhd->bhtd", mass, values)
+        both = read / total.unsqueeze(-1)
+        return (alone + mixing * (both - alone)).transpose(1, 2), None
     return (read / total.unsqueeze(-1)).transpose(1, 2), None
 
 

@@ -16,7 +16,8 @@ def drawn(*shape, seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("group", "kv_heads", "tokens", "slots"), [(1, 2, 5, 1), (3, 1, 4, 7), (2, 2, 9, 3)])
 def test_it_gives_what_the_reference_gives(group, kv_heads, tokens, slots, dtype, softcap, monkeypatch):
-    monkeypatch.setattr("midus_hf.ops.depth_batched._TOKENS", 4)
+    monkeypatch.setattr("midus_hf.ops.depth_batched._FEWEST", 4)
+    monkeypatch.setattr("midus_hf.ops.depth_batched._NUMBERS", 0)
     query = drawn(2, tokens, group * kv_heads, 6, seed=0, dtype=dtype)
     keys = [drawn(2, tokens, kv_heads, 6, seed=slot + 1, dtype=dtype) for slot in range(slots)]
     values = [drawn(2, tokens, kv_heads, 6, seed=slot + 100, dtype=dtype) for slot in range(slots)]

@@ -25,30 +25,31 @@ def call_of(kind, kv_heads=2, dtype=torch.float64):
 
 
 def depth_of(dtype=torch.float64):
+    """What heads read of the depth, its divisors, g and a."""
     weight = (drawn(2, 4, 5, seed=6).detach().abs() + 0.1).requires_grad_()
-    return (
-        drawn(2, 4, 5, 8, seed=4, dtype=dtype),
-        drawn(2, 4, 5, seed=5, dtype=torch.promote_types(dtype, torch.float32)),
-        weight,
-    )
+    mixing = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
+    lse = drawn(2, 4, 5, seed=5, dtype=torch.promote_types(dtype, torch.float32))
+    return drawn(2, 4, 5, 8, seed=4, dtype=dtype), lse, weight, mixing
 
 
 def own(call):
     return F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
 
 
+@pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["causal", "all", "bool", "added"])
-def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads):
-    call, (depth, depth_lse, weight) = call_of(kind, kv_heads), depth_of()
+def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads, mixes):
+    call, (depth, depth_lse, weight, mixing) = call_of(kind, kv_heads), depth_of()
+    mixing = mixing if mixes else torch.ones_like(mixing).requires_grad_()
     kernel = kernel_of(call)
     assert kernel is not None
-    got = joined(kernel, call, depth, depth_lse, weight)
+    got = joined(kernel, call, depth, depth_lse, weight, mixing)
     lse = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
-    expected = joint_attention(own(call), lse, depth, depth_lse, weight)
+    expected = joint_attention(own(call), lse, depth, depth_lse, weight, mixing)
     torch.testing.assert_close(got, expected)
     along = drawn(2, 4, 5, 8, seed=9).detach()
-    leaves = (call.query, call.key, call.value, depth, depth_lse, weight)
+    leaves = (call.query, call.key, call.value, depth, depth_lse, weight, mixing)
     for ours, other in zip(
         torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
     ):
@@ -58,19 +59,20 @@ def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads):
 @pytest.mark.parametrize("kind", ["causal", "bool", "added"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_a_weight_of_zero_gives_what_torch_gives(dtype, kind):
-    call, (depth, depth_lse, weight) = call_of(kind, dtype=dtype), depth_of(dtype)
+    call, (depth, depth_lse, weight, mixing) = call_of(kind, dtype=dtype), depth_of(dtype)
     kernel = kernel_of(call)
     assert kernel is not None
-    assert torch.equal(joined(kernel, call, depth, depth_lse, torch.zeros_like(weight)), own(call))
-    assert not torch.equal(joined(kernel, call, depth, depth_lse, weight), own(call))
+    assert torch.equal(joined(kernel, call, depth, depth_lse, torch.zeros_like(weight), mixing), own(call))
+    assert torch.equal(joined(kernel, call, depth, depth_lse, weight, torch.zeros_like(mixing)), own(call))
+    assert not torch.equal(joined(kernel, call, depth, depth_lse, weight, mixing), own(call))
 
 
 def test_a_weight_of_zero_has_a_gradient_and_leaves_the_others_as_they_are():
-    call, (depth, depth_lse, _) = call_of("causal"), depth_of()
+    call, (depth, depth_lse, *_) = call_of("causal"), depth_of()
     weight = torch.zeros(2, 4, 5, dtype=torch.float64, requires_grad=True)
     kernel = kernel_of(call)
     assert kernel is not None
-    joined(kernel, call, depth, depth_lse, weight).square().sum().backward()
+    joined(kernel, call, depth, depth_lse, weight, torch.ones_like(weight)).square().sum().backward()
     alone = call_of("causal")
     own(alone).square().sum().backward()
     assert weight.grad.all() and not depth.grad.any() and not depth_lse.grad.any()
