@@ -36,11 +36,11 @@ class DepthAttentionOptions(MemoryOptions):
     sites = ("inside-attention",)
     attends = True
 
-    depth_weight: Literal["mixed", "learned", "one"] = option(
+    depth_weight: Literal["mixed", "multiplied", "one"] = option(
         "mixed",
         "what the depth weighs. mixed: a per head, from 0 to 1, by which heads go from what they read of the sequence to what they "
-        "read of both. learned: g per head, not negative, by which the depth's part of the softmax is multiplied. Both are 0 at the "
-        "start. one: as in the paper, no identity at the start",
+        "read of both. multiplied: g per head, not negative, by which the depth's part of the softmax is multiplied. Both are 0 at "
+        "the start. one: as in the paper, no identity at the start",
     )
     attention_slots: Literal["reused", "projected", "none"] = option(
         "reused",

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.analysis.memory_place import MemoryPlace, innermost
+from midus_hf.analysis.memory_place import MemoryPlace, innermost, whole_and_named
 from midus_hf.memory.protocols import ReadsChapters
 
 
@@ -66,15 +66,7 @@ def memories_of_chapters(model: nn.Module, name: str | None = None) -> list[Host
         raise ValueError(
             f"this {bare.config.model_type} model has no memory of chapters; expected one upscaled with such a memory."
         )
-    for hosted in found:
-        if any(parameter.device.type == "meta" for parameter in hosted.memory.parameters()):
-            raise ValueError(
-                f"the memory of layer {hosted.layer} is offloaded; expected its parameters on a device. Load the model whole."
-            )
-    names = dict.fromkeys(hosted.name for hosted in found)
-    if name is not None and name not in names:
-        raise ValueError(f"memory is {name!r}; expected one of: {', '.join(names)}.")
-    return [hosted for hosted in found if name in (None, hosted.name)]
+    return whole_and_named(found, name)
 
 
 def one_memory(model: nn.Module, name: str | None = None) -> list[HostedChapters]:

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_hf.analysis.memory_place import MemoryPlace, innermost
+from midus_hf.analysis.memory_place import MemoryPlace, innermost, whole_and_named
 from midus_hf.memory.protocols import AttendsToDepth
 
 
@@ -96,15 +96,7 @@ def readers_of_depth(
         raise ValueError(
             f"this {bare.config.model_type} model has no memory that reads the depth; expected one upscaled with method 'moda'."
         )
-    for reader in found:
-        if any(parameter.device.type == "meta" for parameter in reader.memory.parameters()):
-            raise ValueError(
-                f"the memory of layer {reader.layer} is offloaded; expected its parameters on a device. Load the model whole."
-            )
-    names = dict.fromkeys(reader.name for reader in found)
-    if memory is not None and memory not in names:
-        raise ValueError(f"memory is {memory!r}; expected one of: {', '.join(names)}.")
-    found = [reader for reader in found if memory in (None, reader.name)]
+    found = whole_and_named(found, memory)
     if layers is None:
         return found
     there = [reader.layer for reader in found]

@@ -1,6 +1,7 @@
 """Where a memory of a model is."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import nn
 
@@ -44,3 +45,43 @@ def innermost(memory: nn.Module, kind: type) -> tuple[nn.Module, ...]:
         for module in matching
         if not any(isinstance(part, kind) for part in module.modules() if part is not module)
     )
+
+
+class PlacedMemory(Protocol):
+    """A memory in its layer."""
+
+    @property
+    def layer(self) -> int:
+        """Index of the layer."""
+
+    @property
+    def name(self) -> str:
+        """That the memory is attached by."""
+
+    @property
+    def memory(self) -> nn.Module:
+        """Its module."""
+
+
+P = TypeVar("P", bound=PlacedMemory)
+
+
+def whole_and_named(found: Sequence[P], name: str | None) -> list[P]:
+    """Those of one name, or all of them.
+
+    Args:
+        found: One or more.
+        name: Of the memory; None for any.
+
+    Raises:
+        ValueError: If one is offloaded, or none has the name.
+    """
+    for placed in found:
+        if any(parameter.device.type == "meta" for parameter in placed.memory.parameters()):
+            raise ValueError(
+                f"the memory of layer {placed.layer} is offloaded; expected its parameters on a device. Load the model whole."
+            )
+    names = dict.fromkeys(placed.name for placed in found)
+    if name is not None and name not in names:
+        raise ValueError(f"memory is {name!r}; expected one of: {', '.join(names)}.")
+    return [placed for placed in found if name in (None, placed.name)]

@@ -92,7 +92,7 @@ class DepthAttention(MemoryModule):
     @property
     def weight(self) -> torch.Tensor | None:
         """g of each head, `[H]`; None where it is 1."""
-        return _Bounded.apply(self.depth_weight, None) if self.options.depth_weight == "learned" else None
+        return _Bounded.apply(self.depth_weight, None) if self.options.depth_weight == "multiplied" else None
 
     @property
     def mixing(self) -> torch.Tensor | None:

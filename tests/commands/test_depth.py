@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -36,16 +35,8 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["midus-depth", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return SimpleNamespace(status=ended.value.code, **capsys.readouterr()._asdict())
-
-    return run
+def run(as_command) -> Callable[..., SimpleNamespace]:
+    return as_command(cli.main, "midus-depth")
 
 
 def test_json_is_all_there_is_to_know(run, model, text):

@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -37,16 +36,8 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["midus-chapters", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return SimpleNamespace(status=ended.value.code, **capsys.readouterr()._asdict())
-
-    return run
+def run(as_command) -> Callable[..., SimpleNamespace]:
+    return as_command(cli.main, "midus-chapters")
 
 
 def test_stats_as_json_are_all_there_is_to_know(run, model, texts):

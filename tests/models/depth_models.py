@@ -10,7 +10,7 @@ from midus_hf.models import FAMILIES
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    "mass": {"depth_weight": "learned"},
+    "mass": {"depth_weight": "multiplied"},
     "attention": {"ffn_slots": False},
     "ffn": {"attention_slots": "none", "bias": True},
     "projected": {"attention_slots": "projected", "bias": True},

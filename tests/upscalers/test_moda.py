@@ -221,7 +221,7 @@ def test_a_plan_that_repeats_leaves_out_or_reorders_its_layers_is_refused(method
         ("layers=1", "; expected two or more, for a layer reads what another in front of it wrote."),
         ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
         ("depth_weight=one", "depth_weight is 'one', with which the new slots change what the base computes; expected mixed or"),
-        ("depth_weight=two", "depth_weight is 'two'; expected one of: mixed, learned, one"),
+        ("depth_weight=two", "depth_weight is 'two'; expected one of: mixed, multiplied, one"),
         (
             "attention_slots=none ffn_slots=false",
             "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read.",

@@ -22,8 +22,8 @@ class MoDA(AttachedMemoryMethod):
         super().check(base)
         if self.options.depth_weight == "one":
             raise RequestError(
-                "depth_weight is 'one', with which the new slots change what the base computes; expected mixed or learned. It is "
-                "for models that are trained from scratch, whose config has it."
+                "depth_weight is 'one', with which the new slots change what the base computes; expected mixed or multiplied. It "
+                "is for models that are trained from scratch, whose config has it."
             )
         with refusing_requests():
             self._memory().check_layers(self.layers(base))

@@ -1,19 +1,17 @@
 """`midus-bank audit`: what trained blocks, by block and by document; edits of the bank keep the record true."""
 
-import json
 import resource
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_commands.banks import main
 from midus_hf.banks.audit import BankAudit, Document, Trained
 from midus_hf.banks.level_file import BankError
-from midus_hf.banks.memory_bank import MemoryBank
+from tests.upscalers.banks.bank_commands import refusal, run, write_blocks
 from upscalers import strip, upscale
 
 FILES = [Document("corpus/a.jsonl", "aa", line, name) for line, name in ((3, "three"), (12, None))]
@@ -28,15 +26,6 @@ TRAINED = [
 
 WRITTEN = [(1, 0), (2, 1), (2, 7), (2, 9)]
 """Of 2:7 there is no record."""
-
-
-def write_blocks(folder: Path, nodes, seed: int = 0) -> None:
-    layout = AutoModelForCausalLM.from_pretrained(folder).banks.layouts["hier-ffn"]
-    bank = MemoryBank(folder / "memory_bank" / "hier-ffn", layout, writable=True)
-    generator = torch.Generator().manual_seed(seed)
-    for level, index in nodes:
-        bank.write(level, index, torch.randn(layout.record_numel(level), generator=generator))
-    bank.close()
 
 
 def record_in(folder: Path, trained, unrecorded=()) -> None:
@@ -67,20 +56,6 @@ def made(tmp_path_factory):
 @pytest.fixture
 def model(made):
     return made / "model"
-
-
-def run(*words, capsys) -> dict:
-    capsys.readouterr()
-    main([*map(str, words), "--json"])
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(*words, capsys) -> str:
-    with pytest.raises(SystemExit) as ending:
-        main([*map(str, words)])
-    assert ending.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def by_block(folder: Path, capsys) -> dict[tuple[str, bool], tuple]:

@@ -1,6 +1,5 @@
 """`midus-bank`: blocks are listed, deleted, exported, imported and merged; all else stays the same bytes."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,24 +9,11 @@ from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from midus_commands.banks import main
-from midus_hf.banks.memory_bank import MemoryBank
+from tests.upscalers.banks.bank_commands import bank_of, refusal, run, write_blocks
 from upscalers import strip, upscale
 
 WRITTEN = [(1, 0), (1, 2), (2, 1), (2, 7), (2, 9)]
 """Level and record: 9 of level 2 is the generic memory's."""
-
-
-def bank_of(folder: Path, writable: bool = False) -> MemoryBank:
-    layout = AutoModelForCausalLM.from_pretrained(folder).banks.layouts["hier-ffn"]
-    return MemoryBank(folder / "memory_bank" / "hier-ffn", layout, writable=writable)
-
-
-def write_blocks(folder: Path, nodes=WRITTEN, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    bank = bank_of(folder, writable=True)
-    for level, index in nodes:
-        bank.write(level, index, torch.randn(bank.layout.record_numel(level), generator=generator))
-    bank.close()
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +25,13 @@ def made(tmp_path_factory):
         base=base, method="hier-ffn", output=folder / "model", options={"sizes": [4, 2], "branching": 3}, verify=False
     )
     shutil.copytree(folder / "model", folder / "fresh")
-    write_blocks(folder / "model")
+    write_blocks(folder / "model", WRITTEN)
     return folder
 
 
 @pytest.fixture
 def model(made):
     return made / "model"
-
-
-def run(*words, capsys) -> dict:
-    main([*map(str, words), "--json"])
-    return json.loads(capsys.readouterr().out)
-
-
-def refusal(*words, capsys) -> str:
-    with pytest.raises(SystemExit) as ending:
-        main([*map(str, words)])
-    assert ending.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def blocks(folder: Path) -> dict[tuple[int, int], torch.Tensor]:
