@@ -77,6 +77,9 @@ def read_options(
             if typing.get_origin(alternative) is list and isinstance(value, list):
                 (item_hint,) = typing.get_args(alternative)
                 return [read(item_hint, item, f"{key}[{index}]") for index, item in enumerate(value)]
+            if typing.get_origin(alternative) is dict and isinstance(value, Mapping):
+                _, item_hint = typing.get_args(alternative)
+                return {name: read(item_hint, item, f"{key}.{name}") for name, item in value.items()}
             found, converted = _converted(alternative, value)
             if found:
                 return converted
@@ -196,6 +199,8 @@ def _type_name(hint: Any) -> str:
         return " or ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) is list:
         return f"a list, each item of it {_type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        return f"a mapping, each value of it {_type_name(typing.get_args(hint)[1])}"
     if dataclasses.is_dataclass(hint):
         return f"a mapping with {', '.join(field.name for field in dataclasses.fields(hint))}"
     return _TYPE_NAMES.get(hint, str(hint))

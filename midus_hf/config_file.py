@@ -19,7 +19,8 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     Args:
         cls: A dataclass; a field may itself be a dataclass, for which a scalar may stand: the value of its first field.
         path: The YAML file, one mapping of keys.
-        overrides: Words `key=value`, or `outer.inner=value`, that replace what the file says. Values are YAML.
+        overrides: Words `key=value`, or `outer.inner=value`, that replace what the file says, or add to a mapping in it. Values
+            are YAML.
 
     Raises:
         ValueError: If the file is absent or no mapping, a key is unknown or missing, or a value has the wrong type.
@@ -75,16 +76,27 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ValueError(f"override is {override!r}; expected key=value.")
     *outer, last = key.split(".")
+    hints = typing.get_type_hints(cls)
     for name in outer:
-        alternatives = alternatives_of(typing.get_type_hints(cls).get(name))
+        alternatives = alternatives_of(hints.get(name))
         inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
+        takes_names = any(typing.get_origin(alternative) is dict for alternative in alternatives)
         inner = values.get(name, {})
-        if inner_class is None:
+        if inner_class is None and not takes_names:
             raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
         if isinstance(inner, list):
             raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {name}=[...].")
-        values[name] = inner if isinstance(inner, dict) else {dataclasses.fields(inner_class)[0].name: inner}
-        cls, values = typing.cast(type, inner_class), values[name]
+        if inner_class is not None:
+            hints = typing.get_type_hints(inner_class)
+            values[name] = inner if isinstance(inner, dict) else {dataclasses.fields(inner_class)[0].name: inner}
+        else:
+            if not isinstance(inner, dict | None):
+                raise ValueError(
+                    f"override is {override!r}, but {name!r} is {inner!r}, which has no name; give all of it, as {name}={{...}}."
+                )
+            hints = {}
+            values[name] = inner or {}
+        values = values[name]
     try:
         values[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -9,7 +9,7 @@ from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.trainer import SftTrainer
 from midus_hf.training.freezing import set_trainable
-from midus_hf.training.held_out import prepare_held_out
+from midus_hf.training.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.run_setup import Chosen, check_request, make_run
 from midus_hf.training.trainer_arguments import training_arguments
 from midus_hf.training.training_run import TrainingRun, TrainResult
@@ -67,7 +67,7 @@ def prepare(config: SftConfig) -> TrainingRun:
         request,
         arguments,
         data.dataset,
-        data_lines=data.describe(config),
+        data_lines=[*data.describe(config), *describe_held_out(held_out)],
         held_out=held_out,
         choose=choose,
         trainer_class=SftTrainer,

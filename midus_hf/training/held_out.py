@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,12 @@ from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measu
 from midus_hf.training.clustered_corpus import check_paths, read_paths
 from midus_hf.training.corpus import LocalText
 from midus_hf.training.options import CorpusOptions
-from midus_hf.training.run_options import RunOptions
-
-LOSS_NAME = "eval_loss"
+from midus_hf.training.run_options import RunOptions, text_option
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """The held-out text of a run.
+    """A held-out text of a run.
 
     Args:
         text: As it is measured.
@@ -73,39 +72,59 @@ class HeldOutEvents(TrainerCallback):
             control.should_evaluate = control.should_log = True
 
 
+def check_held_out(config: RunOptions) -> None:
+    """See that no two held-out texts of a run are the same.
+
+    Args:
+        config: The options of the run.
+
+    Raises:
+        ValueError: If two are.
+    """
+    name_of: dict[Path, str] = {}
+    for name, path in config.eval_texts.items():
+        place = Path(path).resolve()
+        if place in name_of:
+            raise ValueError(
+                f"eval_text has {path!r} twice, as {name_of[place]!r} and as {name!r}; expected texts that differ. Leave one out."
+            )
+        name_of[place] = name
+
+
 def prepare_held_out(
     config: RunOptions,
     tokenizer: PreTrainedTokenizerBase,
     model_config: PreTrainedConfig,
     corpus: CorpusOptions | None = None,
     banks: Mapping[str, BankLayout] | None = None,
-) -> HeldOut | None:
-    """Read and tokenize the held-out text of a run; None if it has none.
+) -> dict[str, HeldOut]:
+    """Read and tokenize the held-out texts of a run, by their names as in `RunOptions.eval_texts`; `{}` if it has none.
 
     Args:
         config: The options of the run.
         tokenizer: Of the model.
         model_config: Of the model.
-        corpus: Whose columns and encoding those of the held-out text are. Default: text under `"text"`, in UTF-8, without paths.
+        corpus: Whose columns and encoding those of the held-out texts are. Default: text under `"text"`, in UTF-8, without paths.
         banks: Of the model, from which texts fetch blocks, by the name of the memory. Default: none.
 
     Raises:
-        ValueError: If the text cannot be read, or there is too little of it; if some of its documents have a path and others none,
+        ValueError: If a text cannot be read, or there is too little of it; if some of its documents have a path and others none,
             or the paths are those of another tree.
     """
-    if config.eval_text is None:
-        return None
-    corpus = CorpusOptions(path=config.eval_text) if corpus is None else corpus
-    documents = read_documents(config.eval_text, corpus.column, corpus.encoding)
-    try:
-        paths = _paths_of(config.eval_text, corpus, banks or {})
-        # A document that has a path of its own is measured by itself, as midus-eval does with a retriever.
-        text = prepare_text(
-            tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=paths is not None
-        )
-        return HeldOut(text, paths)
-    except ValueError as error:
-        raise ValueError(f"eval_text is {config.eval_text!r}, which cannot be measured: {error}") from error
+    texts: dict[str, HeldOut] = {}
+    for name, path in config.eval_texts.items():
+        read_as = CorpusOptions(path=path) if corpus is None else corpus
+        documents = read_documents(path, read_as.column, read_as.encoding)
+        try:
+            paths = _paths_of(path, read_as, banks or {})
+            # A document that has a path of its own is measured by itself, as midus-eval does with a retriever.
+            text = prepare_text(
+                tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=paths is not None
+            )
+        except ValueError as error:
+            raise ValueError(f"{text_option(name)} is {path!r}, which cannot be measured: {error}") from error
+        texts[name] = HeldOut(text, paths)
+    return texts
 
 
 def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout]) -> torch.Tensor | None:
@@ -119,29 +138,58 @@ def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout])
     return torch.from_numpy(paths)
 
 
-def describe_held_out(held_out: HeldOut | None, corpus: CorpusOptions) -> list[str]:
-    """What a person is told of held-out text that could fetch blocks, a sentence.
+def describe_held_out(held_out: Mapping[str, HeldOut], corpus: CorpusOptions | None = None) -> list[str]:
+    """What a person is told of held-out texts that have names or could fetch blocks, a sentence each.
 
     Args:
         held_out: Of the run.
-        corpus: The first of the run.
+        corpus: The first of the run. Default: one without paths.
     """
-    if held_out is None or corpus.path_column is None:
-        return []
-    if held_out.paths is None:
-        return [
-            f"held-out text has no column {corpus.path_column!r}, which midus-cluster assign writes: it is measured without blocks"
-        ]
-    return [f"held-out text: {len(held_out.paths):,} documents, each measured by itself, with the blocks of its path"]
+    column = None if corpus is None else corpus.path_column
+    lines = []
+    for name, of_name in held_out.items():
+        called = f"held-out text {name}".rstrip()
+        if name:
+            lines.append(f"{called}: {of_name.text.num_tokens:,} tokens to predict")
+        if column is not None and of_name.paths is not None:
+            lines.append(
+                f"{called}: {len(of_name.paths):,} documents, each measured by itself, with the blocks of its path"
+            )
+        elif column is not None:
+            lines.append(
+                f"{called} has no column {column!r}, which midus-cluster assign writes: it is measured without blocks"
+            )
+    return lines
 
 
-def held_out_losses(log: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Losses of held-out text by step, in the order of steps; without that of the model before training.
+def metric_name(text: str, measure: str) -> str:
+    """What the log calls a measure of a held-out text: `eval_loss`, `eval_wiki_loss`.
+
+    Args:
+        text: The name of the text; `""` for one that has none.
+        measure: `"loss"` or another.
+    """
+    return "_".join(("eval", *([text] if text else []), measure))
+
+
+def perplexity_name(text: str) -> str:
+    """What the log calls the perplexity of a held-out text: `perplexity`, `eval_wiki_perplexity`.
+
+    Args:
+        text: As in `metric_name`.
+    """
+    return metric_name(text, "perplexity") if text else "perplexity"
+
+
+def held_out_losses(log: Iterable[Mapping[str, Any]], texts: Mapping[str, Any]) -> dict[int, float]:
+    """Losses of the first held-out text by step, in the order of steps; without that of the model before training.
 
     Args:
         log: Events of a run.
+        texts: By name, as in `RunOptions.eval_texts`.
     """
-    return {event["step"]: event[LOSS_NAME] for event in log if LOSS_NAME in event and event["step"] > 0}
+    name = metric_name(next(iter(texts), ""), "loss")
+    return {event["step"]: event[name] for event in log if name in event and event["step"] > 0}
 
 
 def best_step(losses: Mapping[int, float]) -> int | None:

@@ -26,7 +26,8 @@ def add_training(
     final_loss = "not logged" if loss is None else f"{loss:.4f}"
     chosen = ""
     if best_step is not None and best_step != steps:
-        chosen = f"\nThe weights are those after step {best_step:,}, where held-out text was predicted best.\n"
+        text = f"the held-out text {name}" if (name := next(iter(config.eval_texts), "")) else "held-out text"
+        chosen = f"\nThe weights are those after step {best_step:,}, where {text} was predicted best.\n"
     section = f"""
 
 ## Trained with

@@ -2,16 +2,20 @@
 
 import contextlib
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from midus_hf.training.held_out import perplexity_name
+
 _COLUMNS = {"tokens": 6, "loss": 7, "rate": 8, "grad norm": 9, "tokens/s": 9, "left": 8}
 _HELD_OUT = {"perplexity": 10}
+_LINE = 80
 
 
 class ProgressTable(TrainerCallback):
@@ -19,14 +23,16 @@ class ProgressTable(TrainerCallback):
 
     A row has the step, the tokens trained on so far, the loss, the rate of everything but keys and values, the norm of
     the gradient, tokens per second since the row before, the time left, and the perplexity of the held-out text where it
-    was measured. It fits into 80 columns; everything else that is logged is in the file.
+    was measured; where texts have names, theirs are below the row. It fits into 80 columns; everything else that is logged
+    is in the file.
 
     Args:
-        held_out: Whether held-out text is measured.
+        held_out: Names of the held-out texts that are measured, as in `RunOptions.eval_texts`. Default: none.
     """
 
-    def __init__(self, held_out: bool):
-        self.columns = _COLUMNS | (_HELD_OUT if held_out else {})
+    def __init__(self, held_out: Sequence[str] = ()):
+        self.held_out = held_out
+        self.columns = _COLUMNS | (_HELD_OUT if "" in held_out else {})
         self._bar: tqdm | None = None
         self._row: dict[str, str] = {}
         self._step_width = 0
@@ -80,11 +86,12 @@ class ProgressTable(TrainerCallback):
                 "tokens/s": f"{tokens / seconds:,.0f}",
                 "left": short_time((state.max_steps - state.global_step) * seconds_a_step),
             }
-        if "perplexity" in logs:
-            self._row["perplexity"] = f"{logs['perplexity']:.4f}"
+        measured = {name: f"{logs[key]:.4f}" for name in self.held_out if (key := perplexity_name(name)) in logs}
+        if "" in measured:
+            self._row["perplexity"] = measured[""]
         # Where held-out text is about to be measured, its perplexity belongs to the same row.
-        if "perplexity" in logs or not control.should_evaluate:
-            self._print_row(state.global_step)
+        if measured or not control.should_evaluate:
+            self._print_row(state.global_step, [f"{name} {value}" for name, value in measured.items() if name])
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -100,9 +107,15 @@ class ProgressTable(TrainerCallback):
             self._bar.close()
             self._bar = None
 
-    def _print_row(self, step: int) -> None:
-        if self._row:
-            line = self._line(f"{step:,}", self._row)
+    def _print_row(self, step: int, perplexities: Sequence[str]) -> None:
+        lines = [self._line(f"{step:,}", self._row)] if self._row or perplexities else []
+        if perplexities:
+            indent = " " * (self._step_width + 2)
+            below = f"perplexity of {', '.join(perplexities)}"
+            lines += textwrap.wrap(
+                below, _LINE, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+            )
+        for line in lines:
             if self._bar is None or self._bar.disable:
                 print(line, flush=True)
             else:

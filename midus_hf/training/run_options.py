@@ -1,6 +1,7 @@
 """What every training run may be told, whatever it trains on."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
@@ -8,6 +9,8 @@ from midus_config.declared_tensors import Role
 
 Trainable = Literal["auto", "new", "all"] | list[int | Role]
 """What trains: see `RunOptions`."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,12 +56,15 @@ class RunOptions:
         eval_text: Held-out text, a file or a folder, whose perplexity is measured as `midus-eval --text` does: before
             the first step, every `eval_every` steps and after the last one. Columns and encoding are those of the
             corpus: with its `path_column`, documents are measured by themselves, with the blocks of their paths, and text
-            without that column is measured without blocks. Default: none.
+            without that column is measured without blocks. Or several texts, a mapping from names to paths, all of which are
+            measured each time. Default: none.
         eval_every: Steps between these evaluations. Default: none, only at the start and at the end.
-        eval_max_tokens: Tokens of the held-out text to predict, spread evenly over it. Default: all.
+        eval_max_tokens: Tokens of each held-out text to predict, spread evenly over it. Default: all.
         keep_best: Whether to save a checkpoint wherever the held-out loss is the least so far, keep that of the best
-            beside `keep_checkpoints` latest ones, and save its model in the end. Default: false, the last model.
-        early_stop: Evaluations without a lower held-out loss after which to stop. Default: none.
+            beside `keep_checkpoints` latest ones, and save its model in the end. Of several texts the first that is named
+            decides. Default: false, the last model.
+        early_stop: Evaluations without a lower held-out loss after which to stop; of several texts that of the first. Default:
+            none.
         report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
             `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
         seed: Seed of the order of sequences and of anything random, such as weights made from `model_config`. Default: 0.
@@ -92,7 +98,7 @@ class RunOptions:
     keep_checkpoints: int | None = 2
     log_every: int = 10
     usage_every: int | None = None
-    eval_text: str | None = None
+    eval_text: str | dict[str, str] | None = None
     eval_every: int | None = None
     eval_max_tokens: int | None = None
     keep_best: bool = False
@@ -129,6 +135,8 @@ class RunOptions:
                 raise ValueError(f"{name} is {value}; expected 0 or more.")
         if self.max_steps is not None and self.epochs is not None:
             raise ValueError(f"max_steps is {self.max_steps} and epochs is {self.epochs}; give one of them.")
+        if isinstance(self.eval_text, dict):
+            _check_texts(self.eval_text)
         for name, needed in (
             ("eval_every", "eval_text"),
             ("eval_max_tokens", "eval_text"),
@@ -161,10 +169,20 @@ class RunOptions:
         if self.model_config is not None and self.trainable == "auto":
             self.trainable = "all"
 
+    @property
+    def eval_texts(self) -> dict[str, str]:
+        """The held-out texts by their names, `""` for one that has none; `{}` if there are none."""
+        if self.eval_text is None:
+            return {}
+        return {"": self.eval_text} if isinstance(self.eval_text, str) else self.eval_text
+
     def sources(self) -> list[tuple[str, str]]:
         """What the run reads: the name of an option, and a path or the id of a model or dataset."""
-        named = [(name, getattr(self, name)) for name in ("model", "model_config", "tokenizer", "eval_text")]
-        return [(name, value) for name, value in named if value is not None]
+        named = [(name, getattr(self, name)) for name in ("model", "model_config", "tokenizer")]
+        return [
+            *((name, value) for name, value in named if value is not None),
+            *((text_option(name), path) for name, path in self.eval_texts.items()),
+        ]
 
     def to_share(self, label: Callable[[str], str]) -> Self:
         """The options as a model card tells them, which is made to be shared.
@@ -172,12 +190,37 @@ class RunOptions:
         Args:
             label: What is told of a path or an id.
         """
-        labelled: dict[str, Any] = {name: label(value) for name, value in RunOptions.sources(self)}
+        named: dict[str, Any] = {name: getattr(self, name) for name in ("model", "model_config", "tokenizer")}
+        labelled: dict[str, Any] = {name: label(value) for name, value in named.items() if value is not None}
+        texts = {name: label(path) for name, path in self.eval_texts.items()}
         return dataclasses.replace(
             self,
             **labelled,
+            eval_text=texts if isinstance(self.eval_text, dict) else texts.get(""),
             output=label(self.output),
             # Where the model would have gone is of no interest to whom it is shared with.
             output_on_failure=None,
             resume=bool(self.resume),
         )
+
+
+def text_option(name: str) -> str:
+    """What messages call a held-out text.
+
+    Args:
+        name: Of the text, `""` if it has none.
+    """
+    return f"eval_text.{name}" if name else "eval_text"
+
+
+def _check_texts(texts: dict[str, str]) -> None:
+    if not texts:
+        raise ValueError(
+            "eval_text is {}; expected a name and a path at least, as in {wiki: wiki.txt}, or a path alone."
+        )
+    for name in texts:
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
+            raise ValueError(
+                f"eval_text names a text {name!r}; expected letters, digits, '-' and '_', since the log has eval_NAME_loss of it. "
+                "Rename it, or put a number in quotes."
+            )

@@ -1,7 +1,7 @@
 """Check what is asked of a run, cheapest checks first, and make it ready to start."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from midus_hf.training.disk_room import check_room_of_run
-from midus_hf.training.held_out import HeldOut
+from midus_hf.training.held_out import HeldOut, check_held_out
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.output_folder import check_output, start_output
@@ -63,6 +63,7 @@ def check_request(config: RunOptions, sequence_length: int, trainable: Trainable
         ValueError: If the request is wrong.
     """
     checkpoint = check_output(config)
+    check_held_out(config)
     check_reporting(config.report_to)
     model_config = config_of_run(config, trainable)
     check_sequence_length(sequence_length, model_config)
@@ -78,7 +79,7 @@ def make_run(
     dataset: Dataset,
     *,
     data_lines: Sequence[str],
-    held_out: HeldOut | None,
+    held_out: Mapping[str, HeldOut],
     choose: Callable[[PreTrainedModel], Chosen],
     trainer_class: Callable[..., InRun],
     **trainer_options: Any,

@@ -1,6 +1,7 @@
 """The Trainer of a run: its table, its held-out text, and its checkpoints, which may fail to be written."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from midus_hf.evaluation.fetching import fetches_blocks
-from midus_hf.training.held_out import LOSS_NAME, HeldOut, HeldOutEvents, best_step, held_out_losses, is_stopped_early
+from midus_hf.training.held_out import (
+    HeldOut,
+    HeldOutEvents,
+    best_step,
+    held_out_losses,
+    is_stopped_early,
+    metric_name,
+    perplexity_name,
+)
 from midus_hf.training.interruption import Interruption
 from midus_hf.training.memory_aids import AidsMemory
 from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
@@ -23,13 +32,13 @@ from midus_hf.training.written_files import STATE_NAME, remove_written
 class InRun(AidsMemory):
     """Mixin for a Trainer that prints a table, measures held-out text, and goes on if a checkpoint cannot be written.
 
-    Held-out text is measured whole by every process; where it is best, a checkpoint can be kept. The tokenizer is saved
-    here, since a Trainer that is given it also rewrites the special tokens in the model's config.
+    Held-out texts are measured whole by every process; where the first is best, a checkpoint can be kept. The tokenizer is
+    saved here, since a Trainer that is given it also rewrites the special tokens in the model's config.
 
     Args:
         tokenizer: Saved beside every checkpoint.
         keep_checkpoints: Latest checkpoints to keep; None keeps all. Default: all.
-        held_out: Text to measure. Default: none.
+        held_out: Texts to measure, by their names as in `RunOptions.eval_texts`. Default: none.
         eval_every: As in `RunOptions`. Default: none.
         keep_best: As in `RunOptions`. Default: false.
         early_stop: As in `RunOptions`. Default: none.
@@ -41,7 +50,7 @@ class InRun(AidsMemory):
         *args: Any,
         tokenizer: PreTrainedTokenizerBase,
         keep_checkpoints: int | None = None,
-        held_out: HeldOut | None = None,
+        held_out: Mapping[str, HeldOut] | None = None,
         eval_every: int | None = None,
         keep_best: bool = False,
         early_stop: int | None = None,
@@ -53,7 +62,7 @@ class InRun(AidsMemory):
         )
         self.tokenizer = tokenizer
         self.keep_checkpoints = keep_checkpoints
-        self.held_out, self.keep_best, self.early_stop = held_out, keep_best, early_stop
+        self.held_out, self.keep_best, self.early_stop = held_out or {}, keep_best, early_stop
         self.save_failure: str | None = None
         """Why the last checkpoint could not be written; None if it was."""
         self.interruption = Interruption(self._largest)
@@ -61,33 +70,36 @@ class InRun(AidsMemory):
         self.callback_handler.callbacks.insert(0, self.interruption)
         for talkative in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             self.remove_callback(talkative)
-        self.progress = ProgressTable(held_out is not None)
+        self.progress = ProgressTable(list(self.held_out))
         self.add_callback(self.progress)
-        if held_out is not None:
+        if self.held_out:
             # Last, since it logs when training begins: by then the log and the table have begun.
             self.add_callback(HeldOutEvents(eval_every, self.evaluate))
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the held-out text as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.
+        """Measure the held-out texts as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.
 
-        Of a model that has blocks to fetch, `eval_with_blocks` says whether documents fetched those of their paths.
+        Of texts that have names, these are `eval_NAME_loss` and `eval_NAME_perplexity`. Of a model that has blocks to fetch,
+        `eval_with_blocks` or `eval_NAME_with_blocks` says whether documents fetched those of their paths.
         As `Trainer.evaluate` where a dataset is given, or the run has no held-out text.
         """
-        if eval_dataset is not None or self.held_out is None:
+        if eval_dataset is not None or not self.held_out:
             return super().evaluate(eval_dataset, *args, **kwargs)
         model: Any = self.model
         model = model.get_base_model() if _has_adapters(model) else model
-        result = self.held_out.measure(model)
-        loss = torch.tensor(math.log(result.perplexity), dtype=torch.float64)
-        if self.args.world_size > 1:
-            # They measure the same, but must not disagree by a rounding on which step was best.
-            loss = self.accelerator.reduce(loss.float().to(self.args.device), reduction="mean")
-        metrics = {LOSS_NAME: loss.item(), "perplexity": math.exp(loss.item())}
-        if fetches_blocks(model):
-            metrics["eval_with_blocks"] = self.held_out.paths is not None
+        metrics: dict[str, float] = {}
+        for name, text in self.held_out.items():
+            loss = torch.tensor(math.log(text.measure(model).perplexity), dtype=torch.float64)
+            if self.args.world_size > 1:
+                # They measure the same, but must not disagree by a rounding on which step was best.
+                loss = self.accelerator.reduce(loss.float().to(self.args.device), reduction="mean")
+            metrics[metric_name(name, "loss")] = loss.item()
+            metrics[perplexity_name(name)] = math.exp(loss.item())
+            if fetches_blocks(model):
+                metrics[metric_name(name, "with_blocks")] = text.paths is not None
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        losses = held_out_losses(self.state.log_history)
+        losses = self.held_out_losses()
         step = self.state.global_step
         if step and self.keep_best and best_step(losses) == step:
             self.control.should_save = True
@@ -97,13 +109,17 @@ class InRun(AidsMemory):
             self.control.should_save = self.control.should_save or self.args.save_strategy != "no"
         return metrics
 
+    def held_out_losses(self) -> dict[int, float]:
+        """Losses of the first held-out text by step, as `held_out.held_out_losses` gives them."""
+        return held_out_losses(self.state.log_history, self.held_out)
+
     def load_best(self) -> int:
         """Give the model the weights of the step whose held-out text was best, of those whose checkpoint was kept.
 
         Returns:
             That step. For the last step nothing is loaded.
         """
-        losses, last = held_out_losses(self.state.log_history), self.state.global_step
+        losses, last = self.held_out_losses(), self.state.global_step
         kept = {step: path for step, path in checkpoints(str(self.args.output_dir)).items() if is_complete(path)}
         step = best_step({step: loss for step, loss in losses.items() if step == last or step in kept})
         assert step is not None, "the last step is always measured"
@@ -113,7 +129,8 @@ class InRun(AidsMemory):
         assert overall is not None
         if overall != step:
             say(f"The best model, after step {overall:,}, has no checkpoint any more; the best that is left is saved.")
-        score = f"held-out perplexity {math.exp(losses[step]):.4f}"
+        name = next(iter(self.held_out))
+        score = f"held-out perplexity {f'of {name} ' if name else ''}{math.exp(losses[step]):.4f}"
         if step == last:
             say(f"The last model is the best by held-out text: {score}.")
         else:
@@ -176,7 +193,7 @@ class InRun(AidsMemory):
                 f"{f'The latest there is {latest.name}' if latest else 'There is none yet'}."
             )
         else:
-            best = best_step(held_out_losses(self.state.log_history)) if self.keep_best else None
+            best = best_step(self.held_out_losses()) if self.keep_best else None
             remove_old_checkpoints(folder.parent, step, self.keep_checkpoints, best)
 
     def _largest(self, number: int) -> int:

@@ -82,7 +82,7 @@ class TrainingRun:
         trainer, before = self.trainer, TrainerState()
         if self.checkpoint is not None:
             before = TrainerState.load_from_json(str(self.checkpoint / STATE_NAME))
-        ended = is_stopped_early(held_out_losses(before.log_history), self.config.early_stop)
+        ended = is_stopped_early(held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stop)
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
             trainer.load_checkpoint(self.checkpoint)

@@ -179,3 +179,16 @@ def test_a_tokenizer_of_another_model_is_refused(base, chats, tmp_path):
         ValueError, match=r"the tokenizer makes id 100, but the model embeds 100; expected the model's own."
     ):
         build_chat_dataset(sft_config(base(), chats, tmp_path / "out"), character_tokenizer(), 100)
+
+
+def test_named_texts_are_measured_and_told_of(base, chats, tmp_path, capsys):
+    texts = {}
+    for name, words in (("one", "it is 1 "), ("two", "say 22 ")):
+        (tmp_path / f"{name}.txt").write_text(words * 40)
+        texts[name] = str(tmp_path / f"{name}.txt")
+    finetune(sft_config(base("llama", True), chats, tmp_path / "out", eval_text=texts, eval_every=2))
+    said = capsys.readouterr().out
+    assert all(f"held-out text {name}: " in said and f"{name} " in said for name in texts)
+    for name in texts:
+        losses = [event for event in read_log(tmp_path / "out" / "log.jsonl") if f"eval_{name}_loss" in event]
+        assert [event["step"] for event in losses] == [0, 2, 3]

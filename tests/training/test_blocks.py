@@ -229,6 +229,18 @@ def test_held_out_text_without_paths_is_measured_without_blocks(models, assigned
     assert logged(tmp_path / "out", "eval_with_blocks") == [False] * 3
 
 
+def test_of_several_held_out_texts_each_has_its_own_paths_or_none(models, assigned, tmp_path, capsys):
+    texts = {
+        name: str(held_out_rows(tmp_path / f"{name}.jsonl", leaves))
+        for name, leaves in (("with", [4, 0, 8, 4]), ("without", [None] * 20))
+    }
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", eval_text=texts))
+    said = capsys.readouterr().out
+    assert "held-out text with: 4 documents, each measured by itself, with the blocks of its path" in said
+    assert "held-out text without has no column 'memory_ids', which midus-cluster assign writes: it is" in said
+    assert [logged(tmp_path / "out", f"eval_{name}_with_blocks") for name in texts] == [[True] * 2, [False] * 2]
+
+
 @pytest.mark.parametrize(
     ("leaves", "message"),
     [

@@ -46,7 +46,7 @@ def test_a_run_prints_a_row_an_event_and_no_more(upscaled, corpus, tmp_path, lib
 
 
 def test_the_widest_row_fits_80_columns(capsys):
-    table = ProgressTable(held_out=True)
+    table = ProgressTable([""])
     state = TrainerState(max_steps=999_999, global_step=0, num_input_tokens_seen=0)
     table.on_train_begin(None, state, TrainerControl())
     table._started -= 300 * 86400
@@ -72,7 +72,7 @@ def test_a_step_is_one_row_with_its_perplexity(upscaled, corpus, tmp_path, capsy
 
 def test_at_a_terminal_rows_stand_above_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    table = ProgressTable(held_out=False)
+    table = ProgressTable()
     state = TrainerState(max_steps=100, global_step=40)
     table.on_train_begin(None, state, TrainerControl())
     state.global_step = 50
@@ -85,7 +85,7 @@ def test_at_a_terminal_rows_stand_above_a_bar(monkeypatch, capsys):
 
 
 def test_only_the_first_process_prints(capsys):
-    table = ProgressTable(held_out=False)
+    table = ProgressTable()
     state = TrainerState(max_steps=100, is_world_process_zero=False)
     table.on_train_begin(None, state, TrainerControl())
     table.on_log(None, state, TrainerControl(), logs=dict(LOGS))
