@@ -14,7 +14,7 @@ from midus_commands.loaded_model import load_on
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from midus_hf.analysis.chapter_tables import TableOfWords
+    from midus_hf.analysis.table_of_words import TableOfWords
     from midus_hf.analysis.text_rows import TextRows
 
 Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]

@@ -1,25 +1,11 @@
 """What was found of chapters, as tables of words: for a terminal and for a page."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from midus_hf.analysis.chapter_ablation import Ablation
 from midus_hf.analysis.chapter_stats import ChapterStats
 from midus_hf.analysis.chapter_tokens import NearChapter
-
-
-class TableOfWords(NamedTuple):
-    """A table.
-
-    Args:
-        title: What it shows.
-        head: Words above its columns.
-        rows: Its cells.
-    """
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
+from midus_hf.analysis.table_of_words import TableOfWords
 
 
 def reading_table(stats: Sequence[ChapterStats]) -> TableOfWords:

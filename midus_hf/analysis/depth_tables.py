@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from midus_hf.analysis.chapter_tables import TableOfWords
 from midus_hf.analysis.depth_reading import DepthReading, WriterReading
+from midus_hf.analysis.table_of_words import TableOfWords
 
 _MOST_SLOTS = 3
 """Which are named of each layer."""

@@ -5,7 +5,7 @@ import html
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from midus_hf.analysis.chapter_tables import TableOfWords
+from midus_hf.analysis.table_of_words import TableOfWords
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>

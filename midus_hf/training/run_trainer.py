@@ -25,6 +25,7 @@ from midus_hf.training.interruption import Interruption
 from midus_hf.training.memory_aids import AidsMemory
 from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.progress import ProgressTable
+from midus_hf.training.run_costs import peak_memory_bytes, trained_parameters
 from midus_hf.training.saving import say, write_failure
 from midus_hf.training.written_files import STATE_NAME, remove_written
 
@@ -112,6 +113,13 @@ class InRun(AidsMemory):
     def held_out_losses(self) -> dict[int, float]:
         """Losses of the first held-out text by step, as `held_out.held_out_losses` gives them."""
         return held_out_losses(self.state.log_history, self.held_out)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`; the last event of a run also tells what it cost: `trained_parameters`, `peak_memory_bytes`."""
+        if "train_loss" in logs and isinstance(self.model, nn.Module):
+            costs = {"trained_parameters": trained_parameters(self.model), "peak_memory_bytes": peak_memory_bytes()}
+            logs = {**logs, **costs}
+        super().log(logs, *args, **kwargs)
 
     def load_best(self) -> int:
         """Give the model the weights of the step whose held-out text was best, of those whose checkpoint was kept.

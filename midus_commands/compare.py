@@ -1,0 +1,134 @@
+"""The `midus-compare` command."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_commands.exit_status import FAILED, Ending, run_command
+from midus_commands.reading import show_report
+
+if TYPE_CHECKING:
+    from midus_workbench.arms import Arm
+    from midus_workbench.options import Comparison
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def midus_compare(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file of a comparison; some are in configs/compare.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Runs beside one another, which share the processor's cores.", metavar="N")
+    ] = 1,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="GPUs, such as 0,1, one for each run beside the others.  [default: all, for one run]", metavar="LIST"
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be run, and what is done already.")
+    ] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing; write the report of what is done.")
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Train methods on the same text from the same base, and tell what each learned and what it forgot.
+
+    Every run is a process of its own. What the output holds already is not done again, so that the same command goes on where an
+    earlier one was interrupted, and arms, rates and seeds can be added later.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        from midus_hf.config_file import read_config
+        from midus_workbench.arms import plan
+        from midus_workbench.checking import check
+        from midus_workbench.options import Comparison
+
+        given = _devices(devices, jobs)
+        comparison, arms = plan(read_config(Comparison, config, overrides or []))
+        check(comparison, arms)
+    if dry_run:
+        _show_plan(comparison, arms, json_)
+        return
+    failures: dict[str, str] = {}
+    if not report_only:
+        from midus_workbench.progress import ShownProgress
+        from midus_workbench.running import Running
+
+        with ShownProgress() as progress:
+            running = Running(comparison, arms, progress, jobs, given)
+            try:
+                running.run()
+            finally:
+                failures = running.failures
+    _report(comparison, arms, failures, json_)
+    if failures:
+        words = "; ".join(f"{name}: {why}" for name, why in failures.items())
+        raise Ending(FAILED, f"{len(failures)} of the runs failed, which the same command does again: {words}")
+
+
+def _devices(given: str | None, jobs: int) -> list[str]:
+    """The numbers of GPUs."""
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}; expected at least 1.")
+    if given is None:
+        return []
+    numbers = [number.strip() for number in given.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"devices is {given!r}; expected numbers of GPUs, such as 0,1.")
+    if jobs not in (1, len(numbers)):
+        raise ValueError(
+            f"jobs is {jobs}, and devices names {len(numbers)}; give devices alone, each of which has a run."
+        )
+    return numbers
+
+
+def _show_plan(comparison: "Comparison", arms: "Sequence[Arm]", json_: bool) -> None:
+    from midus_workbench.report.planned import plan_table, planned
+
+    show_report({"arms": planned(comparison, arms), "seeds": comparison.seeds}, [plan_table(comparison, arms)], json_)
+
+
+def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str, str], json_: bool) -> None:
+    """Write the report of what is done, and show it."""
+    from midus_workbench.collecting import collect
+    from midus_workbench.report.findings import findings
+    from midus_workbench.report.tables import as_json, tables
+    from midus_workbench.report.words import sentences
+    from midus_workbench.report.writing import write_report
+
+    base, results, missing = collect(comparison, arms)
+    if base is None:
+        raise Ending(
+            FAILED, f"{comparison.output} holds no result yet: {failures.get('base', 'the base is measured first')}"
+        )
+    found = findings(comparison, base, results, failures, missing)
+    files = write_report(Path(comparison.output), found, results)
+    show_report(as_json(found, files), tables(found), json_)
+    if not json_:
+        print("\n".join([*sentences(found), "", f"report: {files[-1]}"]))
+
+
+def main() -> None:
+    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
+    status = run_command(
+        app,
+        None,
+        "midus-compare",
+        hint=" See 'midus-compare --help'.",
+        failure="failed: ",
+        interruption="interrupted; the same command goes on",
+        hears_termination=True,
+    )
+    sys.exit(status)

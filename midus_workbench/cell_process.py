@@ -1,0 +1,68 @@
+"""`python -m midus_workbench.cell_process FILE`: one cell, from upscaling to its result. Another process starts it."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from midus_workbench.arms import Arm
+from midus_workbench.cells import Cell
+from midus_workbench.commands import Commands, StepFailed
+from midus_workbench.dies_with_parent import ask_for_termination
+from midus_workbench.measuring import measure_base, measure_cell
+from midus_workbench.options import Comparison
+from midus_workbench.workplace import BASE, Workplace
+
+SPECIFICATION = "cell.json"
+FAILURE = "failed.txt"
+
+
+def specify(cell: Cell | None, comparison: Comparison, place: Workplace) -> Path:
+    """Write down what a process is to do.
+
+    Args:
+        cell: Of the comparison; None for the base.
+        comparison: What is asked for.
+        place: Where it is.
+
+    Returns:
+        The file.
+    """
+    folder = place.root / BASE if cell is None else place.cell(cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    told: dict[str, Any] = {"comparison": dataclasses.asdict(comparison), "parent": os.getpid()}
+    if cell is not None:
+        told["cell"] = dataclasses.asdict(cell)
+    (folder / SPECIFICATION).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    (folder / FAILURE).unlink(missing_ok=True)
+    return folder / SPECIFICATION
+
+
+def main(specification: Path) -> None:
+    """Do what a file says, and end with status 1 and a line in a file beside it if that fails.
+
+    Args:
+        specification: From `specify`.
+    """
+    from midus_hf.config_file import from_mapping
+
+    told = json.loads(specification.read_text(encoding="utf-8"))
+    ask_for_termination(told["parent"])
+    comparison = from_mapping(Comparison, told["comparison"])
+    place, commands = Workplace(Path(comparison.output)), Commands(specification.parent / "logs")
+    commands.hear_signals()
+    try:
+        if "cell" in told:
+            cell = Cell(**{**told["cell"], "arm": Arm(**told["cell"]["arm"])})
+            measure_cell(cell, comparison, place, commands)
+        else:
+            measure_base(comparison, place, commands)
+    except StepFailed as failure:
+        (specification.parent / FAILURE).write_text(f"{failure}\n", encoding="utf-8")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

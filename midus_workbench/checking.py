@@ -1,0 +1,38 @@
+"""What can be wrong with a comparison, seen before anything runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from midus_hf.config_file import from_mapping
+from midus_hf.training.options import TrainConfig
+from midus_workbench.arms import Arm
+from midus_workbench.cells import cells_of
+from midus_workbench.options import Comparison
+
+
+def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
+    """See that every run of a comparison is one that `midus-train` takes, and that its texts are there.
+
+    Args:
+        comparison: From `plan`.
+        arms: From `plan`.
+
+    Raises:
+        ValueError: If a key is unknown or a value out of range, or a text does not exist.
+    """
+    for kind in ("domain", "retention"):
+        for name, path in getattr(comparison, kind).items():
+            if not Path(path).exists():
+                raise ValueError(
+                    f"{kind}.{name} is {path!r}, which does not exist; expected a file or a folder of text."
+                )
+    output = Path(comparison.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output is {comparison.output!r}, a file; expected a folder.")
+    for arm in arms:
+        for cell in cells_of(arm, comparison):
+            keys = cell.training_keys(comparison, model="model", output=Path("run"))
+            try:
+                from_mapping(TrainConfig, keys)
+            except ValueError as error:
+                raise ValueError(f"arms.{arm.name}, as a run of midus-train: {error}") from error

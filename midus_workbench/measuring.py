@@ -1,0 +1,206 @@
+"""One cell from upscaling to its result, and the base as it is measured beside it."""
+
+import contextlib
+import fcntl
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from midus_workbench.cells import Cell
+from midus_workbench.commands import Commands
+from midus_workbench.nulls import SHUFFLED, Controls, available_controls, wanted
+from midus_workbench.options import Comparison
+from midus_workbench.results import Point, Result, read_result, write_result
+from midus_workbench.workplace import BASE, Workplace, remove_upscaled
+
+Tasks = Mapping[str, Mapping[str, float]]
+
+
+def measure_base(comparison: Comparison, place: Workplace, commands: Commands) -> None:
+    """Measure the base as every model is measured.
+
+    Args:
+        comparison: What is asked for.
+        place: Where it is.
+        commands: Runs commands.
+
+    Raises:
+        StepFailed: If a command fails.
+    """
+    base = comparison.base
+    losses = _losses(base, comparison, comparison.train, commands, "base")
+    tasks = _ask(base, comparison, "tasks", commands)
+    write_result(place.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks))
+
+
+def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands: Commands) -> None:
+    """Upscale, train and measure one cell; what is there already is not done again.
+
+    Args:
+        cell: Of the comparison.
+        comparison: What is asked for.
+        place: Where it is.
+        commands: Runs commands.
+
+    Raises:
+        StepFailed: If a command fails.
+    """
+    folder, arm = place.cell(cell), cell.arm
+    run = folder / "run"
+    model, starts_at_base = _start(cell, comparison, place, commands)
+    controls: Controls = {}
+    if arm.upscale is not None and arm.control is None:
+        controls = available_controls(json.loads((Path(model) / "config.json").read_text(encoding="utf-8")))
+    peak_rss_bytes = _train(cell, comparison, model, run, commands)
+    events = read_events(run / "log.jsonl")
+    ended = next(event for event in reversed(events) if "trained_parameters" in event)
+    base = read_result(place.root / BASE)
+    assert base is not None, "the base is measured first"
+    tasks_before: Tasks = base.tasks
+    if starts_at_base is False:
+        tasks_before = _ask(model, comparison, "tasks-before", commands)
+    result = Result(
+        arm=arm.name,
+        rate=dict(cell.rate),
+        seed=cell.seed,
+        curve=curve(events, list(comparison.texts)),
+        tasks_before=tasks_before,
+        tasks=_ask(run, comparison, "tasks", commands),
+        shuffled=_shuffled(cell, comparison, run, commands) if SHUFFLED in wanted(arm, controls) else None,
+        controls=controls,
+        control=arm.control,
+        control_of=arm.control_of,
+        new_parameters=arm.new_parameters,
+        trained_parameters=ended["trained_parameters"],
+        starts_at_base=starts_at_base,
+        seconds=ended["train_runtime"],
+        peak_memory_bytes=ended.get("peak_memory_bytes", peak_rss_bytes),
+        request=cell.request(comparison),
+    )
+    write_result(folder, result)
+    if not comparison.keep_models:
+        (folder / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
+        place.remove_run(run)
+
+
+def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
+    """The measurements of a run, from its log.
+
+    Args:
+        events: Of the log, in order.
+        texts: Their names.
+    """
+    points: dict[int, Point] = {}
+    tokens, seconds = 0, None
+    for event in events:
+        tokens, seconds = event.get("num_input_tokens_seen", tokens), event.get("train_runtime", seconds)
+        losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
+        if losses:
+            step = event["step"]
+            points[step] = Point(step, tokens if step else 0, seconds, losses)
+    return [points[step] for step in sorted(points)]
+
+
+def read_events(log: Path) -> list[dict[str, Any]]:
+    """The events of a finished run.
+
+    Args:
+        log: Its file.
+    """
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def _start(cell: Cell, comparison: Comparison, place: Workplace, commands: Commands) -> tuple[str | Path, bool | None]:
+    """The model that training begins with, and whether it was seen to compute what the base computes."""
+    if cell.arm.upscale is None:
+        return comparison.base, None
+    assert cell.upscaled_name is not None
+    model, told = place.models / cell.upscaled_name, place.models / f"{cell.upscaled_name}.json"
+    place.models.mkdir(parents=True, exist_ok=True)
+    with _alone(place.models / f".{cell.upscaled_name}.lock"):
+        if not told.is_file():
+            request = place.models / f"{cell.upscaled_name}.yaml"
+            request.write_text(yaml.safe_dump(dict(cell.arm.upscale)), encoding="utf-8")
+            words = [
+                "--config",
+                request,
+                "--base",
+                comparison.base,
+                "--output",
+                model,
+                "--seed",
+                cell.seed,
+                "--overwrite",
+            ]
+            report = commands.run("upscale", "upscale", *words, "--json").output
+            request.unlink()
+            told.write_text(report, encoding="utf-8")
+    difference = json.loads(told.read_text(encoding="utf-8"))["identity"]["max_abs_diff"]
+    return model, None if difference is None else difference == 0.0
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Let no other process in at the same time: cells that share an upscaled model may run beside one another."""
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _train(cell: Cell, comparison: Comparison, model: str | Path, run: Path, commands: Commands) -> int:
+    """Train, or go on with what was interrupted; returns the process's largest resident memory."""
+    if (run / "config.json").is_file():
+        return 0
+    keys = cell.training_keys(comparison, model, run)
+    if (run / "train_config.yaml").is_file():
+        whole = any((checkpoint / "trainer_state.json").is_file() for checkpoint in run.glob("checkpoint-*"))
+        keys["resume" if whole else "overwrite"] = True
+    recipe = run.parent / "train.yaml"
+    recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return commands.run("train", "midus-train", recipe).peak_rss_bytes
+
+
+def _ask(model: str | Path, comparison: Comparison, step: str, commands: Commands) -> Tasks:
+    """Metrics by task."""
+    tasks = comparison.tasks
+    if tasks is None:
+        return {}
+    words: list[Any] = [model, "--json", "--tasks", ",".join(tasks.names)]
+    for option in ("data", "include_path", "limit", "num_fewshot"):
+        if getattr(tasks, option) is not None:
+            words += [f"--{option.replace('_', '-')}", getattr(tasks, option)]
+    return json.loads(_evaluated(words, comparison, step, commands))["models"][0]["tasks"]
+
+
+def _losses(
+    model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, commands: Commands, step: str
+) -> dict[str, float]:
+    """Losses of the texts, as a run measures them."""
+    losses = {}
+    most = train.get("eval_max_tokens") if isinstance(train, Mapping) else None
+    for name, path in comparison.texts.items():
+        words: list[Any] = [model, "--json", "--text", path]
+        if most is not None:
+            words += ["--max-tokens", most]
+        report = json.loads(_evaluated(words, comparison, f"{step}-{name}", commands))
+        losses[name] = math.log(report["models"][0]["perplexity"]["perplexity"])
+    return losses
+
+
+def _evaluated(words: list[Any], comparison: Comparison, step: str, commands: Commands) -> str:
+    trust = ["--trust-remote-code"] if comparison.trust_remote_code else []
+    return commands.run(step, "midus-eval", *words, *trust).output
+
+
+def _shuffled(cell: Cell, comparison: Comparison, run: Path, commands: Commands) -> dict[str, float]:
+    """Losses after the rows of the value tables were permuted."""
+    shuffled = run.parent / "shuffled"
+    words = ["shuffle", run, "--output", shuffled, "--seed", cell.seed, "--overwrite"]
+    commands.run("shuffle", "upscale", *words)
+    losses = _losses(shuffled, comparison, cell.arm.train, commands, "shuffled")
+    remove_upscaled(shuffled)
+    return losses

@@ -1,0 +1,61 @@
+"""What a person sees while a comparison runs: a bar of its runs on a terminal, else a line for each."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class ShownProgress:
+    """Shows what happens, on standard error; runs that were done before are counted, not told."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._began: dict[str, float] = {}
+        self._bar = Progress(
+            SpinnerColumn(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("runs"),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=0)
+        self._total = 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def planned(self, cells: int) -> None:
+        """So many more are to be done."""
+        self._total += cells
+        self._bar.update(self._task, total=self._total)
+
+    def began(self, name: str) -> None:
+        """A run is being worked on."""
+        self._began[name] = time.monotonic()
+        self._show()
+
+    def ended(self, name: str, failure: str | None) -> None:
+        """It is done, or has failed with a line that says why."""
+        began = self._began.pop(name, None)
+        self._bar.advance(self._task)
+        self._show()
+        if began is not None:
+            words = "done" if failure is None else f"failed: {failure}"
+            self._console.print(
+                f"{name}: {words} ({time.monotonic() - began:.0f} s)", markup=False, highlight=False, soft_wrap=True
+            )
+
+    def _show(self) -> None:
+        self._bar.update(self._task, description=", ".join(self._began))

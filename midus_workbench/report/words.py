@@ -1,0 +1,79 @@
+"""Numbers and findings in words."""
+
+from midus_workbench.learning import Spread, mean_loss
+from midus_workbench.report.findings import Findings
+
+
+def with_spread(numbers: Spread | None, form: str = "{:.4f}") -> str:
+    """The mean, and behind it the standard deviation over seeds where there are several.
+
+    Args:
+        numbers: None for nothing.
+        form: Of each number. Default: four digits behind the point.
+    """
+    if numbers is None:
+        return ""
+    told = form.format(numbers.mean)
+    return told if numbers.deviation is None else f"{told} ± {form.format(numbers.deviation).lstrip('+')}"
+
+
+def short_count(number: int) -> str:
+    """A number of parameters: `8.89M`.
+
+    Args:
+        number: 0 or more.
+    """
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
+def sentences(found: Findings) -> list[str]:
+    """What a person wants to know first.
+
+    Args:
+        found: Of a comparison.
+    """
+    if not found.arms:
+        return ["No run is done yet."]
+    told = [_learned_most(found)]
+    equal = found.at_equal_learning() if found.retention and found.common_learning > 0 else []
+    if len(equal) > 1:
+        told.append(_forgot_least(found))
+    told += _controls(found)
+    seeds = {arm.domain_loss.count for arm in found.arms.values()}
+    if seeds == {1}:
+        told.append("One seed: nothing here says how much of a difference is chance.")
+    if found.missing or found.failures:
+        told.append(f"{found.missing} runs are not done, of which {len(found.failures)} failed.")
+    return told
+
+
+def _learned_most(found: Findings) -> str:
+    first, *others = sorted(found.arms.values(), key=lambda arm: arm.domain_loss.mean)
+    words = f"{first.name} ends with the lowest loss of the domain, {with_spread(first.domain_loss)} nats per token"
+    if others:
+        words += f"; {others[0].name} follows with {with_spread(others[0].domain_loss)}"
+    return f"{words}. The base has {mean_loss(found.base.end, found.domain):.4f}."
+
+
+def _forgot_least(found: Findings) -> str:
+    first, second, *_ = found.at_equal_learning()
+    changes = [with_spread(one.forgotten, "{:+.4f}") for one in (first, second)]
+    return (
+        f"When every arm has learned {found.common_learning:.4f} nats, which is what the slowest did, {first.arm} has forgotten "
+        f"least: the loss outside the domain has changed by {changes[0]}, that of {second.arm}, the next, by {changes[1]}."
+    )
+
+
+def _controls(found: Findings) -> list[str]:
+    told = []
+    for arm in found.arms:
+        of_words: dict[str, list[str]] = {}
+        for one in found.verdicts(arm):
+            of_words.setdefault(one.words, []).append(one.control)
+        for words in ("does not beat it", "not shown to beat it"):
+            if words in of_words:
+                told.append(f"{arm} {words.removesuffix(' it')} its null control {' and '.join(of_words[words])}.")
+    return told

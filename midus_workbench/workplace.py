@@ -1,0 +1,63 @@
+"""The folder of a comparison: where everything is, and what of it goes when it has been measured."""
+
+import shutil
+from pathlib import Path
+
+from midus_workbench.cells import Cell
+
+BASE = "base"
+
+
+class Workplace:
+    """The folder of a comparison.
+
+    `cells/ARM/RATE/seed-N` holds a run with its result and its logs, `models` the upscaled models as long as a run needs them, `base`
+    what was measured of the base, and reports stand beside these.
+
+    Args:
+        root: The folder; it need not exist.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.models = root / "models"
+
+    def cell(self, cell: Cell) -> Path:
+        """The folder of a cell."""
+        return self.root / "cells" / cell.name
+
+    def remove_run(self, run: Path) -> None:
+        """Remove what a training run wrote, and its folder if nothing else is in it.
+
+        Args:
+            run: Folder of the run.
+        """
+        from midus_hf.training.written_files import remove_written
+
+        remove_written(run, run)
+        if not any(run.iterdir()):
+            run.rmdir()
+
+    def remove_upscaled(self, name: str) -> None:
+        """Remove an upscaled model; one that a person has put something into stays.
+
+        Args:
+            name: `Cell.upscaled_name`.
+        """
+        remove_upscaled(self.models / name)
+        for beside in (self.models / f"{name}.json", self.models / f".{name}.lock"):
+            beside.unlink(missing_ok=True)
+        if self.models.is_dir() and not any(self.models.iterdir()):
+            self.models.rmdir()
+
+
+def remove_upscaled(folder: Path) -> None:
+    """Remove a model that `upscale` wrote; one that a person has put something into stays.
+
+    Args:
+        folder: Of the model; it need not exist.
+    """
+    from upscalers.landing.ownership import is_replaceable
+
+    if folder.is_dir() and is_replaceable(folder):
+        shutil.rmtree(folder)
