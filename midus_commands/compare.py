@@ -74,8 +74,9 @@ def midus_compare(
                 failures = running.failures
     _report(comparison, arms, failures, json_)
     if failures:
-        words = "; ".join(f"{name}: {why}" for name, why in failures.items())
-        raise Ending(FAILED, f"{len(failures)} of the runs failed, which the same command does again: {words}")
+        name, why = next(iter(failures.items()))
+        words = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
+        raise Ending(FAILED, f"{words}: {why}. The same command does again what failed.")
 
 
 def _devices(given: str | None, jobs: int) -> list[str]:
@@ -104,7 +105,7 @@ def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str,
     """Write the report of what is done, and show it."""
     from midus_workbench.collecting import collect
     from midus_workbench.report.findings import findings
-    from midus_workbench.report.tables import as_json, tables
+    from midus_workbench.report.tables import as_json, controls_table, short_table
     from midus_workbench.report.words import sentences
     from midus_workbench.report.writing import write_report
 
@@ -115,7 +116,8 @@ def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str,
         )
     found = findings(comparison, base, results, failures, missing)
     files = write_report(Path(comparison.output), found, results)
-    show_report(as_json(found, files), tables(found), json_)
+    shown = [table for table in (short_table(found), controls_table(found)) if table.rows]
+    show_report(as_json(found, files), shown, json_)
     if not json_:
         print("\n".join([*sentences(found), "", f"report: {files[-1]}"]))
 

@@ -83,7 +83,9 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
         controls=comparison.controls if options.controls is None else options.controls,
     )
     if options.upscale is None:
-        return arm
+        # A base does not say what trains of it.
+        whole = {} if {"trainable", "adapters"} & train.keys() else {"trainable": "all"}
+        return dataclasses.replace(arm, train={**train, **whole})
     keys = _keys(f"arms.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     _check_upscaling(name, keys)
     sized = [

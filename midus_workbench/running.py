@@ -53,8 +53,8 @@ class _Work:
 class Running:
     """Run the cells of a comparison.
 
-    Arms are gone through in their order. When all cells of an arm have ended, its null controls follow, at the rate that was its
-    best; then its upscaled models go.
+    Arms are gone through in their order, seed by seed. When all cells of an arm have ended, its null controls follow, at the rate
+    that was its best; then its upscaled models go.
 
     Args:
         comparison: What is asked for, resolved by `plan`.
@@ -98,6 +98,11 @@ class Running:
             if BASE not in self.failures:
                 for arm in self.arms:
                     self._add(cells_of(arm, self.comparison), self._follow, arm)
+                # Every arm has a first seed before one has a second.
+                seeds = self.comparison.seeds
+                self._waiting = deque(
+                    sorted(self._waiting, key=lambda work: seeds.index(work.cell.seed) if work.cell else 0)
+                )
                 self._work()
         finally:
             self._terminate()

@@ -32,10 +32,25 @@ def arms_table(found: Findings) -> TableOfWords:
     ]
     first += [f"{base[name]:.4f}" for name in found.retention]
     first += [_share(metric_of(found.base.tasks.get(task, {}))) for task in tasks] + [""] * 4
-    order = sorted(found.arms.values(), key=lambda arm: arm.domain_loss.mean)
-    return TableOfWords(
-        "What each learned and forgot", head, [first, *(_arm_row(arm, found.retention, tasks) for arm in order)]
-    )
+    rows = [first, *(_arm_row(arm, found.retention, tasks) for arm in _by_domain(found))]
+    return TableOfWords("What each learned and forgot", head, rows)
+
+
+def short_table(found: Findings) -> TableOfWords:
+    """The same in few columns, for a terminal."""
+    rows = [
+        [
+            arm.name,
+            arm.rate,
+            short_count(arm.best[0].trained_parameters),
+            with_spread(arm.domain_loss),
+            *([with_spread(arm.forgotten, "{:+.4f}")] if found.retention else []),
+            f"{spread([result.seconds for result in arm.best]).mean:.0f}",
+        ]
+        for arm in _by_domain(found)
+    ]
+    head = ["arm", "rate", "trains", "domain loss", *(["forgotten"] if found.retention else []), "seconds"]
+    return TableOfWords(f"Base: domain loss {mean_loss(found.base.end, found.domain):.4f}", head, rows)
 
 
 def equal_learning_table(found: Findings) -> TableOfWords:
@@ -161,6 +176,10 @@ def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> N
                 losses = [point.losses.get(name, math.nan) for name in texts]
                 counts = [result.new_parameters, result.trained_parameters]
                 writer.writerow([*own, *counts, point.step, point.tokens, point.seconds, *losses])
+
+
+def _by_domain(found: Findings) -> list[ArmFindings]:
+    return sorted(found.arms.values(), key=lambda arm: arm.domain_loss.mean)
 
 
 def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -> list[str]:

@@ -73,7 +73,8 @@ def _controls(found: Findings) -> list[str]:
         of_words: dict[str, list[str]] = {}
         for one in found.verdicts(arm):
             of_words.setdefault(one.words, []).append(one.control)
-        for words in ("does not beat it", "not shown to beat it"):
+        for words, verb in (("does not beat it", "does not beat"), ("not shown to beat it", "is not shown to beat")):
             if words in of_words:
-                told.append(f"{arm} {words.removesuffix(' it')} its null control {' and '.join(of_words[words])}.")
+                names = of_words[words]
+                told.append(f"{arm} {verb} its null control{'s' * (len(names) > 1)} {', '.join(names)}.")
     return told

@@ -23,7 +23,12 @@ def comparison(arms: Sequence[str], **changes) -> Comparison:
 
 
 def result(
-    arm: str, learned: Sequence[float], forgotten: Sequence[float] | None = None, seed: int = 0, rate: float = 1e-3, **changes
+    arm: str,
+    learned: Sequence[float],
+    forgotten: Sequence[float] | None = None,
+    seed: int = 0,
+    rate: float = 1e-3,
+    **changes,
 ) -> Result:
     """A run from losses of 3 and 2: by how much that of the domain has fallen, and that of the other text risen, at each moment."""
     forgotten = [0.0] * len(learned) if forgotten is None else forgotten
