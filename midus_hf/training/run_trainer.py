@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
+from midus_config.checkpoint_files import TRAINER_STATE
 from midus_hf.evaluation.fetching import fetches_blocks
 from midus_hf.training.held_out import LOSS_NAME, HeldOut, HeldOutEvents, best_step, held_out_losses, is_stopped_early
 from midus_hf.training.interruption import Interruption
@@ -17,7 +18,7 @@ from midus_hf.training.memory_aids import AidsMemory
 from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.saving import say, write_failure
-from midus_hf.training.written_files import STATE_NAME, remove_written
+from midus_hf.training.written_files import remove_written
 
 
 class InRun(AidsMemory):
@@ -157,7 +158,7 @@ class InRun(AidsMemory):
         try:
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / STATE_NAME).unlink(missing_ok=True)  # written last: with it a checkpoint is whole
+                (folder / TRAINER_STATE).unlink(missing_ok=True)  # written last: with it a checkpoint is whole
                 self.tokenizer.save_pretrained(folder)
             super()._save_checkpoint(model, trial)
         except Exception as error:

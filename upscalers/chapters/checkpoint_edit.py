@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from midus_config.checkpoint_files import CARD_FILE
 from midus_config.memories.chapters import ChaptersOptions
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
 from upscalers.chapters.edit_record import Edit, edited_card, edited_config
@@ -16,7 +17,7 @@ from upscalers.chapters.numbers import written
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files, resolve_source
+from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.landing.output_folder import OutputFolder
 from upscalers.landing.ownership import code_files
 from upscalers.record.provenance import (
