@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from midus_hf.whole_files import whole_file
+from midus_config.whole_files import whole_file
 
 _HEADER = "clustering.json"
 _CENTROIDS = "centroids.bin"

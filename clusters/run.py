@@ -17,10 +17,10 @@ from clusters.growing_array import map_array
 from clusters.window_shards import JoinedRows, join_shards
 from clusters.window_store import StoredWindows, open_windows, store_windows
 from clusters.window_writer import only_run, read_record
+from midus_config.whole_files import whole_file
 from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
 from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
-from midus_hf.whole_files import whole_file
 
 WINDOWS = "windows"
 """The folder within a tree's where the embeddings of its corpus are."""

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from clusters.corpus import Document, Window, cut_windows
 from clusters.growing_array import GrowingArray
+from midus_config.whole_files import whole_file
 from midus_hf.retrieval import TextEmbedder
-from midus_hf.whole_files import whole_file
 
 DTYPES = ("float16", "float32")
 _STRETCH = 1024

@@ -158,9 +158,9 @@ def assign(
 
     from clusters.assigning import document_paths
     from clusters.corpus import Corpus, load_fast_tokenizer, read_corpus
+    from midus_config.whole_files import whole_file
     from midus_hf.documents import find_files
     from midus_hf.retrieval import MemoryRetriever
-    from midus_hf.whole_files import whole_file
 
     _check_lines(output, overwrite)
     blocked = [_parse_block(words) for words in block or []]

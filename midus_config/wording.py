@@ -1,7 +1,7 @@
 """Words that refusals share."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:
@@ -11,3 +11,14 @@ def near_matches(word: str, known: Iterable[str]) -> str:
     if near:
         return f"Did you mean {' or '.join(repr(match) for match in near)}?"
     return f"Expected one of: {', '.join(known)}."
+
+
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """The first of some names, and how many there are beyond them.
+
+    Args:
+        names: What to tell.
+        most: How many to name. Default: 4.
+    """
+    beyond = len(names) - most
+    return ", ".join(names[:most]) + (f" and {beyond} more" if beyond > 0 else "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_hf.whole_files import whole_file
+from midus_config.whole_files import whole_file
 
 RESULT_FILE = "result.json"
 

@@ -40,6 +40,7 @@ FOLDERS = [
     "midus_hf/memory",
     *(f"upscalers/{room}" for room in ENGINE_ROOMS),
     "upscalers/methods/contract.py",
+    *(f"midus_config/{name}.py" for name in ("checkpoint_files", "locks", "whole_files", "whole_folder")),
 ]
 
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
@@ -52,6 +53,10 @@ NEAREST = {
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
     "midus_config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",
+    "midus_config/checkpoint_files.py": "tests/test_checkpoint_files.py tests/upscalers/test_ownership.py",
+    "midus_config/locks.py": "tests/config/test_locks.py",
+    "midus_config/whole_files.py": "tests/test_whole_files.py",
+    "midus_config/whole_folder.py": "tests/upscalers/test_output_folder.py tests/upscalers/test_ownership.py",
     "upscalers/chapters": "tests/upscalers/chapters",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }

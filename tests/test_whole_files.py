@@ -1,10 +1,29 @@
-"""A file that is written whole takes its place at once, and nothing is left of one that is not."""
+"""Files that are written whole take their places at once, and nothing is left of what is not; nor does a loss of power undo it."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from midus_hf.whole_files import whole_file
+from midus_config.whole_files import move_into_place, put_in_place, whole_file
+
+
+@pytest.fixture
+def on_the_disk(monkeypatch) -> list[tuple[str, str]]:
+    """What happened, in order: which files and folders were forced to the disk, and which names were given."""
+    happened: list[tuple[str, str]] = []
+    honest = os.replace
+
+    def replace(source, target):
+        happened.append(("named", Path(target).name))
+        honest(source, target)
+
+    def fsync(descriptor):
+        happened.append(("synced", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
+    return happened
 
 
 def test_it_is_there_when_it_is_complete(tmp_path):
@@ -25,11 +44,86 @@ def test_after_an_error_the_old_one_stays_alone(tmp_path):
     assert place.read_text() == "old" and list(tmp_path.iterdir()) == [place]
 
 
-def test_it_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
-    order = []
-    monkeypatch.setattr("os.fsync", lambda _: order.append("synced"))
-    honest = os.replace
-    monkeypatch.setattr("os.replace", lambda *paths: (order.append("replaced"), honest(*paths)))
+def test_half_of_a_file_that_a_killed_process_left_is_not_gone_on_with(tmp_path):
+    (tmp_path / ".record.json.partial").write_text("half")
+    with whole_file(tmp_path / "record.json") as partial, partial.open("a") as file:
+        file.write("new")
+    assert (tmp_path / "record.json").read_text() == "new"
+
+
+def test_it_is_on_the_disk_before_it_takes_its_place_and_its_name_is_afterwards(tmp_path, on_the_disk):
     with whole_file(tmp_path / "record.json") as partial:
         partial.write_text("new")
-    assert order == ["synced", "replaced"]
+    assert on_the_disk == [("synced", ".record.json.partial"), ("named", "record.json"), ("synced", tmp_path.name)]
+
+
+def test_a_file_that_was_written_elsewhere_takes_its_place_the_same_way(tmp_path, on_the_disk):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").write_text("new")
+    put_in_place(tmp_path / "made" / "file", tmp_path / "record.json")
+    assert on_the_disk == [("synced", "file"), ("named", "record.json"), ("synced", tmp_path.name)]
+
+
+def folder(path: Path, **files: str) -> Path:
+    """A folder with files, by their names with `_` for a slash."""
+    for name, text in files.items():
+        place = path / name.replace("_", "/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    return path
+
+
+def test_what_vouches_for_a_folder_appears_when_the_rest_is_on_the_disk(tmp_path, on_the_disk):
+    source = folder(tmp_path / "made", config="new", a="new", z="new", inner_b="new")
+    target = folder(tmp_path / "out", config="old", a="old")
+    move_into_place(source, target, last=["config"], clear=pytest.fail)
+    at = on_the_disk.index
+    for name in ("a", "z", "b", "inner", "config"):
+        assert at(("synced", name)) < at(("named", "a")), "contents come first"
+    assert on_the_disk[at(("named", "a")) - 1] == ("synced", "out"), "the old config is gone before anything changes"
+    others = [("named", "a"), ("named", "inner"), ("named", "z")]
+    assert on_the_disk[at(("named", "a")) :] == [
+        *others,
+        ("synced", "out"),
+        ("named", "config"),
+        ("synced", "out"),
+    ]
+    assert not source.exists() and {path.name for path in target.iterdir()} == {"a", "z", "inner", "config"}
+    assert (target / "a").read_text() == (target / "config").read_text() == "new"
+
+
+def test_a_file_that_vouches_for_nothing_new_stays(tmp_path):
+    target = folder(tmp_path / "out", bank="a person's")
+    move_into_place(folder(tmp_path / "made", config="new"), target, last=["config", "bank"], clear=pytest.fail)
+    assert (target / "bank").read_text() == "a person's"
+
+
+def test_what_may_not_be_removed_of_a_folder_stays_beside_what_is_moved_there(tmp_path, monkeypatch):
+    source = folder(tmp_path / "made", banks_b_bank="new", banks_b_level="new", banks_c="new")
+    target = folder(tmp_path / "out", banks_b_bank="old", banks_b_notes="a person's")
+    moved: list[str] = []
+    honest = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(Path(paths[0]).name), honest(*paths)))
+
+    def clear(place: Path) -> None:
+        (place / "b" / "bank").unlink() if place.name == "banks" else None
+
+    move_into_place(source, target, last=["bank"], clear=clear)
+    found = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
+    assert found == {"banks/b/bank": "new", "banks/b/level": "new", "banks/b/notes": "a person's", "banks/c": "new"}
+    assert moved == ["level", "bank", "c"] and not source.exists()
+
+
+def test_a_folder_that_was_cleared_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    source = folder(tmp_path / "made", banks_b="new")
+    target = folder(tmp_path / "out", banks_a="old")
+    moved: list[str] = []
+    honest = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(Path(paths[0]).name), honest(*paths)))
+
+    def clear(place: Path) -> None:
+        (place / "a").unlink()
+        place.rmdir()
+
+    move_into_place(source, target, last=[], clear=clear)
+    assert moved == ["banks"] and [path.name for path in (target / "banks").iterdir()] == ["b"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from midus_config.whole_files import whole_file
 from midus_hf.banks.level_file import BankError
 
 Block = tuple[int, int]
@@ -121,15 +122,11 @@ class BankAudit:
             OSError: If it cannot be written, as on a full disk.
         """
         self._database.commit()
-        partial = path.with_name(f"{path.name}.partial")
-        partial.unlink(missing_ok=True)
         try:
-            with contextlib.closing(sqlite3.connect(partial)) as copy:
+            with whole_file(path) as partial, contextlib.closing(sqlite3.connect(partial)) as copy:
                 self._database.backup(copy)
         except sqlite3.OperationalError as error:
-            partial.unlink(missing_ok=True)
             raise OSError(f"{path} cannot be written: {error}") from error
-        partial.replace(path)
 
     def add(self, trained: Iterable[Trained]) -> None:
         """Record what trained blocks; what is known of the same block and document is added to."""

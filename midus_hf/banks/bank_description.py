@@ -1,12 +1,12 @@
 """What tells the bank of one model from that of another, and who may write to it."""
 
-import fcntl
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout
+from midus_config.locks import Lock
+from midus_config.whole_files import sync, whole_file
 from midus_hf.banks.level_file import BankError
 
 _FORMAT = 1
@@ -24,7 +24,9 @@ def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write what tells the bank from others."""
-    (folder / BANK_DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    sync(folder)  # with it a bank is whole
+    with whole_file(folder / BANK_DESCRIPTION) as partial:
+        partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
@@ -64,16 +66,13 @@ def _difference(found: Any, expected: dict[str, Any]) -> str | None:
     return None
 
 
-def lock(folder: Path) -> int:
+def lock(folder: Path) -> Lock:
     """Hold the bank for writing.
 
     Raises:
         BankError: If somebody else does.
     """
-    file = os.open(folder / BANK_DESCRIPTION, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Lock(folder / BANK_DESCRIPTION)
     except OSError:
-        os.close(file)
         raise BankError(f"the memory bank in {folder} is being written by another run. Wait for it.") from None
-    return file

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BankLayout, level_file
+from midus_config.whole_files import whole_file
 from midus_hf.banks.bank_description import describe, lock, read_description, write_description
 from midus_hf.banks.block_reader import BlockReader, stacked
 from midus_hf.banks.initial_blocks import initial_block
@@ -234,7 +235,7 @@ class MemoryBank(BlockReader):
             return
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / BANK_DESCRIPTION).exists():
-            os.close(lock(folder))  # whoever writes there would lose it
+            lock(folder).release()  # whoever writes there would lose it
             (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
         with contextlib.ExitStack() as opened:
             copies = {}
@@ -255,7 +256,8 @@ class MemoryBank(BlockReader):
         if save_audit is not None:
             save_audit(folder / BANK_AUDIT)
         elif (self.folder / BANK_AUDIT).exists():
-            shutil.copyfile(self.folder / BANK_AUDIT, folder / BANK_AUDIT)
+            with whole_file(folder / BANK_AUDIT) as partial:
+                shutil.copyfile(self.folder / BANK_AUDIT, partial)
         write_description(folder, self.description)
 
     def lies_in(self, folder: str | os.PathLike) -> bool:
@@ -272,7 +274,7 @@ class MemoryBank(BlockReader):
         for file in self._files.values():
             file.close()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
 
     def _drop(self, level: int, index: int) -> None:
         for kept in (self._memory, self._device):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from midus_config.fetched_blocks import BANK_AUDIT, level_file
+from midus_config.whole_files import whole_file
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
@@ -194,17 +195,17 @@ class TrainedBank(BlockReader):
             by_level.setdefault(level, []).append(index)
         for level, indices in by_level.items():
             numel = 3 * self.layout.record_numel(level) + 1
-            path = folder / level_file(level)
-            partial = path.with_suffix(".partial")  # blocks may still be read from a state that lies there
-            create_level_file(partial, len(indices), numel, torch.float32)
-            with contextlib.closing(LevelFile(partial, len(indices), numel, writable=True)) as file:
-                for place, index in enumerate(indices):
-                    file.write(place, self._read_state(level, index).packed())
-                file.sync()
-            partial.replace(path)
+            with whole_file(
+                folder / level_file(level)
+            ) as partial:  # blocks may still be read from a state that lies there
+                create_level_file(partial, len(indices), numel, torch.float32)
+                with contextlib.closing(LevelFile(partial, len(indices), numel, writable=True)) as file:
+                    for place, index in enumerate(indices):
+                        file.write(place, self._read_state(level, index).packed())
         if self.audit is not None:
             self.audit.save(folder / BANK_AUDIT)
-        (folder / _TOUCHED).write_text(json.dumps({str(level): found for level, found in by_level.items()}))
+        with whole_file(folder / _TOUCHED) as partial:
+            partial.write_text(json.dumps({str(level): found for level, found in by_level.items()}))
 
     def load_state(self, folder: Path) -> None:
         """Go on from what `save_state` wrote; blocks are read when they are fetched.

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from midus_config.whole_files import whole_file
 from midus_hf.documents import first_line
-from midus_hf.whole_files import whole_file
 
 FORMAT_VERSION = 1
 CENTROIDS_FILE = "tree.safetensors"

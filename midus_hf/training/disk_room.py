@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
+from midus_config.checkpoint_files import TRAINER_STATE
 from midus_hf.training.output_folder import checkpoints
 from midus_hf.training.run_options import RunOptions
-from midus_hf.training.written_files import STATE_NAME
 
 _MARGIN = 1.02
 """For what stands beside the weights: tokenizer, code, log."""
@@ -69,7 +69,9 @@ def check_room_of_run(
     """
     steps = _steps(arguments, dataset)
     output = Path(config.output)
-    steps_before = 0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / STATE_NAME)).global_step
+    steps_before = (
+        0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).global_step
+    )
     intervals = [config.save_every, config.eval_every if config.keep_best else None]
     saves = sum(math.ceil(max(steps - steps_before, 0) / interval) for interval in intervals if interval is not None)
     existing = {} if config.overwrite else checkpoints(output)

@@ -3,22 +3,20 @@
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from midus_config.checkpoint_files import CHECKPOINT_NAME, CONFIG_FILE, PARTIAL_MODEL, RUN_CONFIG, TRAINER_STATE
+from midus_config.fetched_blocks import BANK_DESCRIPTION
+from midus_config.locks import Lock
+from midus_config.whole_files import move_into_place, whole_file
+from midus_config.wording import first_few
+from midus_hf.training.output_lock import check_not_held, hold_output
 from midus_hf.training.run_options import RunOptions
-from midus_hf.training.written_files import (
-    CHECKPOINT_NAME,
-    CONFIG_NAME,
-    PARTIAL_NAME,
-    STATE_NAME,
-    foreign_files,
-    remove_written,
-)
+from midus_hf.training.written_files import foreign_files, remove_written
 
 _NAMED = 5
 """Files that a message names."""
@@ -48,12 +46,13 @@ def check_output(config: RunOptions) -> Path | None:
         The checkpoint to resume from, or None for a new run.
 
     Raises:
-        ValueError: If the output exists and is neither resumed nor overwritten, if it holds an input or lies in one, or
-            if there is no checkpoint to resume from, or one of a different run.
+        ValueError: If another run is writing the output, if it exists and is neither resumed nor overwritten, if it holds an input
+            or lies in one, or if there is no checkpoint to resume from, or one of a different run.
     """
     output = Path(config.output)
     inputs = config.sources()
     _check_place("output", config.output, inputs)
+    check_not_held(output)
     if config.output_on_failure is not None:
         _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output", config.output)])
         if any(Path(config.output_on_failure).glob("*")):
@@ -66,36 +65,50 @@ def check_output(config: RunOptions) -> Path | None:
         return checkpoint
     if output.exists() and any(output.iterdir()):
         if not config.overwrite:
+            raise ValueError(_exists(config.output))
+        if not (output / RUN_CONFIG).exists():
             raise ValueError(
-                f"output is {config.output!r}, which exists; choose another, or set resume or overwrite: true."
-            )
-        if not (output / CONFIG_NAME).exists():
-            raise ValueError(
-                f"output is {config.output!r}, which no run of ours wrote: it has no {CONFIG_NAME}. "
+                f"output is {config.output!r}, which no run of ours wrote: it has no {RUN_CONFIG}. "
                 "Choose another folder, or remove it yourself."
             )
         foreign = foreign_files(output)
         if foreign:
-            more = f" and {len(foreign) - _NAMED} more" * (len(foreign) > _NAMED)
             raise ValueError(
                 f"output is {config.output!r}, which also holds what no run of ours wrote: "
-                f"{', '.join(foreign[:_NAMED])}{more}. Move that away, or choose another folder."
+                f"{first_few(foreign, _NAMED)}. Move that away, or choose another folder."
             )
     return None
 
 
-def start_output(config: RunOptions) -> None:
+def start_output(config: RunOptions) -> Lock | None:
     """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
+
+    The main process of a run does so.
 
     Args:
         config: One that `check_output` has seen.
+
+    Returns:
+        What holds the output until the run has ended; None where the file system has no locks.
+
+    Raises:
+        ValueError: If another run has begun to write the output since.
     """
     output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    lock = hold_output(output)
+    if (output / RUN_CONFIG).exists() and not (config.resume or config.overwrite):
+        raise ValueError(_exists(config.output))  # another run has come and gone since
     if config.overwrite:
         remove_written(output, output)
-    remove_written(output, output / PARTIAL_NAME)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / CONFIG_NAME).write_text(as_yaml(config), encoding="utf-8")
+    remove_written(output, output / PARTIAL_MODEL)
+    with whole_file(output / RUN_CONFIG) as partial:
+        partial.write_text(as_yaml(config), encoding="utf-8")
+    return lock
+
+
+def _exists(output: str) -> str:
+    return f"output is {output!r}, which exists; choose another, or set resume or overwrite: true."
 
 
 def as_yaml(config: RunOptions) -> str:
@@ -139,12 +152,15 @@ def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | Non
     found = {number: path for number, path in checkpoints(output).items() if number != best}
     order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
-        remove_written(output, found[number] / STATE_NAME)  # first: what is left if this ends here is no checkpoint
+        remove_written(output, found[number] / TRAINER_STATE)  # first: what is left if this ends here is no checkpoint
         remove_written(output, found[number])
 
 
 def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
     """Move a model that was saved in `partial` to `output`, its config last: without one, no folder is a model.
+
+    The config is on the disk after all else, whenever the power fails. Of folders that are replaced, such as those of banks, what a
+    person put there stays.
 
     Args:
         partial: A folder inside `output`, gone afterwards.
@@ -153,16 +169,9 @@ def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> No
     """
     for name, content in extra_files.items():
         (partial / name).write_bytes(content)
-    (output / "config.json").unlink(missing_ok=True)
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-        target = output / path.name
-        if path.is_dir():
-            shutil.rmtree(target, ignore_errors=True)
-        else:
-            with path.open("rb") as written:
-                os.fsync(written.fileno())
-        path.replace(target)
-    partial.rmdir()
+    move_into_place(
+        partial, output, last=(CONFIG_FILE, BANK_DESCRIPTION), clear=lambda folder: remove_written(output, folder)
+    )
 
 
 def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> None:
@@ -208,7 +217,7 @@ def is_complete(checkpoint: Path) -> bool:
         checkpoint: Its folder.
     """
     try:
-        json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
+        json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return True
@@ -216,7 +225,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 def _check_same_run(config: RunOptions, checkpoint: Path) -> None:
     """Refuse options that differ from the checkpoint's run: its schedule and its data are those it began with."""
-    record = checkpoint.parent / CONFIG_NAME
+    record = checkpoint.parent / RUN_CONFIG
     if not record.exists():
         return
     before, now = yaml.safe_load(record.read_text(encoding="utf-8")), dataclasses.asdict(config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from rich.console import RenderableType
 from torch.utils.data import Dataset
 from transformers import (
@@ -16,6 +17,8 @@ from transformers import (
     set_seed,
 )
 
+from midus_config.checkpoint_files import RUN_LOG
+from midus_config.locks import Lock
 from midus_hf.training.disk_room import check_room_of_run
 from midus_hf.training.held_out import HeldOut, check_held_out
 from midus_hf.training.loading import check_sequence_length
@@ -30,7 +33,6 @@ from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
 from midus_hf.training.trains_tables import memories_of_few_rows
-from midus_hf.training.written_files import LOG_NAME
 
 Chosen = tuple[Any, RenderableType]
 """A model that knows what trains, wrapped by PEFT if it has adapters, and what a person is told of that."""
@@ -110,16 +112,14 @@ def make_run(
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
-    PartialState().wait_for_everyone()
+    lock = _open_output(config)
     if PartialState().is_main_process:
-        start_output(config)
         print_start(rates, report, model, data_lines)
-    PartialState().wait_for_everyone()
     trainer = trainer_class(
         model=model,
         args=arguments,
         train_dataset=dataset,
-        callbacks=[TrainingLog(Path(config.output, LOG_NAME))],
+        callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
         tokenizer=request.tokenizer,
         keep_checkpoints=config.keep_checkpoints,
         held_out=held_out,
@@ -134,8 +134,38 @@ def make_run(
         **trainer_options,
     )
     return TrainingRun(
-        config, request.checkpoint, model, request.tokenizer, trainer, dtypes, use_cache, accompanying_files, room
+        config,
+        request.checkpoint,
+        model,
+        request.tokenizer,
+        trainer,
+        dtypes,
+        use_cache,
+        accompanying_files,
+        room,
+        lock,
     )
+
+
+def _open_output(config: RunOptions) -> Lock | None:
+    """Let the main process open the output, once no process reads what lies there; all refuse what it refuses.
+
+    Returns:
+        The lock that the main process holds.
+    """
+    state = PartialState()
+    state.wait_for_everyone()
+    lock: Lock | None = None
+    refusal: list[str | None] = [None]
+    if state.is_main_process:
+        try:
+            lock = start_output(config)
+        except ValueError as error:
+            refusal = [str(error)]
+    broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        raise ValueError(refusal[0])
+    return lock
 
 
 def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
+from midus_config.checkpoint_files import TRAINER_STATE
 from midus_hf.evaluation.fetching import fetches_blocks
 from midus_hf.training.held_out import (
     HeldOut,
@@ -27,7 +28,7 @@ from midus_hf.training.output_folder import checkpoints, is_complete, last_check
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.run_costs import peak_memory_bytes, trained_parameters
 from midus_hf.training.saving import say, write_failure
-from midus_hf.training.written_files import STATE_NAME, remove_written
+from midus_hf.training.written_files import remove_written
 
 
 class InRun(AidsMemory):
@@ -182,7 +183,7 @@ class InRun(AidsMemory):
         try:
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / STATE_NAME).unlink(missing_ok=True)  # written last: with it a checkpoint is whole
+                (folder / TRAINER_STATE).unlink(missing_ok=True)  # written last: with it a checkpoint is whole
                 self.tokenizer.save_pretrained(folder)
             super()._save_checkpoint(model, trial)
         except Exception as error:

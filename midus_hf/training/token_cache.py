@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from midus_config.whole_files import sync
 from midus_hf.documents import DocumentError, first_line, text_of_row
 from midus_hf.training.corpus import HubRows, LocalText, usable_cores
 from midus_hf.training.mapped_tokens import MappedTokens
@@ -136,10 +137,11 @@ def _make(entry: Path, corpus: LocalText | HubRows, tokenizer: PreTrainedTokeniz
         }
         (partial / _RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
         for file in (*files, partial / _RECORD):
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+            sync(file)
         partial.chmod(0o777 & ~_umask())  # as other folders: mkdtemp lets nobody else in
+        sync(partial)
         partial.rename(entry)
+        sync(entry.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from midus_config.whole_files import whole_file
 from midus_hf.training.saving import say
 
 
@@ -32,9 +33,8 @@ class TrainingLog(TrainerCallback):
         if state.is_world_process_zero:
             kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
             text = "".join(json.dumps(event) + "\n" for event in kept)
-            partial = self.path.with_name(f"{self.path.name}.partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.path)
+            with whole_file(self.path) as partial:
+                partial.write_text(text, encoding="utf-8")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

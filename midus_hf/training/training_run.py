@@ -9,6 +9,9 @@ from typing import NoReturn
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
+from midus_config.checkpoint_files import PARTIAL_MODEL, RUN_CONFIG, TRAINER_STATE
+from midus_config.locks import Lock
+from midus_config.whole_files import whole_file
 from midus_hf.training.disk_room import RoomNeeded
 from midus_hf.training.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.interruption import RunInterrupted
@@ -19,7 +22,7 @@ from midus_hf.training.progress import without_library_bars
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.run_trainer import InRun
 from midus_hf.training.saving import SaveError, save_where_possible, say
-from midus_hf.training.written_files import CONFIG_NAME, PARTIAL_NAME, STATE_NAME, remove_written
+from midus_hf.training.written_files import remove_written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,10 @@ class TrainResult:
 
 @dataclasses.dataclass
 class TrainingRun:
-    """A run that is ready to start: everything a request can get wrong has been checked."""
+    """A run that is ready to start: everything a request can get wrong has been checked.
+
+    Its main process holds a lock on the output, until the run has ended.
+    """
 
     config: RunOptions
     checkpoint: Path | None
@@ -58,6 +64,7 @@ class TrainingRun:
     use_cache: bool
     accompanying_files: dict[str, bytes]
     room: RoomNeeded
+    lock: Lock | None
 
     def execute(self) -> TrainResult:
         """Train, save the model, and say what was done.
@@ -66,6 +73,13 @@ class TrainingRun:
             RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
             SaveError: If the trained model could not be saved anywhere.
         """
+        try:
+            return self._execute()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _execute(self) -> TrainResult:
         with self.trainer.interruption as interruption, without_library_bars():
             try:
                 result = self._train()
@@ -81,7 +95,7 @@ class TrainingRun:
     def _train(self) -> TrainResult:
         trainer, before = self.trainer, TrainerState()
         if self.checkpoint is not None:
-            before = TrainerState.load_from_json(str(self.checkpoint / STATE_NAME))
+            before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
         ended = is_stopped_early(held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stop)
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
@@ -122,7 +136,8 @@ class TrainingRun:
     def _save_interrupted(self, folder: Path) -> None:
         self.trainer.save_checkpoint_in(folder)
         if self.trainer.is_world_process_zero():
-            (folder / CONFIG_NAME).write_text(as_yaml(self.config), encoding="utf-8")
+            with whole_file(folder / RUN_CONFIG) as partial_config:
+                partial_config.write_text(as_yaml(self.config), encoding="utf-8")
 
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
@@ -144,7 +159,7 @@ class TrainingRun:
         return place
 
     def _save_in(self, result: TrainResult, folder: Path) -> None:
-        partial_model = folder / PARTIAL_NAME
+        partial_model = folder / PARTIAL_MODEL
         try:
             self.trainer.save_model(str(partial_model))
             if self.trainer.is_world_process_zero():

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from midus_config.checkpoint_files import BLOCK_STATES
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.sequence_audit import SEQUENCE, SequenceAudit
-from midus_hf.training.written_files import BLOCK_STATES
 
 if TYPE_CHECKING:
     # What the mixin stands before, for all that it asks of itself.

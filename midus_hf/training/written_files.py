@@ -1,52 +1,54 @@
 """Which files of an output a run has written, by their names: only these are ever removed."""
 
 import os
-import re
-from fnmatch import fnmatch
+from collections.abc import Collection
 from pathlib import Path
 
-from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER
+from midus_config.checkpoint_files import (
+    ADAPTERS,
+    ARGUMENTS,
+    BANKS,
+    CARD,
+    CHECKPOINT_NAME,
+    CODE,
+    CONFIG,
+    CONFIG_FILE,
+    EVENTS,
+    EVENTS_FOLDER,
+    INDEX_FILE,
+    PARTIAL_MODEL,
+    RECORD,
+    RESUMED,
+    RUN,
+    RUN_CONFIG,
+    STATE,
+    TEMPLATES_FOLDER,
+    TERMS,
+    TOKENIZER,
+    TRAINER_STATE,
+    UNFINISHED_BANKS,
+    UNFINISHED_RUN,
+    UNFINISHED_STATES,
+    WEIGHTS,
+    indexed_weights,
+    is_of,
+)
+from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
 
-CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-BLOCK_STATES = "block_states"
-"""The folder of a checkpoint that has a folder with the state of the blocks of each bank, by its number."""
-CONFIG_NAME = "train_config.yaml"
-LOG_NAME = "log.jsonl"
-PARTIAL_NAME = ".partial_model"
-"""Where the trained model is written before it is moved into the output: the one folder that is a run's own."""
-STATE_NAME = "trainer_state.json"
-"""What a Trainer writes last of a checkpoint."""
-
-ACCOMPANYING = ("upscale.json", "README.md", "LICENSE*", "NOTICE*")
+ACCOMPANYING = (*RECORD, *CARD, *TERMS)
 """What a trained model carries on from the one it came from: its record, its card, its terms."""
 
-_MODEL = (
-    *("adapter_model.safetensors", "adapter_config.json"),  # of a checkpoint with adapters
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("modeling_midus.py", "midus_*.py"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "training_args.bin"),
-    *(
-        f"{BANKS_FOLDER}/*/{BANK_DESCRIPTION}",
-        f"{BANKS_FOLDER}/*/level-*.safetensors",
-        f"{BANKS_FOLDER}/*/{BANK_AUDIT}*",
-    ),
-    *ACCOMPANYING,
-)
-_TRAINER_STATE = (
-    *(STATE_NAME, "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
-    *("pytorch_model_fsdp*", "pytorch_model_fsdp*/*", "optimizer_*/*"),  # sharded by FSDP
-    *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
-    *(
-        f"{BLOCK_STATES}/*/{name}"
-        for name in ("touched.json", "level-*.safetensors", "level-*.partial", f"{BANK_AUDIT}*")
-    ),
-)
-_RUN = (CONFIG_NAME, LOG_NAME, f"{LOG_NAME}.partial", "runs/events.out.tfevents.*", "runs/*/events.out.tfevents.*")
+_MODEL = (WEIGHTS, CONFIG, TOKENIZER, CODE, BANKS, ACCOMPANYING, ARGUMENTS, UNFINISHED_BANKS)
+_OUTPUT = (*_MODEL, RUN, EVENTS, UNFINISHED_RUN)
+_CHECKPOINT = (*_MODEL, ADAPTERS, STATE, RESUMED, UNFINISHED_STATES)
 
+_FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
 
-_FOLDERS = (PARTIAL_NAME, "runs", "additional_chat_templates", BANKS_FOLDER)
+_VOUCHING = (CONFIG_FILE, TRAINER_STATE, BANK_DESCRIPTION)
+"""With these something is whole, so they are removed first."""
+
+_TELLING = (INDEX_FILE, RUN_CONFIG)
+"""By these other files are known as a run's, so they are removed last."""
 
 
 def foreign_files(output: str | os.PathLike) -> list[str]:
@@ -58,6 +60,7 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
         output: The folder of a run.
     """
     output = Path(output)
+    shards = indexed_weights(output)
     foreign: list[str] = []
     for path in sorted(output.iterdir()):
         if not _is_folder(path):
@@ -67,7 +70,7 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
         else:
             foreign.append(f"{path.name}/")
             continue
-        foreign += [str(entry.relative_to(output)) for entry in inside if not _is_ours(entry, output)]
+        foreign += [str(entry.relative_to(output)) for entry in inside if not _is_ours(entry, output, shards)]
     return foreign
 
 
@@ -81,40 +84,40 @@ def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
     Returns:
         Whether nothing is left there.
     """
-    output, path = Path(output), Path(path)
+    return _remove(Path(path), Path(output), indexed_weights(Path(output)))
+
+
+def _remove(path: Path, output: Path, shards: Collection[str]) -> bool:
     if not os.path.lexists(path):
         return True
     try:
         if path == output or _is_folder(path):
-            removed = [remove_written(output, entry) for entry in path.iterdir()]
+            removed = [_remove(entry, output, shards) for entry in sorted(path.iterdir(), key=_rank)]
             if path == output or not all(removed):
                 return False
             path.rmdir()
-        elif _is_ours(path, output):
+        elif _is_ours(path, output, shards):
             path.unlink(missing_ok=True)
     except OSError:
         return False
     return not os.path.lexists(path)
 
 
+def _rank(path: Path) -> tuple[bool, bool, str]:
+    return path.name in _TELLING, path.name not in _VOUCHING, path.name
+
+
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _is_ours(path: Path, output: Path) -> bool:
+def _is_ours(path: Path, output: Path, shards: Collection[str]) -> bool:
     """Whether a run writes a file of this name in this place, and not in another that a link leads to."""
     parts = path.relative_to(output).parts
     if any(output.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts) + 1)):
         return False
     if CHECKPOINT_NAME.fullmatch(parts[0]):
-        return _matches(parts[1:], _MODEL + _TRAINER_STATE)
-    if parts[0] == PARTIAL_NAME:
+        return is_of(Path(*parts[1:]), *_CHECKPOINT)
+    if parts[0] == PARTIAL_MODEL:
         return True
-    return _matches(parts, _MODEL + _RUN)
-
-
-def _matches(parts: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    """Whether a path matches one of the patterns, part by part."""
-    return any(
-        len(wanted := pattern.split("/")) == len(parts) and all(map(fnmatch, parts, wanted)) for pattern in patterns
-    )
+    return is_of(Path(*parts), *_OUTPUT) or (len(parts) == 1 and parts[0] in shards)

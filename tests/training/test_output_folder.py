@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from training.tiny_run import tiny_config
 
+from midus_config.checkpoint_files import PARTIAL_MODEL
 from midus_hf.training import train
 from midus_hf.training.output_folder import check_output, last_checkpoint, publish, remove_old_checkpoints
 from midus_hf.training.run import prepare
-from midus_hf.training.written_files import PARTIAL_NAME, foreign_files
+from midus_hf.training.written_files import foreign_files
 
 
 def checkpoint(output: Path, step: int, state: str | None = "{}") -> Path:
@@ -61,8 +62,8 @@ def written(upscaled, corpus, tmp_path_factory) -> Path:
     (model / "LICENSE.txt").write_text("terms")
     output = model.parent / "out"
     train(tiny_config(model, corpus, output, max_steps=4, save_every=2, report_to="tensorboard"))
-    (output / PARTIAL_NAME).mkdir()
-    shutil.copy(output / "model.safetensors", output / PARTIAL_NAME)
+    (output / PARTIAL_MODEL).mkdir()
+    shutil.copy(output / "model.safetensors", output / PARTIAL_MODEL)
     (output / "log.jsonl.partial").touch()
     return output
 
@@ -230,13 +231,14 @@ def test_a_wrong_request_writes_nothing(upscaled, corpus, tmp_path):
 
 
 def test_the_config_of_a_published_model_comes_last_and_the_old_one_goes_first(tmp_path, monkeypatch):
-    partial = tmp_path / PARTIAL_NAME
-    (partial / "templates").mkdir(parents=True)
-    for name in ("config.json", "a.json", "model.safetensors", "z.json", "templates/chat.jinja"):
+    partial = tmp_path / PARTIAL_MODEL
+    templates = "additional_chat_templates"
+    (partial / templates).mkdir(parents=True)
+    for name in ("config.json", "a.json", "model.safetensors", "z.json", f"{templates}/chat.jinja"):
         (partial / name).write_text("new")
     (tmp_path / "config.json").write_text("old")
-    (tmp_path / "templates").mkdir()
-    (tmp_path / "templates" / "old.jinja").touch()
+    (tmp_path / templates).mkdir()
+    (tmp_path / templates / "old.jinja").touch()
     moved: list[str] = []
     replace = os.replace
 
@@ -245,20 +247,34 @@ def test_the_config_of_a_published_model_comes_last_and_the_old_one_goes_first(t
         moved.append(Path(source).name)
         replace(source, target)
 
-    monkeypatch.setattr(Path, "replace", watched)
+    monkeypatch.setattr(os, "replace", watched)
     publish(partial, tmp_path, {"LICENSE": b"terms"})
     assert (tmp_path / "LICENSE").read_bytes() == b"terms"
     assert moved[-1] == "config.json" and len(moved) == 6
     assert (tmp_path / "config.json").read_text() == "new"
-    assert [path.name for path in (tmp_path / "templates").iterdir()] == ["chat.jinja"]
+    assert [path.name for path in (tmp_path / templates).iterdir()] == ["chat.jinja"]
+    assert not partial.exists()
+
+
+def test_of_folders_that_a_published_model_replaces_what_a_person_put_there_stays(tmp_path):
+    partial, bank = tmp_path / PARTIAL_MODEL, "memory_bank/hier-ffn"
+    for folder, text in ((partial, "new"), (tmp_path, "old")):
+        (folder / bank).mkdir(parents=True)
+        for name in ("bank.json", "level-1.safetensors"):
+            (folder / bank / name).write_text(text)
+    (tmp_path / bank / "level-2.safetensors").write_text("old")
+    (tmp_path / bank / "notes.txt").write_text("precious")
+    publish(partial, tmp_path, {})
+    found = {path.name: path.read_text() for path in (tmp_path / bank).iterdir()}
+    assert found == {"bank.json": "new", "level-1.safetensors": "new", "notes.txt": "precious"}
     assert not partial.exists()
 
 
 def test_what_a_killed_run_left_of_a_model_is_cleared(upscaled, corpus, tmp_path):
     options = {"max_steps": 4, "save_every": 2}
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
-    (tmp_path / "out" / PARTIAL_NAME).mkdir()
-    (tmp_path / "out" / PARTIAL_NAME / "stale.safetensors").touch()
+    (tmp_path / "out" / PARTIAL_MODEL).mkdir()
+    (tmp_path / "out" / PARTIAL_MODEL / "stale.safetensors").touch()
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **options))
     assert not list((tmp_path / "out").rglob("*stale*"))

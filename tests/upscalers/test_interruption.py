@@ -11,7 +11,7 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
 from upscalers import RequestError, upscale
-from upscalers.landing import output_folder
+from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.tensors import writer
 
 KILLS = 30
@@ -111,7 +111,7 @@ def test_killed_between_any_two_steps_of_the_commit(bases, tmp_path, step):
     (first, old, _), (second, new, _) = bases
     output = tmp_path / "out"
     upscaled(first, output)
-    rename, delete = os.rename, output_folder._delete
+    rename, delete = os.rename, OutputFolder._delete
 
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_killed_between_any_two_steps_of_the_commit(bases, tmp_path, step):
                 die()
 
         os.rename = watched
-        output_folder._delete = lambda path: die() if step == 3 and len(done) == 2 else delete(path)
+        OutputFolder._delete = lambda self, path: die() if step == 3 and len(done) == 2 else delete(self, path)
         upscaled(second, output, overwrite=True)
 
     _, status = os.waitpid(fork(work), 0)
@@ -155,7 +155,7 @@ def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_knows_as_its_own
 
         def watched(path, **kwargs):
             of_ours = os.fspath(path).startswith(str(tmp_path / f".out.{deleted}"))
-            at_mark = of_ours and os.path.basename(path) == output_folder.MARK
+            at_mark = of_ours and os.path.basename(path) == REPLACING.mark
             if of_ours and (len(left) == files or (files == "all" and at_mark)):
                 os.kill(os.getpid(), signal.SIGKILL)
             left.extend([path] * of_ours)
@@ -165,7 +165,7 @@ def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_knows_as_its_own
 
         os.unlink = watched
         if deleted == "partial":
-            output_folder.OutputFolder.commit = lambda self: 1 / 0
+            OutputFolder.commit = lambda self: 1 / 0
         upscaled(second, output, overwrite=True)
 
     _, status = os.waitpid(fork(work), 0)

@@ -10,7 +10,7 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
 from upscalers import RequestError, upscale
-from upscalers.landing.output_folder import MARK, OutputFolder
+from upscalers.landing.output_folder import REPLACING, OutputFolder
 
 
 def upscaled(base, output, **request):
@@ -155,7 +155,7 @@ def test_too_little_disk_is_told_before_work_begins(tmp_path, monkeypatch, base)
 
 def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monkeypatch, base):
     (tmp_path / ".out.partial" / "sub").mkdir(parents=True)
-    (tmp_path / ".out.partial" / MARK).touch()
+    (tmp_path / ".out.partial" / REPLACING.mark).touch()
     (tmp_path / ".out.partial" / "model.safetensors").write_bytes(bytes(80_000_000))
     (tmp_path / ".out.partial" / "sub" / "x").write_text("x")
     (tmp_path / ".out.partial" / "link").symlink_to(base)

@@ -7,13 +7,13 @@ import shutil
 import pytest
 from transformers import AutoConfig
 
+from midus_config.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.models.export import write_code
-from midus_hf.training.written_files import CONFIG_NAME, LOG_NAME
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
 from upscalers import RequestError, strip, upscale
-from upscalers.landing.output_folder import MARK, OutputFolder
+from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable
 from upscalers.runs.writing import Writing
 
@@ -143,13 +143,13 @@ def test_a_model_that_was_saved_again_or_downloaded_is_replaced(replacing, base,
     output = tmp_path / "saved"
     load(upscaled(base, tmp_path / "out")).save_pretrained(output, max_shard_size="30KB")
     tokenizer().save_pretrained(output)
-    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", CONFIG_NAME, LOG_NAME):
+    for name in ("training_args.bin", "trainer_state.json", ".gitattributes", RUN_CONFIG, RUN_LOG):
         (output / name).touch()
     (output / ".cache" / "huggingface" / "download").mkdir(parents=True)
     (output / ".cache" / "huggingface" / "download" / "config.json.metadata").touch()
     outcome = replacing(output)
     assert outcome.status == 0, outcome.err
-    assert not (output / ".cache").exists() and not (output / LOG_NAME).exists()
+    assert not (output / ".cache").exists() and not (output / RUN_LOG).exists()
 
 
 @pytest.mark.parametrize("method", [*SMALL, *REQUESTS])
@@ -235,7 +235,7 @@ def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
         with pytest.raises(RequestError, match=message):
             upscaled(base, tmp_path / "out", overwrite=overwrite)
         assert entries(tmp_path) == before
-    (theirs / MARK).touch()
+    (theirs / REPLACING.mark).touch()
     upscaled(base, tmp_path / "out", overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_config.fetched_blocks import BankLayout
+from midus_config.whole_files import whole_file
 from upscalers.banks.nodes import Node
 from upscalers.request.errors import RequestError
 
@@ -40,7 +41,8 @@ class BlockFile:
         from safetensors.torch import save_file
 
         tensors = {f"{level}.{index}": record for (level, index), record in blocks.items()}
-        save_file(tensors, path, metadata={_KEY: json.dumps(layout.to_dict())})
+        with whole_file(path) as partial:
+            save_file(tensors, partial, metadata={_KEY: json.dumps(layout.to_dict())})
         return cls(path, tuple(sorted(blocks)))
 
     @classmethod

@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from midus_config.checkpoint_files import SINGLE_FILE
+from midus_config.whole_files import put_in_place
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory, row_names
 from upscalers.chapters.chapter_file import is_chapter_file, metadata, router_bias, router_weight
 from upscalers.chapters.numbers import parse_numbers
-from upscalers.checkpoint.base_model import SINGLE_FILE, open_base
+from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.landing.output_folder import sync
 from upscalers.request.errors import RequestError
 from upscalers.tensors.rows import RowRange, Rows
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
@@ -58,8 +59,7 @@ def export(
         with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
             shards = {SINGLE_FILE: _tensors(found, banks[0], numbers)}
             written = CheckpointWriter(opened.tensors, scan=False).write(Path(folder), shards, told)
-            sync(Path(folder) / SINGLE_FILE)
-            os.replace(Path(folder) / SINGLE_FILE, file)
+            put_in_place(Path(folder, SINGLE_FILE), file)
     return {
         "command": "export",
         "model": str(model),

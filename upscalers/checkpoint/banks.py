@@ -5,18 +5,15 @@ import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER, BankLayout, level_file
+from midus_config.checkpoint_files import BANKS, is_of
+from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from upscalers.request.errors import RequestError
-
-_LEVELS = 64
-BANK_PATTERNS = tuple(f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, BANK_AUDIT, "level-*.safetensors"))
-"""What the files of banks are called in a repository."""
 
 
 def bank_files(folder: Path) -> set[Path]:
     """The files of banks that a checkpoint has."""
-    names = {BANK_DESCRIPTION, BANK_AUDIT, *map(level_file, range(1, _LEVELS + 1))}
-    return {path for path in (folder / BANKS_FOLDER).glob("*/*") if path.is_file() and path.name in names}
+    found = (folder / BANKS_FOLDER).glob("*/*")
+    return {path for path in found if path.is_file() and is_of(path.relative_to(folder), BANKS)}
 
 
 def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:

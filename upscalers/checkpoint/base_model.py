@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from midus_config.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
@@ -22,8 +23,6 @@ from upscalers.checkpoint.safetensors_format import (
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.request.errors import RequestError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _PREFIX = "model."
 _LAYER_KEY = re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.(?P<rest>.+)$")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import json
 import re
 import shutil
 import tempfile
@@ -10,38 +9,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from upscalers.checkpoint.banks import BANK_PATTERNS
-from upscalers.checkpoint.base_model import INDEX_FILE, SINGLE_FILE, pickled_message
+from midus_config.checkpoint_files import (
+    BANKS,
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    RECORD_FILE,
+    SINGLE_FILE,
+    TRAVELLING,
+    globs,
+    indexed_weights,
+)
+from upscalers.checkpoint.base_model import pickled_message
 from upscalers.checkpoint.gguf import convert_gguf
 from upscalers.checkpoint.tokenizer import has_tokenizer
 from upscalers.request.errors import RequestError
 
-CARD_FILE = "README.md"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-_TRAVELLING = (
-    "tokenizer*",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges*",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*.jinja",
-    "generation_config.json",
-    "*processor_config.json",
-    "SYSTEM_PROMPT*",
-    "LICENSE*",
-    "LICENCE*",
-    "COPYING*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
-"""What belongs to a model beside its weights and config, at the top of its folder."""
-
-_TRAVELLING_BELOW = ("additional_chat_templates/*.jinja",)
-_CONFIGS = ("config.json", "upscale.json")
+_CONFIGS = (CONFIG_FILE, RECORD_FILE)
 _ANY_FOLDER = "*/*"
 
 
@@ -135,38 +120,27 @@ def copy_travelling_files(folder: Path, target: Path) -> None:
 
 def travelling_files(folder: Path) -> list[Path]:
     """What a folder holds of that, sorted."""
-    found = {file for pattern in (*_TRAVELLING, *_TRAVELLING_BELOW) for file in folder.glob(pattern)}
+    found = {file for pattern in globs(TRAVELLING) for file in folder.glob(pattern)}
     return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 
 def _download(name: str, revision: str | None, config_only: bool) -> Path:
     """Fetch config and index first, then the rest of one copy of the model: no second one in another layout."""
+    travelling = globs(TRAVELLING)
+    below = [pattern for pattern in travelling if "/" in pattern]
     folder = _fetch(
-        name,
-        revision,
-        _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *_TRAVELLING_BELOW, *BANK_PATTERNS),
+        name, revision, _CONFIGS if config_only else (*_CONFIGS, INDEX_FILE, CARD_FILE, *below, *globs(BANKS))
     )
     if config_only:
         return folder
     commit = folder.name  # from now on the same one, wherever the branch moves meanwhile
-    wanted = (_CONFIGS[0], *_TRAVELLING, "adapter_config.json", SINGLE_FILE)
+    wanted = (CONFIG_FILE, *travelling, "adapter_config.json", SINGLE_FILE)
     _fetch(name, commit, wanted, ignored=_ANY_FOLDER)
     if not (folder / SINGLE_FILE).is_file():  # which transformers would choose where there are both
         if not (folder / INDEX_FILE).is_file():
             _explain_missing_weights(name, commit)
-        _fetch(name, commit, (_CONFIGS[0], *map(glob.escape, _named_shards(folder / INDEX_FILE))))
+        _fetch(name, commit, (CONFIG_FILE, *map(glob.escape, sorted(indexed_weights(folder)))))
     return folder
-
-
-def _named_shards(index: Path) -> list[str]:
-    """The files beside it that an index names; what is wrong with it is for `open_base` to say."""
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return []
-    return sorted(
-        name for name in names if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name
-    )
 
 
 def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str | None = None) -> Path:

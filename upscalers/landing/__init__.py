@@ -1,1 +1,1 @@
-"""Folders that appear whole or not at all, and what they may take the place of."""
+"""The output folder of a checkpoint, and what it may take the place of."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from midus_config.checkpoint_files import RECORD_FILE
 from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
@@ -14,7 +15,6 @@ from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 
-RECORD_FILE = "upscale.json"
 CONFIG_KEY = "upscale"
 STRIPPED_KEY = "stripped"
 DIGEST_KEY = "base_sha256"

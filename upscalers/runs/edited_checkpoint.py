@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_config.checkpoint_files import CARD_FILE
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files
+from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.landing.ownership import code_files
 from upscalers.record.provenance import read_record, write_record
 from upscalers.runs.code import write_code_of

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from midus_config.checkpoint_files import CARD_FILE
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
-from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files
+from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
 from upscalers.landing.output_folder import OutputFolder
 from upscalers.record.card_metadata import base_metadata

@@ -11,7 +11,6 @@ from tests.upscalers.checkpoints import file_digests, read_tensors, save_base, w
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import upscale
-from upscalers.landing import output_folder
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.solvers import layer_predictor
 from upscalers.solvers.shared_basis import RowFile
@@ -216,7 +215,7 @@ def test_room_for_the_coordinates_is_asked_for_before_the_work_begins(base, tmp_
     usage = shutil.disk_usage(tmp_path)
     for room, enough in ((written + coordinates, True), (written + coordinates // 2, False)):
         free = room + 64_000_000
-        monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         outcome = command(*usual, "--output", tmp_path / "out")
         if enough:
             assert outcome.status == 0

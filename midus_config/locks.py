@@ -1,0 +1,52 @@
+"""Locks on files and folders, which go with the process that holds them, however it ends."""
+
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+_HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+class Lock:
+    """A lock on a file or folder that is there, until it is released, forgotten, or the process ends.
+
+    Processes that are forked do not have it: one that outlives its parent would keep what nobody writes locked.
+
+    Args:
+        path: Of the file or folder, which is not changed.
+        shared: Whether others may share it. Default: false, nobody else has one.
+
+    Raises:
+        BlockingIOError: If somebody else holds it, in this process or in another one.
+        OSError: If there is nothing at the path, or its file system has no locks.
+    """
+
+    def __init__(self, path: str | os.PathLike, shared: bool = False):
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BaseException:
+            self.release()
+            raise
+        _HELD.add(self)
+
+    def is_on(self, path: Path) -> bool:
+        """Whether it is on what lies at a path now: folders move, and their locks with them."""
+        try:
+            return self._closing.alive and os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Let others have it; again does nothing."""
+        self._closing()
+
+
+def _forget_in_child() -> None:
+    for lock in list(_HELD):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

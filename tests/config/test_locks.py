@@ -1,0 +1,84 @@
+"""A lock is one process's, and goes with it, whatever it leaves running."""
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from midus_config.locks import Lock
+
+
+def is_free(path) -> bool:
+    try:
+        Lock(path).release()
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_one_has_it_at_a_time(tmp_path, kind):
+    place = tmp_path / "place"
+    place.touch() if kind == "file" else place.mkdir()
+    lock = Lock(place)
+    assert not is_free(place) and lock.is_on(place)
+    lock.release()
+    lock.release()
+    assert is_free(place) and not lock.is_on(place)
+
+
+def test_it_may_be_shared(tmp_path):
+    first, second = Lock(tmp_path, shared=True), Lock(tmp_path, shared=True)
+    first.release()
+    assert not is_free(tmp_path)
+    second.release()
+    assert is_free(tmp_path)
+
+
+def test_one_that_is_forgotten_is_released(tmp_path):
+    lock = Lock(tmp_path)
+    assert not is_free(tmp_path)
+    del lock
+    assert is_free(tmp_path)
+
+
+def test_there_is_none_on_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Lock(tmp_path / "absent")
+
+
+def test_it_moves_with_what_it_is_on(tmp_path):
+    (tmp_path / "one").mkdir()
+    lock = Lock(tmp_path / "one")
+    (tmp_path / "one").rename(tmp_path / "two")
+    assert lock.is_on(tmp_path / "two") and not lock.is_on(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    assert not lock.is_on(tmp_path / "one")
+
+
+def test_of_a_process_that_is_killed_it_goes_though_what_that_forked_lives_on(tmp_path):
+    told, tell = os.pipe()
+    process = os.fork()
+    if process == 0:
+        with contextlib.suppress(BaseException):
+            lock = Lock(tmp_path)
+            child = os.fork()
+            os.write(tell, f"{child or os.getpid()} {lock.is_on(tmp_path)}\n".encode())
+            signal.pause()
+        os._exit(1)
+    lines = b""
+    while lines.count(b"\n") < 2:
+        lines += os.read(told, 100)
+    child = int(lines.split()[0])
+    try:
+        assert {line.split()[1] for line in lines.splitlines()} == {b"True", b"False"}, "the child has none"
+        assert not is_free(tmp_path)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.kill(child, 0)
+        assert is_free(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
+        os.close(tell)
