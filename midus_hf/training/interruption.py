@@ -33,9 +33,9 @@ class RunInterrupted(KeyboardInterrupt):
 class Interruption(TrainerCallback):
     """While entered, note signals, and end training at the end of the step in which one came.
 
-    Training then ends in the same step on all processes. A signal in the last step changes nothing, nor does one after
-    it: the model is about to be saved, or being saved. Outside the main thread, where Python handles no signals, none
-    is noted.
+    Training then ends in the same step on all processes. A signal in the last step changes nothing, also where a callback
+    before this one makes it the last, nor does one after it: the model is about to be saved, or being saved. Outside the
+    main thread, where Python handles no signals, none is noted.
 
     Args:
         largest: Gives the largest of the numbers that the processes call it with.
@@ -76,7 +76,7 @@ class Interruption(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         noted = self.largest(self._noted)
-        if noted and state.global_step < state.max_steps:
+        if noted and state.global_step < state.max_steps and not control.should_training_stop:
             self.signal_number = noted
             control.should_training_stop = control.should_save = True
 

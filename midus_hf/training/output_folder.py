@@ -32,6 +32,7 @@ _FREE_ON_RESUME = (
     "eval_every",
     "keep_best",
     "early_stop",
+    "max_seconds",
     "report_to",
     "resume",
     "overwrite",

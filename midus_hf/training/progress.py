@@ -1,6 +1,7 @@
 """What a run prints while it trains: one row of a table per log event, above a bar if there is a terminal."""
 
 import contextlib
+import math
 import sys
 import textwrap
 import time
@@ -12,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.utils import logging
 
 from midus_hf.training.held_out import perplexity_name
+from midus_hf.training.training_clock import TrainingClock
 
 _COLUMNS = {"tokens": 6, "loss": 7, "rate": 8, "grad norm": 9, "tokens/s": 9, "left": 8}
 _HELD_OUT = {"perplexity": 10}
@@ -28,10 +30,11 @@ class ProgressTable(TrainerCallback):
 
     Args:
         held_out: Names of the held-out texts that are measured, as in `RunOptions.eval_texts`. Default: none.
+        clock: Tells how long training may go on. Default: none, as long as it takes.
     """
 
-    def __init__(self, held_out: Sequence[str] = ()):
-        self.held_out = held_out
+    def __init__(self, held_out: Sequence[str] = (), clock: TrainingClock | None = None):
+        self.held_out, self.clock = held_out, clock
         self.columns = _COLUMNS | (_HELD_OUT if "" in held_out else {})
         self._bar: tqdm | None = None
         self._row: dict[str, str] = {}
@@ -76,6 +79,7 @@ class ProgressTable(TrainerCallback):
         if "loss" in logs:
             now = time.perf_counter()
             tokens, seconds = state.num_input_tokens_seen - self._last_tokens, now - self._last_time
+            may_take = math.inf if self.clock is None else self.clock.seconds_left
             seconds_a_step = (now - self._started) / max(state.global_step - self._first_step, 1)
             self._last_time, self._last_tokens = now, state.num_input_tokens_seen
             self._row |= {
@@ -84,7 +88,7 @@ class ProgressTable(TrainerCallback):
                 "rate": f"{logs['learning_rate']:.2e}",
                 "grad norm": f"{logs['grad_norm']:.3g}" if "grad_norm" in logs else "",
                 "tokens/s": f"{tokens / seconds:,.0f}",
-                "left": short_time((state.max_steps - state.global_step) * seconds_a_step),
+                "left": short_time(min((state.max_steps - state.global_step) * seconds_a_step, may_take)),
             }
         measured = {name: f"{logs[key]:.4f}" for name in self.held_out if (key := perplexity_name(name)) in logs}
         if "" in measured:

@@ -42,6 +42,9 @@ class RunOptions:
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.
         max_steps: Optimizer steps. Give this or `epochs`. Default: one epoch.
         epochs: Passes over the data; of several corpora, as many sequences as all of them have together count as one.
+        max_seconds: Seconds of training after which it ends with the step that it is at, as if that were the last: evaluations,
+            checkpoints and loading do not count, what came before a resumption does. The schedule is still that of `max_steps`
+            or `epochs`. Default: none.
         batch_size: Sequences per device and forward pass. Default: 8.
         gradient_accumulation: Forward passes per step. Default: 1.
         precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
@@ -89,6 +92,7 @@ class RunOptions:
     max_grad_norm: float = 1.0
     max_steps: int | None = None
     epochs: float | None = None
+    max_seconds: float | None = None
     batch_size: int = 8
     gradient_accumulation: int = 1
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -125,8 +129,10 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1.")
-        if self.epochs is not None and self.epochs <= 0:
-            raise ValueError(f"epochs is {self.epochs}; expected a number above 0.")
+        for name in ("epochs", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; expected a number above 0.")
         if not 0 <= self.adam_beta2 < 1:
             raise ValueError(f"adam_beta2 is {self.adam_beta2}; expected 0 <= beta < 1.")
         for name in ("max_grad_norm", "seed", "balance_loss"):

@@ -126,6 +126,7 @@ def make_run(
         eval_every=config.eval_every,
         keep_best=config.keep_best,
         early_stop=config.early_stop,
+        max_seconds=config.max_seconds,
         rates=rates,
         balance_loss=config.balance_loss,
         sparse_values=config.sparse_values,

@@ -28,6 +28,7 @@ from midus_hf.training.output_folder import checkpoints, is_complete, last_check
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.run_costs import peak_memory_bytes, trained_parameters
 from midus_hf.training.saving import say, write_failure
+from midus_hf.training.training_clock import TrainingClock
 from midus_hf.training.written_files import remove_written
 
 
@@ -44,6 +45,7 @@ class InRun(AidsMemory):
         eval_every: As in `RunOptions`. Default: none.
         keep_best: As in `RunOptions`. Default: false.
         early_stop: As in `RunOptions`. Default: none.
+        max_seconds: As in `RunOptions`. Default: none.
         kwargs: What the Trainer takes. `save_total_limit` is not for this class.
     """
 
@@ -56,6 +58,7 @@ class InRun(AidsMemory):
         eval_every: int | None = None,
         keep_best: bool = False,
         early_stop: int | None = None,
+        max_seconds: float | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -68,15 +71,24 @@ class InRun(AidsMemory):
         self.save_failure: str | None = None
         """Why the last checkpoint could not be written; None if it was."""
         self.interruption = Interruption(self._largest)
+        self.clock = TrainingClock(max_seconds, self._largest, bool(self.held_out))
         # Before the log, which has an event wherever there is a checkpoint.
-        self.callback_handler.callbacks.insert(0, self.interruption)
+        self.callback_handler.callbacks[:0] = [self.clock, self.interruption]
         for talkative in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             self.remove_callback(talkative)
-        self.progress = ProgressTable(list(self.held_out))
+        self.progress = ProgressTable(list(self.held_out), self.clock)
         self.add_callback(self.progress)
         if self.held_out:
             # Last, since it logs when training begins: by then the log and the table have begun.
             self.add_callback(HeldOutEvents(eval_every, self.evaluate))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer.log`; with the loss it tells how long training has taken, and whether that has ended it."""
+        if "loss" in logs:
+            logs["training_seconds"] = self.clock.seconds
+            if self.clock.has_ended_training:
+                logs["ended_by_max_seconds"] = True
+        super().log(logs, start_time)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the held-out texts as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.

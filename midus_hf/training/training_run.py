@@ -97,10 +97,14 @@ class TrainingRun:
         if self.checkpoint is not None:
             before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
         ended = is_stopped_early(held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stop)
+        trainer.clock.resume(before)
+        ended = ended or trainer.clock.is_over
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
             trainer.load_checkpoint(self.checkpoint)
             trainer.state, seconds = before, 0.0
+            if trainer.held_out and before.global_step not in trainer.held_out_losses():
+                trainer.evaluate()  # it ends here since it was resumed with less patience or fewer seconds
         else:
             output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
             seconds = output.metrics["train_runtime"]

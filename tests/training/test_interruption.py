@@ -135,13 +135,6 @@ class Process:
         return self.process.wait(timeout=120), self.process.communicate()[1]
 
 
-@pytest.fixture
-def words(upscaled, corpus, tmp_path) -> list[str]:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("sequence_length: 16\nbatch_size: 2\nprecision: fp32\nlog_every: 1\nmax_steps: 100000\n")
-    return [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={tmp_path / 'out'}"]
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, capfd, keyboard):
     log, ended = tmp_path / "out" / "log.jsonl", threading.Event()

@@ -1,0 +1,143 @@
+"""A run of so many seconds ends as one of so many steps does, and its resumptions have the rest of them."""
+
+import itertools
+import json
+import math
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training.test_interruption import Process, SignalAt, interrupted
+from training.test_run import exact_log
+from training.tiny_run import tiny_config
+from transformers import TrainerState
+
+from midus_hf.config_file import from_mapping
+from midus_hf.training import TrainConfig, train, training_clock
+from midus_hf.training.output_folder import last_checkpoint
+from midus_hf.training.progress import ProgressTable
+from midus_hf.training.run import prepare
+from midus_hf.training.training_clock import TrainingClock
+from midus_hf.training.training_log import read_log
+
+
+@pytest.fixture
+def a_second_a_step(monkeypatch):
+    """A second passes whenever the clock is read: in each step, evaluation and checkpoint."""
+    seconds = itertools.count()
+    monkeypatch.setattr(training_clock, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+
+
+def of(output, name: str) -> dict[int, float]:
+    return {event["step"]: event[name] for event in read_log(output / "log.jsonl") if name in event}
+
+
+def test_it_ends_as_after_a_last_step_with_the_schedule_of_all_steps(
+    a_second_a_step, upscaled, corpus, tmp_path, capsys
+):
+    options = {"max_steps": 12, "eval_text": str(corpus), "eval_every": 2, "save_every": 2, "log_every": 3}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
+    capsys.readouterr()
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=5, **options))
+    result = run.execute()
+    assert result.steps == 5, "evaluations and checkpoints do not count"
+    assert "Training ends after step 5 of 12: it has taken 5.0 s, and max_seconds is 5.\n" in capsys.readouterr().err
+    assert last_checkpoint(tmp_path / "out").name == "checkpoint-5"
+    assert (tmp_path / "out" / "config.json").exists()
+    assert list(of(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5]
+    assert of(tmp_path / "out", "training_seconds") == {2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    assert of(tmp_path / "out", "ended_by_max_seconds") == {5: True}
+    assert of(tmp_path / "whole", "ended_by_max_seconds") == {}
+    assert exact_log(tmp_path / "out")[:3] == exact_log(tmp_path / "whole")[:3]
+    assert "| 5 | 160 | " in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_without_checkpoints_none_is_saved_and_the_last_step_ends_by_itself(
+    a_second_a_step, upscaled, corpus, tmp_path, capsys
+):
+    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, max_steps=9))
+    assert result.steps == 3 and last_checkpoint(tmp_path / "out") is None
+    capsys.readouterr()
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "last", max_seconds=3, max_steps=3))
+    assert of(tmp_path / "last", "ended_by_max_seconds") == {} and "max_seconds" not in capsys.readouterr().err
+
+
+def test_a_resumed_run_has_the_rest_of_the_seconds(a_second_a_step, upscaled, corpus, tmp_path):
+    options = {"max_steps": 20, "eval_text": str(corpus), "save_every": 50}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", max_seconds=6, **options))
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "parts", max_seconds=6, **options)
+    interrupted(config, 4)
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "parts", max_seconds=6, resume=True, **options)
+    assert train(config).steps == 6
+    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+    again = train(config)
+    assert (again.steps, again.tokens_per_second) == (6, None), "it had ended"
+    parts = load_file(tmp_path / "parts" / "model.safetensors")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    longer = tiny_config(upscaled("llama"), corpus, tmp_path / "parts", max_seconds=8, resume=True, **options)
+    assert train(longer).steps == 8
+
+
+def test_seconds_of_a_run_without_a_limit_count_when_it_is_resumed_with_one(
+    a_second_a_step, upscaled, corpus, tmp_path
+):
+    options = {"max_steps": 9, "eval_text": str(corpus), "save_every": 3, "eval_every": 2, "keep_best": True}
+    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options), 5)
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=4, resume=True, **options)
+    result = train(config)
+    assert (result.steps, result.tokens_per_second) == (5, None) and result.best_step is not None
+    assert list(of(tmp_path / "out", "eval_loss")) == [0, 2, 4, 5], "the model that is saved has been measured"
+
+
+def test_a_checkpoint_that_does_not_know_its_seconds_begins_to_count_them(a_second_a_step, upscaled, corpus, tmp_path):
+    options = {"max_steps": 9, "save_every": 2}
+    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options), 4)
+    path = last_checkpoint(tmp_path / "out") / "trainer_state.json"
+    state = json.loads(path.read_text())
+    assert state["stateful_callbacks"].pop("TrainingClock") == {"args": {}, "attributes": {"seconds": 4.0}}
+    path.write_text(json.dumps(state))
+    config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, resume=True, **options)
+    assert train(config).steps == 7
+
+
+def test_a_signal_in_the_step_that_ends_it_changes_nothing(a_second_a_step, upscaled, corpus, tmp_path):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, max_steps=9))
+    run.trainer.add_callback(SignalAt(3, signal.SIGINT))
+    assert run.execute().steps == 3
+    assert (tmp_path / "out" / "config.json").exists() and last_checkpoint(tmp_path / "out") is None
+
+
+def test_the_time_left_is_at_most_that_of_the_seconds(capsys):
+    clock = TrainingClock(100.0, int, measures=False)
+    assert TrainingClock(None, int, measures=False).seconds_left == math.inf
+    table, state = ProgressTable(clock=clock), TrainerState(max_steps=1000)
+    table.on_train_begin(None, state, None)
+    table._started -= 10
+    state.global_step, clock.seconds = 1, 40.0
+    table.on_log(None, state, SimpleNamespace(should_evaluate=False), logs={"loss": 1.0, "learning_rate": 1.0})
+    assert capsys.readouterr().out.split()[-1] == "0:01:00"
+    clock.seconds = 140.0
+    assert clock.seconds_left == 0
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_seconds_are_above_zero(seconds):
+    with pytest.raises(ValueError, match=rf"max_seconds is {float(seconds)}; expected a number above 0\."):
+        from_mapping(TrainConfig, {"model": "m", "output": "o", "corpus": "c", "max_seconds": seconds})
+
+
+def test_all_processes_end_at_the_same_step(words, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = Process([*words, "max_seconds=0.5", "save_every=1000000"], launcher).process
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    assert {path.name for path in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    step = int(checkpoint.name.rpartition("-")[2])
+    assert err.count(f"Training ends after step {step:,} of 100,000") == 1 and f"{step:,} steps" in out
