@@ -77,7 +77,7 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         new_parameters=arm.new_parameters,
         trained_parameters=ended["trained_parameters"],
         starts_at_base=starts_at_base,
-        seconds=ended["train_runtime"],
+        seconds=ended["training_seconds"],
         peak_memory_bytes=ended.get("peak_memory_bytes", peak_rss_bytes),
         request=cell.request(comparison),
     )
@@ -97,7 +97,7 @@ def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Poi
     points: dict[int, Point] = {}
     tokens, seconds = 0, None
     for event in events:
-        tokens, seconds = event.get("num_input_tokens_seen", tokens), event.get("train_runtime", seconds)
+        tokens, seconds = event.get("num_input_tokens_seen", tokens), event.get("training_seconds", seconds)
         losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
         if losses:
             step = event["step"]

@@ -83,7 +83,13 @@ class InRun(AidsMemory):
             self.add_callback(HeldOutEvents(eval_every, self.evaluate))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`; with the loss it tells how long training has taken, and whether that has ended it."""
+        """As `Trainer.log`; with the loss it tells how long training has taken, and whether that has ended it.
+
+        The last event of a run also tells what it cost: `trained_parameters` and `peak_memory_bytes`.
+        """
+        if "train_loss" in logs and isinstance(self.model, nn.Module):
+            logs |= {"trained_parameters": trained_parameters(self.model), "peak_memory_bytes": peak_memory_bytes()}
+            logs["training_seconds"] = self.clock.seconds
         if "loss" in logs:
             logs["training_seconds"] = self.clock.seconds
             if self.clock.has_ended_training:
@@ -126,13 +132,6 @@ class InRun(AidsMemory):
     def held_out_losses(self) -> dict[int, float]:
         """Losses of the first held-out text by step, as `held_out.held_out_losses` gives them."""
         return held_out_losses(self.state.log_history, self.held_out)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.log`; the last event of a run also tells what it cost: `trained_parameters`, `peak_memory_bytes`."""
-        if "train_loss" in logs and isinstance(self.model, nn.Module):
-            costs = {"trained_parameters": trained_parameters(self.model), "peak_memory_bytes": peak_memory_bytes()}
-            logs = {**logs, **costs}
-        super().log(logs, *args, **kwargs)
 
     def load_best(self) -> int:
         """Give the model the weights of the step whose held-out text was best, of those whose checkpoint was kept.
