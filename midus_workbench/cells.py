@@ -82,12 +82,9 @@ def cells_of(arm: Arm, comparison: Comparison) -> list[Cell]:
 
 
 def rate_name(rate: Mapping[str, float]) -> str:
-    """A rate as the name of a folder: `0.001`, or `learning_rate=0.001,value_learning_rate=0.01`."""
-    if not rate:
-        return "recipe"
-    if list(rate) == ["learning_rate"]:
-        return f"{rate['learning_rate']:g}"
-    return ",".join(f"{key}={value:g}" for key, value in rate.items())
+    """A rate as the name of a folder, without the words that all of them share: `0.001`, or `0.001,value=0.01`."""
+    named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
+    return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:
