@@ -3,27 +3,8 @@
 import argparse
 import sys
 
-from material.addresses import addresses
-from material.articles import articles
-from material.benchmarks import benchmarks
-from material.chats import chats
-from material.elements import elements
-from material.glosses import glosses
-from material.minilm import minilm
+from material.fetch import FETCH
 from material.registry import MaterialError
-from material.smollm2 import smollm2_135m, smollm2_gguf
-
-FETCH = {
-    "smollm2": smollm2_135m,
-    "smollm2-gguf": smollm2_gguf,
-    "addresses": lambda: addresses().train.parent,
-    "articles": articles,
-    "benchmarks": benchmarks,
-    "chats": lambda: chats().train.parent,
-    "elements": elements,
-    "minilm": minilm,
-    "glosses": glosses,
-}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -55,7 +55,7 @@ def midus_compare(
         from midus_workbench.checking import check
         from midus_workbench.options import Comparison
 
-        given = _devices(devices, jobs)
+        given = devices_of(devices, jobs)
         comparison, arms = plan(read_config(Comparison, config, overrides or []))
         check(comparison, arms)
     if dry_run:
@@ -73,14 +73,19 @@ def midus_compare(
             finally:
                 failures = running.failures
     _report(comparison, arms, failures, json_)
-    if failures:
-        name, why = next(iter(failures.items()))
-        words = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
-        raise Ending(FAILED, f"{words}: {why}. The same command does again what failed.")
+    fail_for(failures)
 
 
-def _devices(given: str | None, jobs: int) -> list[str]:
-    """The numbers of GPUs."""
+def devices_of(given: str | None, jobs: int) -> list[str]:
+    """The numbers of GPUs that `--devices` names.
+
+    Args:
+        given: Its words; None for none.
+        jobs: How many runs are asked for beside one another.
+
+    Raises:
+        ValueError: If it names something else, or another number of devices than of jobs.
+    """
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; expected at least 1.")
     if given is None:
@@ -93,6 +98,21 @@ def _devices(given: str | None, jobs: int) -> list[str]:
             f"jobs is {jobs}, and devices names {len(numbers)}; give devices alone, each of which has a run."
         )
     return numbers
+
+
+def fail_for(failures: dict[str, str]) -> None:
+    """End with the status of failed work where runs failed.
+
+    Args:
+        failures: Why, by their names.
+
+    Raises:
+        Ending: If there is one.
+    """
+    if failures:
+        name, why = next(iter(failures.items()))
+        words = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
+        raise Ending(FAILED, f"{words}: {why}. The same command does again what failed.")
 
 
 def _show_plan(comparison: "Comparison", arms: "Sequence[Arm]", json_: bool) -> None:

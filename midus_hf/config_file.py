@@ -25,10 +25,23 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     Raises:
         ValueError: If the file is absent or no mapping, a key is unknown or missing, or a value has the wrong type.
     """
-    values = read_mapping(path)
+    return from_mapping(cls, with_overrides(cls, read_mapping(path), overrides))
+
+
+def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The values of a mapping, replaced and added to by words.
+
+    Args:
+        cls: The dataclass that they are for.
+        values: Its fields by name; changed in place.
+        overrides: As in `read_config`.
+
+    Raises:
+        ValueError: If a word sets nothing.
+    """
     for override in overrides:
         _apply_override(cls, values, override)
-    return from_mapping(cls, values)
+    return values
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_config.wording import near_matches
-from midus_workbench.options import OWN_TRAINING_KEYS, OWN_UPSCALING_KEYS, ArmOptions, Comparison
+from midus_workbench.options import OWN_FINE_TUNING_KEYS, OWN_TRAINING_KEYS, OWN_UPSCALING_KEYS, ArmOptions, Comparison
 
 Rate = Mapping[str, float]
 """Keys of `midus-train`'s rates, with their values."""
@@ -21,6 +21,7 @@ class Arm:
         name: Of the arm.
         upscale: Keys of `upscale --config`; None where the base itself is trained.
         train: Keys of `midus-train`.
+        fine_tune: Keys of `midus-sft`; None where trained models are not fine-tuned.
         rates: At each of which it is trained.
         controls: Which null controls are put beside it; true for all that its memory has.
         new_parameters: Parameters that the base does not have.
@@ -33,6 +34,7 @@ class Arm:
     name: str
     upscale: Mapping[str, Any] | None
     train: Mapping[str, Any]
+    fine_tune: Mapping[str, Any] | None
     rates: Sequence[Rate]
     controls: Sequence[str] | bool
     new_parameters: int = 0
@@ -52,7 +54,10 @@ def plan(comparison: Comparison) -> tuple[Comparison, list[Arm]]:
         ValueError: If a key is unknown or not an arm's to give, a file cannot be read, or a method refuses the base.
     """
     shared = _keys("train", comparison.train, OWN_TRAINING_KEYS)
-    comparison = dataclasses.replace(comparison, train=shared)
+    tuning = None
+    if comparison.fine_tune is not None:
+        tuning = _keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS)
+    comparison = dataclasses.replace(comparison, train=shared, fine_tune=tuning)
     return comparison, [_planned(name, options, comparison, shared) for name, options in comparison.arms.items()]
 
 
@@ -79,6 +84,7 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
         name=name,
         upscale=None,
         train=train,
+        fine_tune=_fine_tuning(name, options, comparison),
         rates=[{}] if rates is None else [_as_keys(rate) for rate in rates],
         controls=comparison.controls if options.controls is None else options.controls,
     )
@@ -94,6 +100,17 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
     budget = comparison.trained_parameters
     new, trained, keys, word = min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
     return dataclasses.replace(arm, upscale=keys, new_parameters=new, trained_parameters=trained, fitted=word)
+
+
+def _fine_tuning(name: str, options: ArmOptions, comparison: Comparison) -> dict[str, Any] | None:
+    own = _keys(f"arms.{name}.fine_tune", options.fine_tune, OWN_FINE_TUNING_KEYS)
+    if comparison.fine_tune is None:
+        if own:
+            raise ValueError(
+                f"arms.{name}.fine_tune is given, and fine_tune of all is not; expected it, since all or none are."
+            )
+        return None
+    return {**_keys("fine_tune", comparison.fine_tune, OWN_FINE_TUNING_KEYS), **own}
 
 
 def _keys(where: str, given: Mapping[str, Any] | str | None, own: Sequence[str]) -> dict[str, Any]:

@@ -48,7 +48,11 @@ class Cell:
         Raises:
             ValueError: If it cannot be told how often texts are measured.
         """
-        keys = {**self.arm.train, **self.rate}
+        keys = {**self.arm.train, **self.rate, "model": str(model), "output": str(output), "seed": self.seed}
+        if comparison.seconds is not None:
+            keys["max_seconds"] = comparison.seconds
+        if not comparison.texts:
+            return keys
         if keys.get("eval_every") is None:
             if keys.get("max_steps") is None:
                 raise ValueError(
@@ -58,12 +62,23 @@ class Cell:
             keys["eval_every"] = max(1, keys["max_steps"] // comparison.evaluations)
         keys.setdefault("save_every", keys["eval_every"])
         keys.setdefault("keep_checkpoints", 1)
-        keys |= {"model": str(model), "output": str(output), "seed": self.seed, "eval_text": comparison.texts}
-        return {**keys, "max_seconds": comparison.seconds} if comparison.seconds is not None else keys
+        return {**keys, "eval_text": comparison.texts}
+
+    def fine_tuning_keys(self, model: Path | str, output: Path) -> dict[str, Any]:
+        """Keys of `midus-sft`.
+
+        Args:
+            model: What is fine-tuned.
+            output: Folder of the run.
+        """
+        assert self.arm.fine_tune is not None, "asked for"
+        return {**self.arm.fine_tune, "model": str(model), "output": str(output), "seed": self.seed}
 
     def request(self, comparison: Comparison) -> dict[str, Any]:
         """All that its result depends on."""
+        tuning = {} if self.arm.fine_tune is None else {"fine_tune": self.fine_tuning_keys("", Path())}
         return {
+            **tuning,
             "base": comparison.base,
             "upscale": None if self.arm.upscale is None else dict(self.arm.upscale),
             "train": self.training_keys(comparison, "", Path()),

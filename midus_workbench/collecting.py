@@ -20,7 +20,7 @@ def control_cells(arm: Arm, results: Sequence[Result], comparison: Comparison) -
         results: Of its cells; without one there are no controls yet.
         comparison: From `plan`.
     """
-    if not results:
+    if not (results and arm.controls and arm.upscale is not None):
         return []
     rate = best_rate(results, list(comparison.domain))
     controls = control_arms(arm, results[0].controls, rate)

@@ -14,7 +14,7 @@ from midus_workbench.cells import Cell
 from midus_workbench.commands import Commands
 from midus_workbench.nulls import SHUFFLED, Controls, available_controls, wanted
 from midus_workbench.options import Comparison
-from midus_workbench.results import Point, Result, read_result, write_result
+from midus_workbench.results import Measured, Point, Result, read_result, write_result
 from midus_workbench.workplace import BASE, Workplace, remove_upscaled
 
 Tasks = Mapping[str, Mapping[str, float]]
@@ -55,7 +55,8 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     controls: Controls = {}
     if arm.upscale is not None and arm.control is None:
         controls = available_controls(json.loads((Path(model) / "config.json").read_text(encoding="utf-8")))
-    peak_rss_bytes = _train(cell, comparison, model, run, commands)
+    keys = cell.training_keys(comparison, model, run)
+    peak_rss_bytes = _train("midus-train", keys, run, commands)
     events = read_events(run / "log.jsonl")
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
     base = read_result(place.root / BASE)
@@ -70,6 +71,7 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         curve=curve(events, list(comparison.texts)),
         tasks_before=tasks_before,
         tasks=_ask(run, comparison, "tasks", commands),
+        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, place, commands),
         shuffled=_shuffled(cell, comparison, run, commands) if SHUFFLED in wanted(arm, controls) else None,
         controls=controls,
         control=arm.control,
@@ -151,17 +153,27 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _train(cell: Cell, comparison: Comparison, model: str | Path, run: Path, commands: Commands) -> int:
+def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) -> int:
     """Train, or go on with what was interrupted; returns the process's largest resident memory."""
     if (run / "config.json").is_file():
         return 0
-    keys = cell.training_keys(comparison, model, run)
     if (run / "train_config.yaml").is_file():
         whole = any((checkpoint / "trainer_state.json").is_file() for checkpoint in run.glob("checkpoint-*"))
-        keys["resume" if whole else "overwrite"] = True
-    recipe = run.parent / "train.yaml"
+        keys = {**keys, "resume" if whole else "overwrite": True}
+    recipe = run.parent / f"{command}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
-    return commands.run("train", "midus-train", recipe).peak_rss_bytes
+    return commands.run(command.removeprefix("midus-"), command, recipe).peak_rss_bytes
+
+
+def _fine_tune(cell: Cell, comparison: Comparison, run: Path, place: Workplace, commands: Commands) -> Measured:
+    """Fine-tune a trained model, and measure it."""
+    tuned = run.parent / "tuned"
+    _train("midus-sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
+    losses = _losses(tuned, comparison, cell.arm.train, commands, "tuned")
+    found = Measured(losses, _ask(tuned, comparison, "tasks-tuned", commands))
+    if not comparison.keep_models:
+        place.remove_run(tuned)
+    return found
 
 
 def _ask(model: str | Path, comparison: Comparison, step: str, commands: Commands) -> Tasks:

@@ -9,6 +9,7 @@ CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
 """Null controls of memories: see `midus_config.controls`."""
 
 OWN_TRAINING_KEYS = ("model", "output", "seed", "eval_text", "resume", "overwrite")
+OWN_FINE_TUNING_KEYS = ("model", "output", "seed", "resume", "overwrite")
 OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
 """What a comparison sets itself."""
 
@@ -46,6 +47,7 @@ class ArmOptions:
     Args:
         upscale: Keys of `upscale --config`, or such a file. Default: none, the base itself is trained.
         train: Keys of `midus-train`, or such a file, that replace those of all arms. Default: none.
+        fine_tune: Keys of `midus-sft`, or such a file, that replace those of all arms. Default: none.
         fit: Name of a key of `upscale`, such as `num_new_layers` or `options.n`, and the values to choose from: that is taken
             with which most nearly as many parameters train as the budget says. Default: none, the arm has the size that it has.
         rates: As in `Comparison`, for this arm alone. Default: those of all.
@@ -57,6 +59,7 @@ class ArmOptions:
 
     upscale: dict[str, Any] | str | None = None
     train: dict[str, Any] | str | None = None
+    fine_tune: dict[str, Any] | str | None = None
     fit: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     rates: list[float | dict[str, float]] | None = None
     controls: list[str] | bool | None = None
@@ -81,6 +84,7 @@ class Comparison:
         output: Folder of the comparison. What it holds already is not done again.
         arms: What is compared, by name.
         train: Keys of `midus-train` that all arms share, or such a file, among them `corpus` and `max_steps`, the budget of tokens.
+        fine_tune: Keys of `midus-sft`, or such a file: trained models are fine-tuned, and measured again. Default: none.
         domain: Held-out texts that resemble the corpus, by name, as paths: what is learned is measured on them.
         retention: Texts outside the domain: what is forgotten is measured on them. Default: none.
         tasks: The keys of `TaskOptions`. Default: none.
@@ -103,7 +107,8 @@ class Comparison:
     output: str
     arms: dict[str, ArmOptions]
     train: dict[str, Any] | str
-    domain: dict[str, str]
+    fine_tune: dict[str, Any] | str | None = None
+    domain: dict[str, str] = dataclasses.field(default_factory=dict)
     retention: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: TaskOptions | None = None
     trained_parameters: int | None = None
@@ -116,9 +121,13 @@ class Comparison:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("arms", "domain", "seeds"):
+        for name in ("arms", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty; expected one or more.")
+        if not self.domain and self.tasks is None:
+            raise ValueError(
+                "domain is empty, and there are no tasks; expected something by which learning is measured."
+            )
         for kind in ("arms", "domain", "retention"):
             for name in getattr(self, kind):
                 if not NAME.fullmatch(name):

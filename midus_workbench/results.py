@@ -29,6 +29,19 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was measured of a model.
+
+    Args:
+        losses: In nats per token, by the name of the text.
+        tasks: Metrics by task.
+    """
+
+    losses: Mapping[str, float]
+    tasks: Mapping[str, Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What was measured of a cell, or of the base.
 
@@ -40,6 +53,7 @@ class Result:
         tasks_before: Metrics by task, of the model that training began with.
         tasks: Metrics by task, of the trained model.
         shuffled: Losses of the trained model after the rows of its value tables were permuted, by text; None if that was not done.
+        tuned: Losses by text, and metrics by task, after fine-tuning; None where that was not done.
         controls: Null controls that its memory has, by name, with what each changes.
         control: Which null control it is; None if none.
         control_of: Of which arm.
@@ -59,6 +73,7 @@ class Result:
     tasks_before: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     shuffled: Mapping[str, float] | None = None
+    tuned: Measured | None = None
     controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     control: str | None = None
     control_of: str | None = None
@@ -79,6 +94,16 @@ class Result:
         """Of the trained model."""
         return self.curve[-1]
 
+    def end_of(self, tuned: bool) -> Measured | None:
+        """What was measured of the trained model, or of the fine-tuned one; None if there is none.
+
+        Args:
+            tuned: Which of them.
+        """
+        if tuned:
+            return self.tuned
+        return Measured(self.curve[-1].losses if self.curve else {}, self.tasks)
+
 
 def read_result(folder: Path) -> Result | None:
     """The result in a folder; None if there is none yet.
@@ -90,7 +115,12 @@ def read_result(folder: Path) -> Result | None:
     if not path.is_file():
         return None
     values = json.loads(path.read_text(encoding="utf-8"))
-    return Result(**{**values, "curve": [Point(**point) for point in values["curve"]]})
+    tuned = values.get("tuned")
+    inner = {
+        "curve": [Point(**point) for point in values["curve"]],
+        "tuned": None if tuned is None else Measured(**tuned),
+    }
+    return Result(**{**values, **inner})
 
 
 def write_result(folder: Path, result: Result) -> None:

@@ -60,6 +60,24 @@ def equal_learning_table(found: Findings) -> TableOfWords:
     return TableOfWords(title, ["arm", "rate", "change of the loss outside the domain"], rows)
 
 
+def tuned_table(found: Findings) -> TableOfWords:
+    """What fine-tuning left of it: losses of all texts, and tasks, of each arm at its best rate."""
+    texts = [*found.domain, *found.retention]
+    tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
+    rows = []
+    for arm in _by_domain(found):
+        tuned = [result.tuned for result in arm.best if result.tuned is not None]
+        if tuned:
+            losses = [with_spread(spread([one.losses[name] for one in tuned])) for name in texts]
+            metrics = [[metric_of(one.tasks.get(task, {})) for one in tuned] for task in tasks]
+            told = [
+                with_spread(spread([number or 0.0 for number in one]), "{:.3f}") if None not in one else ""
+                for one in metrics
+            ]
+            rows.append([arm.name, arm.rate, *losses, *told])
+    return TableOfWords("After fine-tuning", ["arm", "rate", *texts, *tasks], rows)
+
+
 def controls_table(found: Findings) -> TableOfWords:
     """Each memory beside its null controls: what addressing was worth."""
     rows = []
@@ -98,7 +116,7 @@ def tables(found: Findings) -> list[TableOfWords]:
     all_tables = [arms_table(found)]
     if found.arms and found.retention and found.common_learning > 0:
         all_tables.append(equal_learning_table(found))
-    all_tables += [controls_table(found), failures_table(found)]
+    all_tables += [tuned_table(found), controls_table(found), failures_table(found)]
     return [table for table in all_tables if table.rows]
 
 

@@ -100,7 +100,9 @@ def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, mon
     for name in ("README.md", "LICENSE", "config.json"):
         (tmp_path / name).write_text(name)
     assert load_accompanying_files("owner/name") == {"README.md": b"README.md", "LICENSE": b"LICENSE"}
-    assert asked == [("owner/name", ["upscale.json", "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"])]
+    assert asked == [
+        ("owner/name", ["upscale.json", "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"])
+    ]
 
 
 def test_a_hub_that_cannot_be_reached_accompanies_nothing():

@@ -1,0 +1,31 @@
+"""What can be fetched, by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from material.addresses import addresses
+from material.articles import articles
+from material.benchmarks import benchmarks
+from material.chats import chats
+from material.elements import elements
+from material.glosses import glosses
+from material.minilm import minilm
+from material.smollm2 import smollm2_135m, smollm2_gguf
+from material.tiny_llama import tiny_llama
+
+FETCH: dict[str, Callable[[], Path]] = {
+    "smollm2": smollm2_135m,
+    "smollm2-gguf": smollm2_gguf,
+    "tiny-llama": tiny_llama,
+    "addresses": lambda: addresses().train.parent,
+    "addresses/train": lambda: addresses().train,
+    "addresses/held_out": lambda: addresses().held_out,
+    "articles": articles,
+    "benchmarks": benchmarks,
+    "chats": lambda: chats().train.parent,
+    "chats/train": lambda: chats().train,
+    "elements": elements,
+    "minilm": minilm,
+    "glosses": glosses,
+}
+"""Each fetches, unless it has been, and returns the path."""
