@@ -129,12 +129,15 @@ EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/ev
 UNFINISHED_RUN: Kind = (*_unfinished(RUN), f"{RUN_LOG}.partial")
 """What a run that was killed leaves of its own files; the last is what versions before called it."""
 
-UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), f"{BANKS_FOLDER}/*/{BANK_AUDIT}.partial")
+_UNFINISHED_AUDITS = tuple(f"{BANK_AUDIT}{end}" for end in ("-journal", ".partial", ".partial-journal"))
+"""Of an audit that is changed where it lies, and what versions before called half of one."""
+
+UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), *(f"{BANKS_FOLDER}/*/{name}" for name in _UNFINISHED_AUDITS))
 """The same of banks."""
 
 UNFINISHED_STATES: Kind = (
     *_unfinished(_STATES_OF_BLOCKS),
-    *(f"{BLOCK_STATES}/*/{name}" for name in ("level-#.partial", f"{BANK_AUDIT}.partial")),
+    *(f"{BLOCK_STATES}/*/{name}" for name in ("level-#.partial", *_UNFINISHED_AUDITS)),
 )
 """The same of the state of blocks."""
 

@@ -129,10 +129,14 @@ class WholeFolder:
         self.partial.mkdir(exist_ok=True)
         try:
             lock = Lock(self.partial)
+            mine = lock.is_on(
+                self.partial
+            )  # the run that held it may have moved this very folder to its place in the meantime
+            if not mine:
+                lock.release()
         except OSError:
-            lock = None
-        # The run that held the lock may have moved this very folder to its place in the meantime.
-        if lock is None or not lock.is_on(self.partial):
+            mine = False
+        if not mine:
             raise self._replacing.error(
                 f"output {self.path} is being written by another run. Wait for it, or choose another folder."
             )

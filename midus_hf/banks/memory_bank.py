@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BankLayout, level_file
-from midus_config.whole_files import whole_file
+from midus_config.whole_files import sync, whole_file
 from midus_hf.banks.bank_description import describe, lock, read_description, write_description
 from midus_hf.banks.block_reader import BlockReader, stacked
 from midus_hf.banks.initial_blocks import initial_block
@@ -237,6 +237,7 @@ class MemoryBank(BlockReader):
         if (folder / BANK_DESCRIPTION).exists():
             lock(folder).release()  # whoever writes there would lose it
             (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
+            sync(folder)
         with contextlib.ExitStack() as opened:
             copies = {}
             for level, file in self._files.items():

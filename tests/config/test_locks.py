@@ -76,9 +76,11 @@ def test_of_a_process_that_is_killed_it_goes_though_what_that_forked_lives_on(tm
         assert not is_free(tmp_path)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
+        process = 0
         os.kill(child, 0)
         assert is_free(tmp_path)
     finally:
-        os.kill(child, signal.SIGKILL)
+        for each in filter(None, (process, child)):
+            os.kill(each, signal.SIGKILL)
         os.close(told)
         os.close(tell)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from training.tiny_run import tiny_config
 
+from midus_config.checkpoint_files import TERMS
 from midus_hf.training import loading, train
 from midus_hf.training.loading import load_accompanying_files
 from midus_hf.training.model_card import add_training
@@ -97,12 +98,11 @@ def test_of_a_model_on_the_hub_only_what_accompanies_it_is_fetched(tmp_path, mon
         return str(tmp_path)
 
     monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
-    for name in ("README.md", "LICENSE", "config.json"):
+    for name in ("README.md", "LICENSE", "USE_POLICY.md", "config.json"):
         (tmp_path / name).write_text(name)
-    assert load_accompanying_files("owner/name") == {"README.md": b"README.md", "LICENSE": b"LICENSE"}
-    assert asked == [
-        ("owner/name", ["upscale.json", "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*"])
-    ]
+    accompanying = {name: name.encode() for name in ("README.md", "LICENSE", "USE_POLICY.md")}
+    assert load_accompanying_files("owner/name") == accompanying
+    assert asked == [("owner/name", ["upscale.json", "README.md", *TERMS])]
 
 
 def test_a_hub_that_cannot_be_reached_accompanies_nothing():
