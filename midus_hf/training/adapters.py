@@ -53,7 +53,7 @@ def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftMode
     banks: Banks | None = getattr(model, "banks", None)
     if banks is not None:
         banks.trainable = choice.layers == "base"
-    _check_can_be_merged(adapted, choice)
+    _check_merging(adapted, choice)
     for name, parameter in adapted.named_parameters():
         # Of some methods PEFT leaves adapters in the dtype of the weights; they are no part of what is saved in it.
         if parameter.requires_grad and ".modules_to_save." not in name:
@@ -127,12 +127,40 @@ def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> lis
     return found
 
 
-def _check_can_be_merged(model: PeftModel, choice: AdapterChoice) -> None:
-    """Merge a copy of one layer, since for some methods and keys PEFT cannot."""
-    layer = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
-    assert layer is not None, "PEFT refuses a model without modules to adapt"
+def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
+    """Merge a copy of one layer, since for some methods and keys PEFT cannot; if there are weights of zero, one of those.
+
+    What multiplies weights of zero does not train them, and what divides by their norm gives no number.
+    """
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
+    assert layers, "PEFT refuses a model without modules to adapt"
+    name = next((name for name, layer in layers.items() if _is_zero(layer)), next(iter(layers)))
     try:
-        with torch.no_grad():
-            copy.deepcopy(layer).merge()
+        untrained, trained = _merged_copy(layers[name], acts=False), _merged_copy(layers[name], acts=True)
     except (NotImplementedError, ValueError) as error:
         raise refusal_of_unmerged(choice.method, str(error).rstrip(".")) from error
+    if _is_zero(layers[name]) and (_is_zero(trained) or not untrained.get_base_layer().weight.isfinite().all()):
+        raise ValueError(
+            f"adapters.method is {choice.method!r}, which with these options cannot train {name.removeprefix('base_model.model.')}, "
+            "whose weights are zero at first; expected one that adds to weights, such as osf or lora without use_dora, or other "
+            "adapters.layers."
+        )
+
+
+def _merged_copy(layer: Any, acts: bool) -> Any:
+    """A copy of a layer with its adapter merged into its weights: the adapter as it is, or as it might be once trained."""
+    merged = copy.deepcopy(layer)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for parameter in merged.parameters():
+            if acts and parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape))
+        merged.merge()
+    return merged
+
+
+def _is_zero(layer: Any) -> bool:
+    """Whether the weights that an adapter sits on are all zero."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    return weight is not None and not weight.any()

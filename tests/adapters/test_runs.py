@@ -178,11 +178,12 @@ def test_blocks_of_a_bank_are_new_and_train_beside_them(models, assigned, tmp_pa
     assert not bank_of(tmp_path / "all").written(1)
 
 
-def test_they_may_be_on_new_layers_alone_or_on_all(copies, corpus, tmp_path, capsys):
+@pytest.mark.parametrize("method", ["lora", "osf", "vera"])
+def test_they_may_be_on_new_layers_alone_or_on_all(method, copies, corpus, tmp_path, capsys):
     for layers, said in (("new", "the new layers alone"), ("all", "all layers")):
-        adapters = {"r": 4, "layers": layers}
+        adapters = {**METHODS[method], "layers": layers}
         train(tiny_config(copies, corpus, tmp_path / layers, max_steps=4, adapters=adapters))
-        assert f"Training adapters of method lora on {said}: " in " ".join(capsys.readouterr().out.split())
+        assert f"Training adapters of method {method} on {said}: " in " ".join(capsys.readouterr().out.split())
     every = linear(weights(copies))
     assert moved(copies, tmp_path / "all") == every
     new = {name for name in every if re.search(r"layers\.[25]\.", name)}
@@ -303,8 +304,19 @@ def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message,
             {"layers": "new", "method": "ia3"},
             "adapters.layers is 'new' and adapters.method 'ia3', for which PEFT chooses modules itself; give adapters.target_modules",
         ),
+        (
+            "copies",
+            {"layers": "new", "method": "oft", "oft_block_size": 8, "r": 0},
+            "adapters.method is 'oft', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are zero "
+            "at first; expected one that adds to weights, such as osf or lora without use_dora, or other adapters.layers.",
+        ),
+        (
+            "copies",
+            {"layers": "all", "use_dora": True},
+            "adapters.method is 'lora', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are",
+        ),
     ],
-    ids=["memory", "nothing-whole", "no-targets", "own-targets"],
+    ids=["memory", "nothing-whole", "no-targets", "own-targets", "multiplied", "divided"],
 )
 def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscaled, copies, corpus, tmp_path):
     model = copies if kind == "copies" else upscaled("llama")
