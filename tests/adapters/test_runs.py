@@ -330,3 +330,17 @@ def test_without_peft_it_is_named(base, corpus, tmp_path, monkeypatch):
     message = "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
     with pytest.raises(ValueError, match=re.escape(message)):
         prepare(tiny_config(base, corpus, tmp_path / "out", adapters={}))
+
+
+@pytest.mark.parametrize("name", ["lora", "osf"])
+def test_room_is_made_for_checkpoints_of_adapters_and_for_the_merged_model(name, upscaled, corpus, tmp_path):
+    options = {"save_every": 2, "max_steps": 2}
+    plain = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "plain", trainable="new", **options)).room
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", adapters=METHODS[name], **options))
+    assert run.room.model == plain.model
+    run.execute()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    tensors = (checkpoint / "adapter_model.safetensors").stat().st_size
+    state = torch.load(checkpoint / "optimizer.pt")["state"].values()
+    moments = sum(value.nbytes for each in state for key, value in each.items() if key != "step")
+    assert run.room.checkpoint == pytest.approx(tensors + moments, rel=0.15)
