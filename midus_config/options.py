@@ -200,7 +200,8 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return f"a list, each item of it {_type_name(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is dict:
-        return f"a mapping, each value of it {_type_name(typing.get_args(hint)[1])}"
+        value_hint = typing.get_args(hint)[1]
+        return "a mapping" + ("" if value_hint is Any else f", each value of it {_type_name(value_hint)}")
     if dataclasses.is_dataclass(hint):
         return f"a mapping with {', '.join(field.name for field in dataclasses.fields(hint))}"
     return _TYPE_NAMES.get(hint, str(hint))

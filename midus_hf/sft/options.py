@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from midus_hf.training.rates import Rates
 from midus_hf.training.run_options import RunOptions
@@ -74,7 +74,7 @@ class SftConfig(Rates, RunOptions):
         assistant_only: Whether the loss is of answers alone: what the assistant says, with the token that ends it, or
             completions. Default: true.
         packing: Whether short chats share a sequence, where they do not see one another. Default: false.
-        lora: The keys of `LoraOptions`. What comes out is merged. Default: none, weights train as `trainable` says.
+        lora: The keys of `LoraOptions`, a short form of `adapters` with the method LoRA. Default: none.
 
     Raises:
         ValueError: If a value lies outside its range or contradicts another.
@@ -88,17 +88,20 @@ class SftConfig(Rates, RunOptions):
     lora: LoraOptions | None = None
 
     def __post_init__(self) -> None:
+        if self.lora is not None:
+            if self.adapters is not None:
+                raise ValueError("lora and adapters are both set; lora is a short form of adapters. Leave one out.")
+            self._check_beside_adapters("lora")
         Rates.__post_init__(self)
         RunOptions.__post_init__(self)
         if self.sequence_length < 2:
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
-        if self.lora is not None:
-            for name, value in (("trainable", self.trainable), ("frozen", self.frozen)):
-                if value not in ("auto", []):
-                    raise ValueError(
-                        f"lora is set and {name} is {value!r}; with lora, adapters and what is new in the model train. "
-                        "Leave one of them out."
-                    )
+
+    @property
+    def chosen_adapters(self) -> dict[str, Any] | None:
+        if self.lora is None:
+            return self.adapters
+        return {"r": self.lora.r, "lora_alpha": self.lora.alpha, "lora_dropout": self.lora.dropout}
 
     def sources(self) -> list[tuple[str, str]]:
         return [("data", self.data.path), *super().sources()]

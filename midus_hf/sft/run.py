@@ -4,13 +4,11 @@ from transformers import PreTrainedModel
 from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from midus_hf.sft.adapters import add_adapters, describe_adapters
 from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.trainer import SftTrainer
-from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import describe_held_out, prepare_held_out
-from midus_hf.training.run_setup import Chosen, check_request, make_run
+from midus_hf.training.run_setup import Chosen, check_request, choose_what_trains, make_run
 from midus_hf.training.trainer_arguments import training_arguments
 from midus_hf.training.training_run import TrainingRun, TrainResult
 
@@ -39,7 +37,7 @@ def prepare(config: SftConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing has been written then.
     """
-    request = check_request(config, config.sequence_length, "all" if config.lora else config.trainable)
+    request = check_request(config, config.sequence_length)
     tokenizer = request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
     arguments = training_arguments(
@@ -55,10 +53,7 @@ def prepare(config: SftConfig) -> TrainingRun:
     def choose(model: PreTrainedModel) -> Chosen:
         if data.last_token is not None and is_special(tokenizer, data.last_token):
             _stop_at(model, data.last_token)
-        if config.lora is None:
-            return model, set_trainable(model, config.trainable, config.frozen)
-        adapted = add_adapters(model, config.lora)
-        return adapted, describe_adapters(adapted, config.lora)
+        return choose_what_trains(config, model)
 
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return make_run(

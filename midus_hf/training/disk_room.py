@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sized
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -85,7 +86,7 @@ def check_room_of_run(
 def room_needed(
     model: PreTrainedModel, dtypes: dict[str, torch.dtype], config: RunOptions, saves: int, existing: int = 0
 ) -> RoomNeeded:
-    """Count the bytes that a run will write.
+    """Count the bytes that a run will write. Of a model with adapters, checkpoints hold these and what trains whole alone.
 
     Args:
         model: As it trains: with `requires_grad` set and every parameter in the dtype it is held in.
@@ -95,18 +96,33 @@ def room_needed(
         existing: Checkpoints of the run that are on the disk already. Default: 0.
     """
     final = held = 0
+    wrapped: Any = model
+    adapters = wrapped.base_model.prefix if hasattr(model, "peft_config") else None
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:  # tied weights are saved once
             continue
         seen.add(id(tensor))
-        final += tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
-        held += tensor.numel() * tensor.element_size() * (1 + _MOMENTS * tensor.requires_grad)
+        beside = _is_beside_the_weights(name, adapters)
+        if not beside:
+            final += tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
+        if beside or adapters is None:
+            held += tensor.numel() * tensor.element_size() * (1 + _MOMENTS * tensor.requires_grad)
     kept = written = saves
     if config.keep_checkpoints is not None:
         free_places = max(config.keep_checkpoints + config.keep_best - existing, 0)
         kept, written = min(saves, free_places), min(saves, free_places + 1)
     return RoomNeeded(model=int(final * _MARGIN), checkpoint=int(held * _MARGIN), written=written, kept=kept)
+
+
+def _is_beside_the_weights(name: str, adapters: str | None) -> bool:
+    """Whether a tensor of a model that PEFT has wrapped is none of its weights: an adapter's, or a copy that trains.
+
+    Args:
+        name: Of the tensor.
+        adapters: What names of tensors of adapters hold; None if there are none.
+    """
+    return adapters is not None and (adapters in name or ".modules_to_save." in name)
 
 
 def _check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int = 0) -> None:

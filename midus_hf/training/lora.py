@@ -27,16 +27,25 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     """
     if hasattr(model, "peft_config"):
         raise ValueError("the model is wrapped by PEFT already; expected it as from_pretrained gives it.")
-    memories = recorded_new_memories(model.config)
-    if not (memories or recorded_new_layers(model.config)):
+    whole = names_of_new_modules(model)
+    if not whole:
         raise ValueError(
             f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
             "would train whole; upscale the model first, or make a peft.LoraConfig."
         )
-    stack = model.get_decoder().layers
-    name_of_stack = next(name for name, module in model.named_modules() if module is stack)
-    layers = new_layers(model.config) if recorded_new_layers(model.config) else []
-    whole = [*(f"{name_of_stack}.{layer}" for layer in layers), *attached_modules(model, memories)]
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     options["modules_to_save"] = [*whole, *(options.get("modules_to_save") or [])]
     return LoraConfig(r=r, lora_alpha=lora_alpha, **options)
+
+
+def names_of_new_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the layers and memories that were added to the base; none if its config records none.
+
+    Args:
+        model: As in `lora_config`.
+    """
+    stack = model.get_decoder().layers
+    name_of_stack = next(name for name, module in model.named_modules() if module is stack)
+    layers = new_layers(model.config) if recorded_new_layers(model.config) else []
+    attached = attached_modules(model, recorded_new_memories(model.config))
+    return [*(f"{name_of_stack}.{layer}" for layer in layers), *attached]

@@ -1,14 +1,15 @@
 """One run of pretraining, from its options to the trained model."""
 
-from transformers import PreTrainedModel, default_data_collator
+from functools import partial
+
+from transformers import default_data_collator
 
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
-from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
-from midus_hf.training.run_setup import Chosen, check_request, make_run
+from midus_hf.training.run_setup import check_request, choose_what_trains, make_run
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.sequence_audit import NumberedSequences
 from midus_hf.training.trainer_arguments import training_arguments
@@ -41,7 +42,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
-    request = check_request(config, config.sequence_length, config.trainable)
+    request = check_request(config, config.sequence_length)
     model_config = request.model_config
     banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
     corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size, banks)
@@ -54,9 +55,6 @@ def prepare(config: TrainConfig) -> TrainingRun:
 
     audit = None if not config.audit else audit_of(dataset, config)
 
-    def choose(model: PreTrainedModel) -> Chosen:
-        return model, set_trainable(model, config.trainable, config.frozen)
-
     return make_run(
         config,
         config,
@@ -65,7 +63,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
         dataset if audit is None else NumberedSequences(dataset),
         data_lines=[*describe_corpus(config, dataset), *describe_held_out(held_out, corpus)],
         held_out=held_out,
-        choose=choose,
+        choose=partial(choose_what_trains, config),
         trainer_class=RunTrainer,
         data_collator=default_data_collator,
         audit=audit,

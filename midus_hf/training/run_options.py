@@ -10,6 +10,9 @@ from midus_config.declared_tensors import Role
 Trainable = Literal["auto", "new", "all"] | list[int | Role]
 """What trains: see `RunOptions`."""
 
+AdapterLayers = Literal["base", "new", "all"]
+"""Which layers have adapters: see `RunOptions`."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -32,6 +35,11 @@ class RunOptions:
             what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
             `model_config`. Default: `"auto"`.
         frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.
+        adapters: Adapters of PEFT, a mapping: `method`, what PEFT calls it, by default `lora`; the `layers` that have them; and
+            keys of the method's config, such as `r`, `lora_alpha`, `target_modules`. With `layers: base`, the default, they
+            are on the base, and what is new in an upscaled model trains whole beside them; with `new` on new layers without
+            memory, and with `all` on all layers, and nothing else trains. Targets are all linear layers by default; of
+            `lora`, `r` is 16 and `lora_alpha` 32. What comes out is merged. Default: none, weights train as `trainable` says.
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
             `memory.balance.balance_loss`. Default: 0, none.
         sparse_values: Whether gradients of large value tables are of the rows that a step has read, and AdamW updates these alone;
@@ -85,6 +93,7 @@ class RunOptions:
     output_on_failure: str | None = None
     trainable: Trainable = "auto"
     frozen: list[Role] = dataclasses.field(default_factory=list)
+    adapters: dict[str, Any] | None = None
     balance_loss: float = 0.0
     sparse_values: bool = False
     shard_values: bool = False
@@ -113,6 +122,8 @@ class RunOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        if self.adapters is not None:
+            self._check_beside_adapters("adapters")
         self._check_origin()
         for name in (
             "batch_size",
@@ -174,6 +185,25 @@ class RunOptions:
             )
         if self.model_config is not None and self.trainable == "auto":
             self.trainable = "all"
+
+    def _check_beside_adapters(self, name: str) -> None:
+        """Refuse what says otherwise what trains, beside the option of a name that puts adapters on the model."""
+        for other, value in (("trainable", self.trainable), ("frozen", self.frozen)):
+            if value not in ("auto", []):
+                raise ValueError(
+                    f"{name} is set and {other} is {value!r}; with {name}, adapters and what is new in the model train. "
+                    "Leave one of them out."
+                )
+        if self.model_config is not None:
+            raise ValueError(
+                f"{name} is set and model_config is {self.model_config!r}; adapters are for weights that are trained already. Give "
+                "model, or leave them out."
+            )
+
+    @property
+    def chosen_adapters(self) -> dict[str, Any] | None:
+        """What the run is told of adapters, as `adapters` has it; None if it has none."""
+        return self.adapters
 
     @property
     def eval_texts(self) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Check what is asked of a run, cheapest checks first, and make it ready to start."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 from midus_config.checkpoint_files import RUN_LOG
 from midus_config.locks import Lock
 from midus_hf.training.disk_room import check_room_of_run
+from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import HeldOut, check_held_out
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
@@ -27,7 +29,7 @@ from midus_hf.training.output_folder import check_output, start_output
 from midus_hf.training.precision import hold_for_training
 from midus_hf.training.rates import Rates
 from midus_hf.training.reporting import check_reporting
-from midus_hf.training.run_options import RunOptions, Trainable
+from midus_hf.training.run_options import RunOptions
 from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
@@ -53,13 +55,12 @@ class CheckedRequest:
     tokenizer: PreTrainedTokenizerBase
 
 
-def check_request(config: RunOptions, sequence_length: int, trainable: Trainable) -> CheckedRequest:
+def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
     """Check what can be checked before data and weights are read.
 
     Args:
         config: The options of the run.
         sequence_length: Tokens that the model must have positions for.
-        trainable: What trains, as in `RunOptions`.
 
     Raises:
         ValueError: If the request is wrong.
@@ -67,10 +68,34 @@ def check_request(config: RunOptions, sequence_length: int, trainable: Trainable
     checkpoint = check_output(config)
     check_held_out(config)
     check_reporting(config.report_to)
-    model_config = config_of_run(config, trainable)
+    adapters = config.chosen_adapters
+    model_config = config_of_run(config, config.trainable if adapters is None else "all")
+    if adapters is not None:
+        _check_has_peft()
+        from midus_hf.training.adapter_options import check_adapters
+
+        check_adapters(adapters, model_config)
     check_sequence_length(sequence_length, model_config)
     _check_has_memory(config, model_config)
     return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config))
+
+
+def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
+    """Set what trains in the model, or put adapters on it, as the options say.
+
+    Args:
+        config: The options of the run, as `check_request` has seen them.
+        model: As it was loaded.
+
+    Raises:
+        ValueError: If the model has nothing of what is to train, or cannot have these adapters.
+    """
+    if config.chosen_adapters is None:
+        return model, set_trainable(model, config.trainable, config.frozen)
+    from midus_hf.training.adapters import add_adapters, describe_adapters
+
+    adapted = add_adapters(model, config.chosen_adapters)
+    return adapted, describe_adapters(adapted, config.chosen_adapters)
 
 
 def make_run(
@@ -167,6 +192,13 @@ def _open_output(config: RunOptions) -> Lock | None:
     if refusal[0] is not None:
         raise ValueError(refusal[0])
     return lock
+
+
+def _check_has_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
+        )
 
 
 def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> None:

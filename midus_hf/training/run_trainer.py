@@ -169,7 +169,9 @@ class InRun(AidsMemory):
         """Let the model be one without adapters, if it has any, that computes the same."""
         model: Any = self.model
         if _has_adapters(model):
-            self.model = model.merge_and_unload()
+            from midus_hf.training.adapters import merge_adapters
+
+            self.model = merge_adapters(model)
 
     def save_checkpoint_in(self, folder: Path) -> None:
         """Save a checkpoint of the current step as `checkpoint-N` in a folder, which need not be that of the run.

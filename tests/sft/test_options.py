@@ -32,6 +32,14 @@ def test_a_path_stands_for_the_data_and_a_mapping_names_its_parts(tmp_path):
             {"lora": {}, "trainable": "all"},
             "lora is set and trainable is 'all'; with lora, adapters and what is new in the model",
         ),
+        (
+            {"lora": {}, "adapters": {}},
+            "lora and adapters are both set; lora is a short form of adapters. Leave one out.",
+        ),
+        (
+            {"adapters": {}, "trainable": [3]},
+            "adapters is set and trainable is [3]; with adapters, adapters and what is new",
+        ),
         ({"lora": {}, "trainable": [3]}, "lora is set and trainable is [3]; "),
         ({"lora": {}, "frozen": ["value"]}, "lora is set and frozen is ['value']; "),
         ({"learning_rate": 0}, "learning_rate is 0.0; expected a number above 0."),
@@ -50,3 +58,11 @@ def test_a_model_card_tells_no_local_paths(tmp_path):
     )
     shared = config.to_share(lambda name: name.rpartition("/")[2])
     assert (shared.data.path, shared.chat_template) == ("rows.jsonl", "chatml")
+
+
+def test_the_short_form_of_adapters_stands_for_their_keys_of_peft():
+    short = from_mapping(SftConfig, {**NEEDED, "lora": {"r": 4, "alpha": 8, "dropout": 0.1}})
+    assert short.chosen_adapters == {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1}
+    whole = from_mapping(SftConfig, {**NEEDED, "adapters": {"method": "osf"}})
+    assert whole.chosen_adapters == {"method": "osf"}
+    assert from_mapping(SftConfig, NEEDED).chosen_adapters is None

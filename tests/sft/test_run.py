@@ -192,3 +192,13 @@ def test_named_texts_are_measured_and_told_of(base, chats, tmp_path, capsys):
     for name in texts:
         losses = [event for event in read_log(tmp_path / "out" / "log.jsonl") if f"eval_{name}_loss" in event]
         assert [event["step"] for event in losses] == [0, 2, 3]
+
+
+def test_adapters_of_any_method_train_as_the_short_form_does(base, chats, tmp_path):
+    model, options = base("llama", True), {"trainable": "auto", "max_steps": 2}
+    finetune(sft_config(model, chats, tmp_path / "short", lora=LoraOptions(r=4), **options))
+    finetune(sft_config(model, chats, tmp_path / "keys", adapters={"r": 4}, **options))
+    assert moved(weights(tmp_path / "short"), weights(tmp_path / "keys")) == set()
+    finetune(sft_config(model, chats, tmp_path / "osf", adapters={"method": "osf"}, **options))
+    linear = {name for name in moved(weights(model), weights(tmp_path / "osf")) if name.endswith("_proj.weight")}
+    assert linear == {name for name in weights(model) if name.endswith("_proj.weight")}

@@ -154,3 +154,30 @@ def test_what_a_run_cannot_do_without_is_asked_for(missing):
         ValueError, match=f"config has no '{missing}'; set it in the file, or as {missing}=... after it."
     ):
         from_mapping(TrainConfig, {key: value for key, value in NEEDED.items() if key != missing})
+
+
+def test_words_name_keys_of_adapters(tmp_path):
+    path = write(tmp_path, "model: m\noutput: o\ncorpus: c\nadapters: {method: osf}\n")
+    config = read_config(TrainConfig, path, ["adapters.effective_rank=0.5", "adapters.layers=new"])
+    assert config.adapters == {"method": "osf", "effective_rank": 0.5, "layers": "new"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"trainable": "all"},
+            "adapters is set and trainable is 'all'; with adapters, adapters and what is new in the model train. Leave one of them",
+        ),
+        ({"frozen": ["value"]}, "adapters is set and frozen is ['value']; "),
+        (
+            {"model": None, "model_config": "c", "tokenizer": "t"},
+            "adapters is set and model_config is 'c'; adapters are for weights that are trained already. Give model, or leave them",
+        ),
+        ({"adapters": "osf"}, "adapters is 'osf'; expected a mapping or null."),
+    ],
+    ids=["trainable", "frozen", "config", "no-mapping"],
+)
+def test_what_else_says_what_trains_is_refused_beside_adapters(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_mapping(TrainConfig, {**NEEDED, "adapters": {}, **given})

@@ -1,0 +1,346 @@
+"""Continual pretraining with adapters of PEFT: what trains, what comes out, and what is refused."""
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+from training.block_runs import LEAVES, bank_of, config_of
+from training.test_held_out import LEARNS_THEN_FORGETS
+from training.test_interruption import interrupted
+from training.test_run import exact_log
+from training.tiny_run import EOS_ID, tiny_config, tiny_tokenizer, write_corpus
+from transformers import AutoModelForCausalLM
+
+from midus_hf.evaluation.evaluate import evaluate
+from midus_hf.evaluation.settings import EvaluationSettings
+from midus_hf.training import train
+from midus_hf.training.adapter_options import read_adapters
+from midus_hf.training.adapters import add_adapters
+from midus_hf.training.run import prepare
+from midus_hf.training.training_log import read_log
+from upscalers import upscale
+
+METHODS = {
+    "lora": {"r": 4},
+    "dora": {"method": "lora", "r": 4, "use_dora": True},
+    "osf": {"method": "osf", "effective_rank": 0.5},
+    "vera": {"method": "vera", "r": 8},
+    "hra": {"method": "hra", "r": 4},
+    "oft": {"method": "oft", "oft_block_size": 8, "r": 0},
+    "ia3": {"method": "ia3"},
+}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    first, second = weights(before), weights(after)
+    assert {name: value.dtype for name, value in first.items()} == {
+        name: value.dtype for name, value in second.items()
+    }
+    return {name for name, tensor in first.items() if not torch.equal(tensor, second[name])}
+
+
+def linear(names) -> set[str]:
+    return {name for name in names if name.endswith("_proj.weight")}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("base") / "base")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def copies(base, tmp_path_factory) -> Path:
+    """A model of LLaMA-Pro: its new layers are copies, without memory."""
+    folder = tmp_path_factory.mktemp("copies") / "model"
+    upscale(base=base, method="llama-pro", output=folder, num_new_layers=2, verify=False)
+    return folder
+
+
+@pytest.mark.parametrize("adapters", METHODS.values(), ids=METHODS)
+def test_every_method_trains_the_linear_layers_resumes_and_is_merged(adapters, base, corpus, tmp_path):
+    options = {"adapters": adapters, "max_steps": 4, "eval_text": str(corpus), "eval_every": 2}
+    train(tiny_config(base, corpus, tmp_path / "whole", **options))
+    changed = moved(base, tmp_path / "whole")
+    expected = linear(weights(base))
+    if adapters.get("method") == "ia3":
+        expected = {name for name in expected if re.search("[kv]_proj|down_proj", name)}
+    assert changed == expected
+    interrupted(tiny_config(base, corpus, tmp_path / "parts", **options), 2)
+    train(tiny_config(base, corpus, tmp_path / "parts", resume=True, **options))
+    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "whole")
+    assert moved(tmp_path / "parts", tmp_path / "whole") == set()
+
+
+def test_the_merged_model_computes_what_the_adapted_one_did(base, corpus, tmp_path):
+    run = prepare(tiny_config(base, corpus, tmp_path / "out", max_steps=4, adapters=METHODS["osf"]))
+    prompt = torch.tensor([[5, 9, 12, EOS_ID, 7]])
+    adapted = []
+    merge = run.trainer.merge_adapters
+
+    def note_and_merge() -> None:
+        with torch.no_grad():
+            adapted.append(run.trainer.model.eval()(prompt).logits)
+        merge()
+
+    run.trainer.merge_adapters = note_and_merge
+    run.execute()
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder)(prompt).logits for folder in (tmp_path / "out", base)]
+    torch.testing.assert_close(logits[0], adapted[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits[1], adapted[0], atol=1e-2)
+    assert not list((tmp_path / "out").glob("adapter*"))
+
+
+def test_osf_keeps_the_largest_singular_directions_from_gradients(base):
+    adapted = add_adapters(AutoModelForCausalLM.from_pretrained(base), METHODS["osf"])
+    prompt = torch.tensor([[5, 9, 12, 7]])
+    adapted(input_ids=prompt, labels=prompt).loss.backward()
+    layer = (
+        adapted.get_base_model().model.layers[0].mlp.gate_proj
+    )  # [48, 32]: what is left of V is orthogonal to what is kept
+    left = layer._osf_V_low_init["default"]
+    gradient = layer.osf_svd_params["default"]["V_low"].grad
+    torch.testing.assert_close(gradient @ left.T @ left, gradient)
+    assert gradient.any() and left.shape == (16, 32)
+
+
+@pytest.mark.parametrize("name", ["lora", "osf"])
+def test_of_a_model_in_bfloat16_adapters_are_held_in_float32(name, base, corpus, tmp_path):
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    options = {"adapters": METHODS[name], "precision": "bf16", "max_steps": 4}
+    run = prepare(tiny_config(model, corpus, tmp_path / "out", **options))
+    training = [value for value in run.trainer.model.parameters() if value.requires_grad]
+    assert training and all(value.dtype == torch.float32 for value in training)
+    run.execute()
+    assert moved(model, tmp_path / "out") == linear(weights(model))
+    assert all(value.dtype == torch.bfloat16 for value in weights(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("name", ["lora", "osf"])
+def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscaled, corpus, tmp_path, capsys):
+    model = upscaled("llama")
+    options = {"max_steps": 4, "adapters": METHODS[name]}
+    train(tiny_config(model, corpus, tmp_path / "out", **options))
+    new = {key for key in weights(model) if re.search(r"layers\.[14]\.", key)}
+    assert moved(model, tmp_path / "out") == linear(weights(model)) | new
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Training adapters of method {name} on the base, and what is new in the model whole: " in said
+    assert re.search(r"whole: [\d,]+ of [\d,]+ parameters", said)
+    assert "adapters:\n" in (tmp_path / "out" / "README.md").read_text()
+
+    interrupted(tiny_config(model, corpus, tmp_path / "parts", **options), 2)
+    assert (tmp_path / "parts" / "checkpoint-2" / "adapter_config.json").exists()
+    train(tiny_config(model, corpus, tmp_path / "parts", resume=True, **options))
+    assert exact_log(tmp_path / "parts") == exact_log(tmp_path / "out")
+    assert moved(tmp_path / "parts", tmp_path / "out") == set()
+    other = {**options, "adapters": {**METHODS[name], "layers": "all"}}
+    with pytest.raises(ValueError, match=r"adapters is \{.*'layers': 'all'\}, but the run to resume has \{"):
+        prepare(tiny_config(model, corpus, tmp_path / "parts", resume=True, **other))
+
+
+def test_the_best_of_a_run_with_adapters_is_merged(base, corpus, tmp_path):
+    held_out = write_corpus(tmp_path / "held_out", documents=3, length=100)
+    options = {**LEARNS_THEN_FORGETS, "eval_text": str(held_out), "keep_best": True}
+    options |= {"trainable": "auto", "adapters": {"r": 8, "lora_alpha": 64}, "schedule": "constant_with_warmup"}
+    few = write_corpus(tmp_path / "texts", documents=1, length=40)
+    result = train(tiny_config(base, few, tmp_path / "out", **options))
+    losses = {e["step"]: e["eval_loss"] for e in read_log(tmp_path / "out" / "log.jsonl") if "eval_loss" in e}
+    assert result.best_step == min((step for step in losses if step), key=losses.get) < 24
+    report = evaluate([str(tmp_path / "out")], EvaluationSettings(text=str(held_out), device="cpu"))
+    perplexity = report["models"][0]["perplexity"]["perplexity"]
+    assert perplexity == pytest.approx(math.exp(losses[result.best_step]), rel=1e-4)
+
+
+def test_blocks_of_a_bank_are_new_and_train_beside_them(models, assigned, tmp_path, capsys):
+    config = config_of(models / "hier-ffn", assigned, tmp_path / "out", trainable="auto", adapters={"r": 4})
+    train(config)
+    assert moved(models / "hier-ffn", tmp_path / "out") == linear(weights(models / "hier-ffn"))
+    bank = bank_of(tmp_path / "out")
+    assert (bank.written(1), bank.written(2)) == ([0, 1], LEAVES)
+    assert "; and the blocks of the bank, " in " ".join(capsys.readouterr().out.split())
+
+    options = {"trainable": "auto", "adapters": {"r": 4, "layers": "all"}}
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "all", **options))
+    assert not bank_of(tmp_path / "all").written(1)
+
+
+@pytest.mark.parametrize("method", ["lora", "osf", "vera"])
+def test_they_may_be_on_new_layers_alone_or_on_all(method, copies, corpus, tmp_path, capsys):
+    for layers, said in (("new", "the new layers alone"), ("all", "all layers")):
+        adapters = {**METHODS[method], "layers": layers}
+        train(tiny_config(copies, corpus, tmp_path / layers, max_steps=4, adapters=adapters))
+        assert f"Training adapters of method {method} on {said}: " in " ".join(capsys.readouterr().out.split())
+    every = linear(weights(copies))
+    assert moved(copies, tmp_path / "all") == every
+    new = {name for name in every if re.search(r"layers\.[25]\.", name)}
+    assert len(new) == 14 and moved(copies, tmp_path / "new") == new
+
+
+@pytest.mark.parametrize(
+    ("targets", "kinds"),
+    [(["q_proj", "mlp.up_proj"], {"q_proj", "up_proj"}), (r".*\.[qk]_proj", {"q_proj", "k_proj"})],
+    ids=["names", "pattern"],
+)
+def test_targets_are_looked_for_in_the_layers_that_are_asked_for(targets, kinds, copies):
+    adapted = add_adapters(AutoModelForCausalLM.from_pretrained(copies), {"layers": "new", "target_modules": targets})
+    found = {name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    assert {tuple(name.split(".")[4::2]) for name in found} == {
+        (layer, kind) for layer in ("2", "5") for kind in kinds
+    }
+
+
+def test_defaults_are_those_of_the_short_form_and_numbers_without_a_point_are_numbers():
+    assert read_adapters({}).given == {
+        "r": 16,
+        "lora_alpha": 32,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+    }
+    choice = read_adapters({"method": "vera", "d_initial": "1e-2", "r": "8e0"})
+    assert (choice.config().d_initial, choice.config().r) == (0.01, 8)
+    assert "target_modules" not in read_adapters({"method": "ia3"}).given
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        ({"method": "lorra"}, "does not have. Did you mean 'lora'"),
+        ({"method": 3}, "adapters.method is 3, which PEFT "),
+        ({"rank": 4}, "adapters of method 'lora' have no option 'rank'. Did you mean 'rank_pattern'"),
+        ({"method": "osf", "efective_rank": 4}, "have no option 'efective_rank'. Did you mean 'effective_rank'"),
+        ({"inference_mode": True}, "adapters of method 'lora' have no option 'inference_mode'."),
+        ({"r": "many"}, "adapters.r is 'many'; expected a whole number."),
+        ({"layers": "old"}, "adapters.layers is 'old'; expected one of: base, new, all."),
+        (
+            {"method": "prompt_tuning"},
+            "adapters.method is 'prompt_tuning', whose result cannot be merged into the weights, as what comes out of a run is (it "
+            "adds to what layers read or compute, and changes none); expected one that changes weights, such as lora or osf.",
+        ),
+        ({"method": "xlora"}, "adapters.method is 'xlora', whose result cannot be merged"),
+        ({"method": "adaption_prompt"}, "adapters.method is 'adaption_prompt', whose result cannot be merged"),
+        (
+            {"method": "adalora"},
+            "adapters.method is 'adalora', whose ranks are allotted by a call after every step, which the Trainer does not make; "
+            "expected another, such as lora.",
+        ),
+        (
+            {"layers": "new"},
+            "adapters.layers is 'new', but the config of this llama model records no new layers in upscale.new_layers; upscale the "
+            "model first, or set adapters.layers: base.",
+        ),
+        (
+            {"method": "lily"},
+            "adapters.method is 'lily', whose result cannot be merged into the weights, as what comes out of a run",
+        ),
+        (
+            {"method": "beft"},
+            "(Base layer has no bias, cannot merge bias adapter default); expected one that changes weights",
+        ),
+        ({"target_modules": ["nothing"]}, "adapters of method 'lora' cannot be put on this model: Target modules "),
+        ({"method": "miss"}, "adapters of method 'miss' cannot be put on this model: `r` (64) must be less than"),
+    ],
+    ids=[
+        "unknown",
+        "number",
+        "unknown-key",
+        "unknown-key-of-osf",
+        "record",
+        "no-number",
+        "layers",
+        "prompts",
+        "no-targets",
+        "prompts-within",
+        "stepped",
+        "nothing-new",
+        "unmerged",
+        "unmerged-here",
+        "no-module",
+        "too-large",
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(adapters, message, base, corpus, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(tiny_config(base, corpus, tmp_path / "out", adapters=adapters))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "message"),
+    [
+        (
+            "memory",
+            {"layers": "new"},
+            "adapters.layers is 'new', but the new layers of this midus_llama model hold memory, whose values adapters cannot train; "
+            "set adapters.layers: base, where they train whole.",
+        ),
+        (
+            "memory",
+            {"method": "trainable_tokens", "token_indices": [3]},
+            "adapters.method is 'trainable_tokens', beside which PEFT trains nothing whole, but what is new in this midus_llama "
+            "model has to; expected another method, or adapters.layers: all.",
+        ),
+        (
+            "copies",
+            {"layers": "new", "target_modules": ["nothing"]},
+            "adapters.target_modules is ['nothing'], which no modules of the new layers [2, 5] match; expected names in them, such "
+            "as q_proj.",
+        ),
+        (
+            "copies",
+            {"layers": "new", "method": "ia3"},
+            "adapters.layers is 'new' and adapters.method 'ia3', for which PEFT chooses modules itself; give adapters.target_modules",
+        ),
+        (
+            "copies",
+            {"layers": "new", "method": "oft", "oft_block_size": 8, "r": 0},
+            "adapters.method is 'oft', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are zero "
+            "at first; expected one that adds to weights, such as osf or lora without use_dora, or other adapters.layers.",
+        ),
+        (
+            "copies",
+            {"layers": "all", "use_dora": True},
+            "adapters.method is 'lora', which with these options cannot train model.layers.2.self_attn.o_proj, whose weights are",
+        ),
+    ],
+    ids=["memory", "nothing-whole", "no-targets", "own-targets", "multiplied", "divided"],
+)
+def test_what_new_layers_cannot_have_is_refused(kind, adapters, message, upscaled, copies, corpus, tmp_path):
+    model = copies if kind == "copies" else upscaled("llama")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(tiny_config(model, corpus, tmp_path / "out", adapters=adapters))
+
+
+def test_without_peft_it_is_named(base, corpus, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    message = "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(tiny_config(base, corpus, tmp_path / "out", adapters={}))
+
+
+@pytest.mark.parametrize("name", ["lora", "osf"])
+def test_room_is_made_for_checkpoints_of_adapters_and_for_the_merged_model(name, upscaled, corpus, tmp_path):
+    options = {"save_every": 2, "max_steps": 2}
+    plain = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "plain", trainable="new", **options)).room
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", adapters=METHODS[name], **options))
+    assert run.room.model == plain.model
+    run.execute()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    tensors = (checkpoint / "adapter_model.safetensors").stat().st_size
+    state = torch.load(checkpoint / "optimizer.pt")["state"].values()
+    moments = sum(value.nbytes for each in state for key, value in each.items() if key != "step")
+    assert run.room.checkpoint == pytest.approx(tensors + moments, rel=0.15)
