@@ -216,6 +216,25 @@ def strip(
         print_stripped(result)
 
 
+@app.command()
+def shuffle(
+    model: Annotated[str, typer.Argument(help="An upscaled checkpoint with memory, trained or not.", metavar="DIR")],
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    seed: Annotated[int, typer.Option(help="Of the orders.", metavar="N")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    json_: Json = False,
+) -> None:
+    """Permute the rows of a memory's values: a control, of which addresses have lost their meaning."""
+    from upscalers.console import Console, print_shuffled
+    from upscalers.controls.shuffling import shuffle as shuffle_checkpoint
+
+    result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
+    if json_:
+        print(json.dumps(result))
+    else:
+        print_shuffled(result)
+
+
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
     parsed = {}
     for setting in settings:

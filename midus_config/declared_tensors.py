@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 Role = Literal["key", "value", "transform", "projection", "norm", "gate", "router", "buffer"]
 """What a tensor of a memory is.
 
-`key`: compared with queries. `value`: what is retrieved. `transform`: makes values from others. `projection`: any other
-linear map. `norm`: gain or bias of a norm. `gate`: scales what a memory returns. `router`: chooses parts of a memory.
-`buffer`: no parameter.
+`key`: compared with queries. `value`: what is retrieved, a row for each slot in the dimension before the last. `transform`:
+makes values from others. `projection`: any other linear map. `norm`: gain or bias of a norm. `gate`: scales what a memory
+returns. `router`: chooses parts of a memory. `buffer`: no parameter.
 """
 
 

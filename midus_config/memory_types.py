@@ -1,8 +1,8 @@
 """What a type of memory is: its options, its tensors, the sites it can take; and the table of types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from midus_config.declared_tensors import DeclaredTensor, Role
 from midus_config.fetched_blocks import FetchedBlocks
@@ -23,6 +23,10 @@ residual stream behind another.
 SITES: tuple[Site, ...] = get_args(Site)
 ROLES: tuple[Role, ...] = get_args(Role)
 
+DeclaredControl = Literal["one-row", "random-slots"]
+"""A memory with its addressing taken away by its options. `one-row`: it has a single row, per head where heads have rows of their
+own, so that there is nothing to choose. `random-slots`: what it reads is drawn for each token, whatever the token holds."""
+
 
 @dataclass(kw_only=True)
 class MemoryOptions:
@@ -38,6 +42,11 @@ class MemoryOptions:
     """The sites that the memory can take, its usual one first."""
     attends: ClassVar[bool] = False
     """Whether a memory inside attention attends in its place, to what earlier layers wrote as well."""
+    controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = {}
+    """The controls that options make of it, each by the options that take the place of others.
+    `midus_config.controls.controls_of` adds those that follow from roles."""
+    value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
+    """Roles of the tensors that make what is retrieved: they train where addresses are frozen."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -255,6 +264,8 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
         raise ValueError(
             f"memory type {name!r} has the option {taken[0]!r}, which says what or where a memory is; choose another name."
         )
+    for control, changes in cls.controls.items():
+        _check_control(name, cls, control, changes)
     for tensor_name, tensor in sample_tensors(cls):
         parent, _, leaf = tensor_name.rpartition(".")
         if not leaf.isidentifier() or (parent and (leaf != "weight" or not parent.isidentifier())):
@@ -280,3 +291,19 @@ def _check_declaration(name: str, cls: type[MemoryOptions]) -> None:
             raise ValueError(
                 f"memory type {name!r} gives {tensor_name} the role {tensor.role!r}; expected one of {', '.join(ROLES)}."
             )
+
+
+def _check_control(name: str, cls: type[MemoryOptions], control: str, changes: Mapping[str, Any]) -> None:
+    """Refuse a control that there is not, or one whose options the type does not take."""
+    if control not in get_args(DeclaredControl):
+        raise ValueError(
+            f"memory type {name!r} declares the control {control!r}; expected one of {', '.join(get_args(DeclaredControl))}."
+        )
+    unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
+    if unknown or not changes:
+        what = f"the option {unknown[0]!r}, which it does not have" if unknown else "no option"
+        raise ValueError(f"the control {control!r} of memory type {name!r} sets {what}; expected some of its own.")
+    try:
+        cls(**changes)
+    except ValueError as error:
+        raise ValueError(f"the control {control!r} of memory type {name!r} cannot be built: {error}") from None

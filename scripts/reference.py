@@ -21,6 +21,8 @@ MODULES = {
     "upscalers.chapters.quantising": ["quantise"],
     "upscalers.chapters.exporting": ["export"],
     "upscalers.chapters.listing": ["list_chapters"],
+    "upscalers.controls.shuffling": ["shuffle"],
+    "midus_config.controls": ["controls_of", "Change"],
     "midus_hf.training": [],
     "midus_hf.sft": [],
     "midus_hf.memory": [],

@@ -21,6 +21,7 @@ ROOMS = (
     "runs",
     "chapters",
     "banks",
+    "controls",
 )
 """Each may import those before it."""
 

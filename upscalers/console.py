@@ -204,6 +204,8 @@ def print_inspection(inspection: dict[str, Any]) -> None:
     _add(table, "seed", str(inspection["seed"]))
     for edit in inspection.get("chapter_edits", []):
         _add(table, "edited", f"midus-chapters {edit['command']}, chapters {edit['chapters']} of {edit['memory']}")
+    for shuffled in inspection.get("shuffles", []):
+        _add(table, "shuffled", f"rows of values of {', '.join(shuffled['memories'])}, seed {shuffled['seed']}")
     _add(
         table, "parameters", f"{inspection['parameters']['total']:,}, of them new {inspection['parameters']['new']:,}"
     )
@@ -245,6 +247,15 @@ def print_stripped(result: dict[str, Any]) -> None:
         f"Its weights {_confirmation(result, 'are')}.",
         markup=False,
     )
+
+
+def print_shuffled(result: dict[str, Any]) -> None:
+    """Which memories were shuffled, and whether the model computes what it did."""
+    ending = (
+        "all are zero, so that the model computes what it did" if result["same_function"] else "no row where it was"
+    )
+    words = f"rows of {result['tables']} tables of values of {', '.join(result['memories'])} shuffled by seed {result['seed']}"
+    RichConsole().print(f"{result['output']}: {words}; {ending}.", markup=False, soft_wrap=True)
 
 
 def _removed(layers: Sequence[int], memories: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from midus_config.flops.rules import (
     router_losses,
     top_k,
 )
+from midus_config.memories.addressing import RANDOM_SLOTS, Addressing
 from midus_config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -49,6 +50,12 @@ class ChaptersOptions(MemoryOptions):
     """
 
     sites = ("behind-attention", "behind-layer")
+    controls = {
+        "one-row": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
+        **RANDOM_SLOTS,
+    }
+    # The output projection starts at zero, so that nothing would be added without it; it has the role of the other projections.
+    value_roles = ("value", "transform", "projection")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": PAPER,
         "released-adapter": {
@@ -100,6 +107,11 @@ class ChaptersOptions(MemoryOptions):
     router_z_loss_coef: float = option(0.001, "of the mean squared log-sum-exp of router logits, likewise")
     balance: Literal["released", "per-choice"] = option(
         "released", "scale of the load-balance loss: k where chapters are chosen evenly, or, divided by k, 1"
+    )
+    addressing: Addressing = option(
+        "content",
+        "what routers choose chapters by. content: what is pooled; random: a vector that is drawn anew for every choice and pass, of "
+        "the length of what is pooled, so that it says nothing of the text: a control",
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
 from midus_config.flops.rules import linear
+from midus_config.memories.addressing import RANDOM_SLOTS
 from midus_config.memories.keys import sub_key_flops, sub_keys
 from midus_config.memories.retrieval import RetrievalOptions
 from midus_config.memory_types import register_memory_type
@@ -21,6 +22,8 @@ class HeadwiseOptions(RetrievalOptions):
     Values start at zero, so that the memory returns zero. Everything else starts non-zero, so that gradients reach the
     values: the paper gives the values alone. Transforms are normal with variance 1 / v, which keeps the scale of a value.
     """
+
+    controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}
 
     n: int = option(64, "sub-keys per side; every head addresses n * n slots")
     values: Literal["expanded", "shared", "own"] = option(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from midus_config.declared_tensors import DeclaredTensor
 from midus_config.flops.rules import linear, top_k
+from midus_config.memories.addressing import RANDOM_SLOTS
 from midus_config.memories.keys import key_initial
 from midus_config.memories.shared_values import SharedValueOptions
 from midus_config.memory_types import register_memory_type
@@ -15,6 +16,8 @@ from midus_config.options import option
 @dataclass(kw_only=True)
 class LinearOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 4 and 5)."""
+
+    controls = {"one-row": {"slots": 1, "k": 1}, **RANDOM_SLOTS}
 
     slots: int = option(4096, "values, and keys per head")
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from midus_config.declared_tensors import DeclaredTensor
+from midus_config.memories.addressing import RANDOM_SLOTS
 from midus_config.memories.keys import sub_key_flops, sub_keys
 from midus_config.memories.shared_values import SharedValueOptions
 from midus_config.memory_types import register_memory_type
@@ -14,6 +15,8 @@ from midus_config.options import option
 @dataclass(kw_only=True)
 class ProductKeyOptions(SharedValueOptions):
     """Size of the memory (MIDUS, equations 11 to 15; Lample et al. 2019)."""
+
+    controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}
 
     n: int = option(64, "sub-keys per side; every head addresses the same n * n values")
 

@@ -1,12 +1,14 @@
 """What memories that retrieve slots have in common: how many slots, the norm of queries, a gate."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from midus_config.declared_tensors import ONES, ZEROS, DeclaredTensor
 from midus_config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear
-from midus_config.memory_types import InsertedOptions
+from midus_config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
+from midus_config.memory_types import DeclaredControl, InsertedOptions
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
 
@@ -26,6 +28,7 @@ class RetrievalOptions(InsertedOptions):
     """
 
     sites = ("inserted",)
+    controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = RANDOM_SLOTS
 
     k: int = option(4, "slots retrieved per head and token")
     query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
@@ -34,6 +37,7 @@ class RetrievalOptions(InsertedOptions):
         "none", "a sigmoid of the attention output that scales what a token retrieves, or what each head of it does"
     )
     inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
+    addressing: Addressing = option("content", ADDRESSING_HELP)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):

@@ -14,6 +14,7 @@ from midus_config.declared_tensors import (
     Uniform,
 )
 from midus_config.flops.rules import ACTIVATIONS, SOFTMAX, linear, rms_norm, top_k
+from midus_config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
 from midus_config.memories.table_sharing import TableSharing
 from midus_config.memories.ultramem_statistics import ScoreStatistics, UniformCores, best_scores
 from midus_config.memory_types import MemoryOptions, SharedTables, register_memory_type
@@ -37,6 +38,8 @@ class UltraMemOptions(MemoryOptions):
     """
 
     sites = ("beside-ffn", "skip")
+    controls = {"one-row": {"n": 1, "key_pairs": 1, "k": 1, "side_k": None, "share": "none"}, **RANDOM_SLOTS}
+    value_roles = ("value",)  # the core, its one transform, mixes scores
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "memory-plus": {
             "n": 1024,
@@ -91,6 +94,7 @@ class UltraMemOptions(MemoryOptions):
     balance_coef: float = option(0.0, "beta of the loss that evens out how often keys are chosen (equation 25)")
     penalty_coef: float = option(0.0, "alpha of the loss on the smaller singular values of cores (equation 23)")
     penalty_margin: float = option(0.15, "tau, up to which singular values cost nothing")
+    addressing: Addressing = option("content", ADDRESSING_HELP)
 
     def __post_init__(self) -> None:
         for name in ("n", "key_pairs", "rank", "k", "heads"):

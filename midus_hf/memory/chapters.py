@@ -12,6 +12,7 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.chapter_pooling import Pooled, Routing, pool_chunks, pool_prompt, pool_sequence, pool_tokens
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.router_losses import balance_loss, z_loss
 from midus_hf.memory.router_report import RouterReport
@@ -115,10 +116,11 @@ class Chapters(MemoryModule):
     ) -> Routing:
         """Choose chapters; arguments as those of `forward`. Nothing is changed."""
         pooled = self._pool(hidden_states, tokens or TokenPlaces(), state, prompt_mask)
+        states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         with without_autocast(hidden_states.device.type):
             logits = nn.functional.linear(
-                pooled.states.to(wide), self.router_weight.to(wide), self.router_bias.to(wide)
+                states.to(wide), self.router_weight.to(wide), self.router_bias.to(wide)
             )  # [B, U, C]
         shared = self.options.shared_chapters
         best = logits[..., shared:].topk(self.options.k, dim=-1)

@@ -35,7 +35,8 @@ class HeadwiseMemory(RetrievalMemory):
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        return self.normalised(attention_output.unflatten(-1, (self.num_heads, self.head_dim)), track_statistics)
+        query = attention_output.unflatten(-1, (self.num_heads, self.head_dim))
+        return self.addressed(self.normalised(query, track_statistics))
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
@@ -81,8 +82,14 @@ class HeadwiseMemory(RetrievalMemory):
     def extra_repr(self) -> str:
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}
         sizes |= {"n": self.n, "k": self.k}
-        words = {"values": self.values, "query_norm": self.query_norm, "gate": self.gate}
-        chosen: dict[str, Any] = {name: value for name, value in words.items() if value not in ("expanded", "none")}
+        words = {
+            "values": self.values,
+            "query_norm": self.query_norm,
+            "gate": self.gate,
+            "addressing": self.addressing,
+        }
+        usual = ("expanded", "none", "content")
+        chosen: dict[str, Any] = {name: value for name, value in words.items() if value not in usual}
         if self.temperature != 1:
             chosen["temperature"] = self.temperature
         return ", ".join(f"{name}={value}" for name, value in (sizes | chosen).items())

@@ -5,6 +5,7 @@ from torch import nn
 
 from midus_config.memories.retrieval import RetrievalOptions
 from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule
 
 _BATCH_MOMENTUM, _EPS = 0.1, 1e-5
@@ -31,6 +32,7 @@ class RetrievalMemory(MemoryModule):
         self.num_heads, self.query_width = sizes.num_heads, options.query_width(sizes)
         self.k, self.query_norm = options.k, options.query_norm
         self.temperature, self.gate = options.temperature, options.gate
+        self.addressing = options.addressing
 
     @property
     def num_slots(self) -> int:
@@ -78,6 +80,10 @@ class RetrievalMemory(MemoryModule):
             mean, variance = self._batch_statistics(wide, track_statistics)
         scaled = (wide - mean) * torch.rsqrt(variance + _EPS)
         return (scaled * self.query_norm_weight.to(wide.dtype) + self.query_norm_bias.to(wide.dtype)).to(query.dtype)
+
+    def addressed(self, query: torch.Tensor) -> torch.Tensor:
+        """What slots are looked up by `[..., H, query_width]`: the query, or where addressing is random one that is drawn."""
+        return query if self.addressing == "content" else random_directions(query)
 
     def gated(self, attention_output: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Scale what was retrieved.

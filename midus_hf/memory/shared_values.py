@@ -19,7 +19,8 @@ class SharedValueMemory(RetrievalMemory):
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         query = self.query_projection(attention_output)  # [B, T, D]
-        return self.normalised(query.unflatten(-1, (self.num_heads, self.query_width)), track_statistics)
+        query = query.unflatten(-1, (self.num_heads, self.query_width))
+        return self.addressed(self.normalised(query, track_statistics))
 
     def forward(
         self, attention_output: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto"

@@ -9,6 +9,7 @@ from torch import nn
 
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import recomputing
 from midus_hf.memory.router_report import RouterReport
@@ -112,6 +113,8 @@ class UltraMem(MemoryModule):
         options = self.options
         query = self.query_projection(hidden_states)
         query = query.unflatten(-1, (2, options.heads, options.rank, self.key_width))  # [B, T, 2, H, r, D_k]
+        if options.addressing == "random":
+            query = random_directions(query)
         if options.scoring == "sum":
             row_keys, column_keys = self.row_keys[:, 0, :, 0], self.column_keys[:, 0, :, 0]  # [H, n, D_k]
             joined = query.squeeze(-2).movedim(-3, -2).flatten(-2)  # [B, T, H, 2 * D_k]

@@ -1,8 +1,6 @@
 """One edit of a checkpoint's chapters: another checkpoint, whose other tensors and files are the same bytes."""
 
 import importlib.metadata
-import json
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,21 +12,13 @@ from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
 from upscalers.chapters.edit_record import Edit, edited_card, edited_config
 from upscalers.chapters.numbers import written
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
-from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
+from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.checkpoint.source import CARD_FILE, copy_travelling_files, resolve_source
+from upscalers.checkpoint.source import resolve_source
 from upscalers.landing.output_folder import OutputFolder
-from upscalers.landing.ownership import code_files
-from upscalers.record.provenance import (
-    EDITS_KEY,
-    read_config_entry,
-    read_plan,
-    read_record,
-    write_record,
-)
+from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
-from upscalers.runs.code import write_code_of
-from upscalers.tensors.recipes import Copy
+from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 
@@ -110,7 +100,7 @@ def edit_checkpoint(
             "banks": [bank.number for bank in banks],
             **decided.asked,
         }
-        shards = _shards(opened, decided)
+        shards = edited_shards(opened, decided.tensors)
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
         folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
         folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
@@ -119,7 +109,13 @@ def edit_checkpoint(
             writer = CheckpointWriter({**opened.tensors, **decided.sources}, scan=False, progress=progress)
             done = writer.write(partial, shards)
             carry_banks(source.folder, partial, opened.memories.banks)
-            _write_siblings(source.folder, partial, edited_config(config, memory.name, decided.options, edit), edit)
+            write_siblings(
+                source.folder,
+                partial,
+                edited_config(config, memory.name, decided.options, edit),
+                lambda record: {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]},
+                lambda card: edited_card(card, edit),
+            )
             open_base(partial)
             folder.commit()
     return {
@@ -134,30 +130,3 @@ def edit_checkpoint(
         "bytes_written": done.bytes_written,
         "seconds": time.perf_counter() - started,
     }
-
-
-def _shards(model: BaseModel, decided: Decided) -> dict[str, list[OutputTensor]]:
-    """The tensors of the result in the files that they were in, in their order."""
-    shards: dict[str, list[OutputTensor]] = {}
-    for name, stored in sorted(model.tensors.items(), key=lambda item: (str(item[1].file), item[1].start)):
-        assert stored.file is not None
-        kept = [OutputTensor(name, Copy(stored.shape, name), stored.dtype)]
-        shards.setdefault(stored.file.name, []).extend(decided.tensors.get(name, kept))
-    return shards
-
-
-def _write_siblings(folder: Path, partial: Path, config: dict[str, Any], edit: Edit) -> None:
-    """Write what lies beside the weights: what knows of chapters as it is now, all else as it was."""
-    copy_travelling_files(folder, partial)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    record, card = read_record(folder), folder / CARD_FILE
-    if record is not None:
-        write_record(partial, {**record, EDITS_KEY: [*(record.get(EDITS_KEY) or []), edit]})
-    if card.is_file():
-        text = edited_card(card.read_text(encoding="utf-8"), edit)
-        (partial / CARD_FILE).write_text(text, encoding="utf-8")
-    code = code_files(folder)
-    for file in code:
-        shutil.copyfile(file, partial / file.name)
-    if config.get("auto_map") and not code:  # the hub's client fetches none
-        write_code_of(partial)

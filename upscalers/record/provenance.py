@@ -19,6 +19,7 @@ CONFIG_KEY = "upscale"
 STRIPPED_KEY = "stripped"
 DIGEST_KEY = "base_sha256"
 EDITS_KEY = "chapter_edits"
+SHUFFLES_KEY = "shuffles"
 
 
 def config_entry(method: Method, base: BaseModel, plan: Plan, seed: int, memories: Memories) -> Config:

@@ -9,6 +9,7 @@ from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.describe import describe_layer
 from upscalers.record.provenance import (
     EDITS_KEY,
+    SHUFFLES_KEY,
     STRIPPED_KEY,
     has_config_entry,
     read_config_entry,
@@ -26,7 +27,8 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
     Returns:
         `{"model", "method", "base", "options", "seed", "trainable", "causal", "model_type", "memory", "parameters", "layers",
         "measurements"}`, `parameters` with `fetched` and `bank` as well where texts fetch blocks, `layers` with `{"index", "new",
-        "from", "parameters"}` per layer. Where chapters were edited, `"chapter_edits"` has the edits. What `strip` gave back has
+        "from", "parameters"}` per layer. Where chapters were edited, `"chapter_edits"` has the edits, and where
+        rows of values were shuffled, `"shuffles"` has each time. What `strip` gave back has
         `"stripped"` as well, `{"model", "method", "removed_layers", "base_confirmed", "differing_tensors"}`, and where no
         upscaling is left in it, beside that nothing but `{"model", "model_type", "num_layers", "parameters"}`.
 
@@ -83,7 +85,7 @@ def inspect_checkpoint(model: str | Path) -> dict[str, Any]:
             },
             "layers": layers,
             "measurements": record.get("measurements") or [],
-            **({EDITS_KEY: entry[EDITS_KEY]} if entry.get(EDITS_KEY) else {}),
+            **{key: entry[key] for key in (EDITS_KEY, SHUFFLES_KEY) if entry.get(key)},
             **stripped,
         }
 

@@ -1,0 +1,126 @@
+"""Models whose memories draw what they read: checkpointed, compiled, generated with, and twice the same from one seed."""
+
+import pytest
+import torch
+from models.chapter_models import chapter_model
+from models.test_activation_checkpointing import enable_checkpointing, loss_and_gradients
+from models.ultramem_models import ultramem_model
+from models.upscaled import upscaled_model
+from tiny import prompt
+
+from midus_hf.memory.kept_values import kept_values
+
+
+def inserted(memory_type):
+    return lambda family, **options: upscaled_model(
+        family, memory_type=memory_type, memory_options={"addressing": "random", **options}
+    )
+
+
+MODELS = {
+    "headwise": inserted("headwise"),
+    "product-key": inserted("product-key"),
+    "linear": inserted("linear"),
+    "ultramem": lambda family, **options: ultramem_model(family, dtype=torch.float32, addressing="random", **options),
+    "memory-plus": lambda family: ultramem_model(family, "memory-plus", dtype=torch.float32, addressing="random"),
+    "chapters": lambda family, **options: chapter_model(family, dtype=torch.float32, addressing="random", **options),
+}
+
+
+@pytest.fixture(params=MODELS)
+def made(request):
+    """Makes a model of each kind, in turn."""
+    return MODELS[request.param]
+
+
+@pytest.fixture
+def no_graphs_of_other_tests():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def logits(model, seed=0):
+    torch.manual_seed(seed)
+    return model(prompt(), use_cache=False).logits
+
+
+def test_one_seed_gives_the_same_logits_in_training_and_evaluation_alike(made, family):
+    model = made(family)
+    for training in (True, False):
+        model.train(training)
+        first, second, other = logits(model), logits(model), logits(model, seed=1)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, other)
+
+
+CHECKPOINTED = [
+    (kind, reentrant) for kind in MODELS for reentrant in (False, True) if (kind, reentrant) != ("chapters", True)
+]
+"""Routers with losses refuse reentrant checkpointing, random or not."""
+
+
+@pytest.mark.parametrize(("kind", "use_reentrant"), CHECKPOINTED)
+def test_a_layer_that_is_computed_twice_reads_the_same_slots(kind, family, use_reentrant):
+    model = MODELS[kind](family)
+    torch.manual_seed(0)
+    loss, gradients = loss_and_gradients(model)
+    enable_checkpointing(model, use_reentrant)
+    torch.manual_seed(0)
+    checkpointed_loss, checkpointed = loss_and_gradients(model)
+    assert torch.equal(checkpointed_loss, loss) and checkpointed.keys() == gradients.keys()
+    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in gradients.items())
+    torch.manual_seed(1)
+    assert not torch.equal(loss_and_gradients(model)[0], loss)
+
+
+def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
+    model = made("llama")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = loss_and_gradients_from(model, model)
+    for (name, gradient), other in zip(
+        expected.items(), loss_and_gradients_from(model, compiled).values(), strict=True
+    ):
+        torch.testing.assert_close(other, gradient, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}")
+
+
+def loss_and_gradients_from(model, forward):
+    """The loss of one seed, and what has a gradient."""
+    torch.manual_seed(0)
+    model.train().zero_grad()
+    loss = forward(input_ids=prompt(), labels=prompt(), use_cache=False).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def test_tokens_are_generated_with_kept_values_and_a_cache(made, family):
+    model = made(family)
+    written = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        written.append(model.generate(prompt(8), max_new_tokens=6, do_sample=False))
+    assert written[0].shape == (2, 14) and torch.equal(*written)
+    with torch.no_grad(), kept_values(model):
+        kept = logits(model)
+    torch.testing.assert_close(kept, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def test_a_batch_norm_learns_the_statistics_of_what_would_be_asked():
+    statistics = []
+    for addressing in ("content", "random"):
+        model = upscaled_model(
+            "llama", memory_type="product-key", new_layers=(1,), memory_options={"addressing": addressing}
+        ).train()
+        model(prompt(), use_cache=False)
+        statistics.append(model.model.layers[1].memory.query_mean.clone())
+    assert torch.equal(*statistics) and statistics[0].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"balance_coef": 0.1}], ids=["none", "balanced"])
+def test_losses_of_keys_and_routers_are_finite(options):
+    tables = ultramem_model(dtype=torch.float32, addressing="random", penalty_coef=0.1, **options).train()
+    chapters = chapter_model(dtype=torch.float32, addressing="random").train()
+    for model in (tables, chapters):
+        assert model(prompt(), labels=prompt(), use_cache=False).loss.isfinite()

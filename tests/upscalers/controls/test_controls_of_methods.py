@@ -1,0 +1,73 @@
+"""The null controls of every method that gives a memory: each is the base at the start, and trains what it should."""
+
+import json
+
+import pytest
+import torch
+
+from midus_config.controls import controls_of
+from midus_hf.training import set_trainable
+from tests.upscalers.checkpoints import load, logits
+from upscalers import upscale
+from upscalers.checkpoint.base_model import open_base
+from upscalers.controls.shuffling import shuffle
+
+METHODS = {
+    "midus-hml": {"n": 4, "k": 2},
+    "midus-pkm": {"n": 4, "k": 2},
+    "midus-linear": {"slots": 6, "k": 2},
+    "moc": {"memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4},
+    "ultramem-v2": {"n": 8, "k": 4, "share": "ring:4"},
+}
+"""Those whose memories retrieve rows, and small sizes."""
+
+
+def controls(folder):
+    """The controls of the one memory of a checkpoint."""
+    memories = open_base(folder).memories
+    (entry,) = memories.entries
+    return controls_of(entry.options, memories.sizes, entry.layers)
+
+
+@pytest.mark.parametrize("control", ["one-row", "random-slots"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_control_by_options_computes_what_the_base_computes(method, control, family, shared_base, tmp_path):
+    base = shared_base(family)
+    usual = upscale(base=base, method=method, output=tmp_path / "usual", options=METHODS[method], verify=False)
+    change = controls(tmp_path / "usual")[control]
+    options = {**METHODS[method], **change.options}
+    report = upscale(base=base, method=method, output=tmp_path / "out", options=options)
+    assert report.identity.checked == "logits" and report.identity.max_abs_diff == 0.0
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+    (entry,) = json.loads((tmp_path / "out" / "config.json").read_text())["memory"]
+    assert {key: entry[key] for key in change.options} == dict(change.options)
+    same_size = report.parameters.new == usual.parameters.new
+    assert same_size == (control == "random-slots")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_with_frozen_addresses_what_makes_values_trains_and_moves(method, family, shared_base, tmp_path):
+    upscale(base=shared_base(family), method=method, output=tmp_path / "out", options=METHODS[method], verify=False)
+    change = controls(tmp_path / "out")["frozen-addresses"]
+    model = load(tmp_path / "out").train()
+    set_trainable(model, list(change.trainable))
+    training = {name.rpartition(".memor")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert training and not any("keys" in name or "router" in name for name in training)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    tokens = torch.arange(3, 27).view(1, -1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and all(p.requires_grad for name, p in model.named_parameters() if name in moved)
+    assert any("bank" in name or "table" in name for name in moved)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_model_that_is_shuffled_before_training_computes_what_it_did(method, family, shared_base, tmp_path):
+    base = shared_base(family)
+    upscale(base=base, method=method, output=tmp_path / "made", options=METHODS[method], verify=False)
+    shuffle(tmp_path / "made", tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))

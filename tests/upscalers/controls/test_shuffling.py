@@ -1,0 +1,196 @@
+"""`upscale shuffle`: which rows move, what stays as it was, what the result says of itself, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.upscalers.chapters.made import save_chapters
+from tests.upscalers.checkpoints import logits, read_tensors
+from upscalers import strip, upscale
+from upscalers.controls.permuted_rows import row_order
+from upscalers.controls.shuffling import shuffle
+from upscalers.request.errors import RequestError
+from upscalers.runs.inspection import inspect_checkpoint
+
+KINDS = {
+    "inserted": ("midus-hml", {"n": 4, "k": 2}),
+    "banks of heads": ("midus-hml", {"n": 4, "k": 2, "values": "own"}),
+    "attached": ("ultramem-v2", {"n": 8, "k": 4}),
+    "shared": ("ultramem-v2", {"n": 8, "k": 4, "share": "block:2"}),
+    "chapters": ("moc", {"memory_tokens": 12, "chapters": 6, "k": 2, "share": "every:1"}),
+}
+"""A memory with a layer of its own, attached ones, and tables that layers share."""
+
+
+def is_table(name: str) -> bool:
+    return name.endswith(("value_bank", "value_table", ".bank"))
+
+
+def make(base: Path, folder: Path, kind: str, acting: bool = True) -> Path:
+    """An upscaled checkpoint, as training leaves it: with values in its tables, if it is acting."""
+    method, options = KINDS[kind]
+    upscale(base=base, method=method, output=folder, options=options, verify=False)
+    if acting:
+        generator = torch.Generator().manual_seed(1)
+        tensors = {
+            name: torch.randn(tensor.shape, generator=generator) if ".memor" in name else tensor
+            for name, tensor in read_tensors(folder).items()
+        }
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(params=KINDS)
+def trained(request, base, tmp_path) -> Path:
+    """A checkpoint of each kind, in turn."""
+    return make(base, tmp_path / "trained", request.param)
+
+
+def moved_rows(before: torch.Tensor, after: torch.Tensor) -> list[int]:
+    """For each place of a table, the row that came to it."""
+    found = [[int(match) for match in (before == row).all(-1).nonzero()] for row in after]
+    assert all(len(matches) == 1 for matches in found)
+    return [match for (match,) in found]
+
+
+def test_every_row_of_a_table_moves_and_nothing_else_changes(trained, tmp_path):
+    shuffle(trained, tmp_path / "out")
+    before, after = read_tensors(trained), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if not is_table(name):
+            assert torch.equal(after[name], tensor), name
+            continue
+        tables = zip(tensor.view(-1, *tensor.shape[-2:]), after[name].view(-1, *tensor.shape[-2:]), strict=True)
+        orders = [moved_rows(*pair) for pair in tables]
+        assert all(sorted(order) == list(range(tensor.shape[-2])) for order in orders)
+        assert all(row != place for order in orders for place, row in enumerate(order))
+        assert all(order == orders[0] for order in orders)
+    assert any(map(is_table, before))
+    assert not torch.equal(logits(tmp_path / "out"), logits(trained))
+
+
+@pytest.mark.parametrize("kind", ["attached", "shared"])
+def test_pre_values_stay_with_their_values_and_tables_of_other_layers_have_another_order(kind, base, tmp_path):
+    trained = make(base, tmp_path / "trained", kind)
+    shuffle(trained, tmp_path / "out")
+    before, after = read_tensors(trained), read_tensors(tmp_path / "out")
+    orders = {}
+    for name in filter(is_table, before):
+        place, _, table = name.rpartition(".")
+        orders.setdefault(place, {})[table] = moved_rows(before[name], after[name])
+    assert all(tables["value_table"] == tables["pre_value_table"] for tables in orders.values())
+    assert len({tuple(tables["value_table"]) for tables in orders.values()}) == len(orders) > 1
+
+
+def test_the_seed_decides(base, tmp_path):
+    trained = make(base, tmp_path / "trained", "inserted")
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        shuffle(trained, tmp_path / name, seed=seed)
+    first, again, other = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "other")
+    )
+    assert first == again and first != other
+
+
+@pytest.mark.parametrize("rows", [2, 3, 50])
+def test_no_row_stays_in_whatever_order(rows):
+    for seed in range(20):
+        order = row_order(rows, seed)
+        assert sorted(order.tolist()) == list(range(rows))
+        assert not (order == torch.arange(rows)).any()
+
+
+def test_the_result_says_that_it_was_shuffled(trained, tmp_path):
+    result = shuffle(trained, tmp_path / "out", seed=5)
+    tables = sum(map(is_table, read_tensors(trained)))
+    assert (result["seed"], result["tables"], result["same_function"]) == (5, tables, False)
+    config, record = (json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", "upscale.json"))
+    (shuffled,) = config["upscale"]["shuffles"]
+    assert record["shuffles"] == inspect_checkpoint(tmp_path / "out")["shuffles"] == [shuffled]
+    assert {key: shuffled[key] for key in ("seed", "memories", "same_function")} == {
+        key: result[key] for key in ("seed", "memories", "same_function")
+    }
+    assert record["identity"] == {"checked": None, "max_abs_diff": None} and record["promises_identity"] is False
+    before = json.loads((trained / "config.json").read_text())
+    before["upscale"]["shuffles"] = [shuffled]
+    assert config == before
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith((trained / "README.md").read_text().rstrip())
+    assert "`upscale shuffle --seed 5`" in card and "starts from another function than its base" in card
+
+
+def test_shuffling_again_is_told_as_well(base, tmp_path):
+    trained = make(base, tmp_path / "trained", "inserted")
+    shuffle(trained, tmp_path / "once", seed=1)
+    shuffle(tmp_path / "once", tmp_path / "twice", seed=2)
+    assert [one["seed"] for one in inspect_checkpoint(tmp_path / "twice")["shuffles"]] == [1, 2]
+    card = (tmp_path / "twice" / "README.md").read_text()
+    assert card.count("## Shuffled rows of values") == 1 and card.count("- `upscale shuffle --seed") == 2
+
+
+def test_where_all_values_are_zero_the_promise_stands(base, tmp_path):
+    made = make(base, tmp_path / "made", "inserted", acting=False)
+    assert shuffle(made, tmp_path / "out")["same_function"] is True
+    before, after = (json.loads((folder / "upscale.json").read_text()) for folder in (made, tmp_path / "out"))
+    assert {key: value for key, value in after.items() if key != "shuffles"} == before
+    assert "Every value is zero" in (tmp_path / "out" / "README.md").read_text()
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_the_base_is_stripped_byte_for_byte(trained, base, tmp_path):
+    shuffle(trained, tmp_path / "out")
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is True
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "stripped" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_shuffling_memories_of_the_base_is_warned_of_and_stays_in_what_strip_gives_back(base, tmp_path, command):
+    method, options = KINDS["inserted"]
+    make(base, tmp_path / "once", "attached")
+    upscale(base=tmp_path / "once", method=method, output=tmp_path / "twice", options=options, verify=False)
+    done = command("shuffle", tmp_path / "twice", "--output", tmp_path / "out", "--json")
+    assert done.status == 0 and done.json()["memories"] == ["ultramem", "headwise"]
+    assert "what strip gives back will be shuffled too" in done.err
+    assert strip(tmp_path / "out", tmp_path / "stripped")["base_confirmed"] is False
+    assert [one["memories"] for one in inspect_checkpoint(tmp_path / "stripped")["shuffles"]] == [["ultramem"]]
+
+
+def test_a_checkpoint_of_two_files_keeps_them(tmp_path):
+    trained = save_chapters(tmp_path / "trained", sharded=True)
+    shuffle(trained, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model-00001-of-00002.safetensors", "tokenizer.json", "modeling_midus.py"} <= names
+    before, after = read_tensors(trained), read_tensors(tmp_path / "out")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == [
+        "model.memory_tables.chapters.0.bank"
+    ]
+
+
+def test_the_command_tells_what_it_did(base, tmp_path, command):
+    trained = make(base, tmp_path / "trained", "inserted")
+    done = command("shuffle", trained, "--output", tmp_path / "out", "--seed", 7)
+    assert done.status == 0
+    assert "rows of 2 tables of values of headwise shuffled by seed 7; no row where it was." in done.out
+    assert "rows of values of headwise, seed 7" in command("inspect", tmp_path / "out").out
+    done = command("shuffle", trained, "--output", tmp_path / "out")
+    assert done.status == 2 and "exists" in done.err
+    made = make(base, tmp_path / "made", "inserted", acting=False)
+    done = command("shuffle", made, "--output", tmp_path / "out", "--overwrite")
+    assert done.status == 0 and "all are zero, so that the model computes what it did." in done.out
+
+
+def test_a_model_without_rows_of_values_is_refused(base, tmp_path):
+    message = "has no table of values with a row for each of several slots; expected a model with a memory that retrieves rows"
+    upscale(base=base, method="llama-pro", output=tmp_path / "dense", verify=False)
+    upscale(base=base, method="midus-hml", output=tmp_path / "one", options={"n": 1, "k": 1}, verify=False)
+    quantised = save_chapters(tmp_path / "quantised", bank_bits=8)
+    for folder in (tmp_path / "dense", tmp_path / "one", quantised):
+        with pytest.raises(RequestError, match=message):
+            shuffle(folder, tmp_path / "out")
+    with pytest.raises(RequestError, match="was not made by upscale"):
+        shuffle(base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,1 @@
+"""Controls of a memory that are made of a trained checkpoint."""

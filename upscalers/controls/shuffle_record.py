@@ -1,0 +1,61 @@
+"""What a checkpoint says of its rows having been shuffled: in its config, in `upscale.json`, in its model card."""
+
+import copy
+from typing import Any
+
+from upscalers.architecture.families import Config
+from upscalers.record.provenance import CONFIG_KEY, SHUFFLES_KEY, has_config_entry
+
+Shuffle = dict[str, Any]
+"""`{"seed", "version", "memories", "same_function"}`."""
+
+_HEADING = "## Shuffled rows of values"
+
+
+def shuffled_config(config: Config, shuffle: Shuffle) -> Config:
+    """The config afterwards.
+
+    That of a base with memory says of its own memories the same, since `strip` gives it back with its rows as they are.
+
+    Args:
+        config: The raw config before it.
+        shuffle: What is recorded.
+    """
+    config = copy.deepcopy(config)
+    names = {entry.get("name", entry["type"]) for entry in config.get("memory") or []}
+    own = [name for name in shuffle["memories"] if name in names]
+    if has_config_entry(config) and own:
+        entry = config[CONFIG_KEY]
+        entry[SHUFFLES_KEY] = [*(entry.get(SHUFFLES_KEY) or []), {**shuffle, "memories": own}]
+        entry["base_config"] = shuffled_config(entry["base_config"], shuffle)
+    return config
+
+
+def shuffled_record(record: dict[str, Any], shuffle: Shuffle) -> dict[str, Any]:
+    """The content of `upscale.json` afterwards: it no longer says that the model computes what the base does, if it may not.
+
+    Args:
+        record: Before it.
+        shuffle: What is recorded.
+    """
+    changed = {**record, SHUFFLES_KEY: [*(record.get(SHUFFLES_KEY) or []), shuffle]}
+    if not shuffle["same_function"]:
+        changed |= {"identity": {"checked": None, "max_abs_diff": None}, "promises_identity": False}
+    return changed
+
+
+def shuffled_card(card: str, shuffle: Shuffle) -> str:
+    """A model card with what was done at its end."""
+    memories = ", ".join(shuffle["memories"])
+    end = (
+        "Every value is zero, so that the model computes what it did."
+        if shuffle["same_function"]
+        else "It does not compute what it did, and starts from another function than its base."
+    )
+    line = (
+        f"- `upscale shuffle --seed {shuffle['seed']}` of midus_hf {shuffle['version']}: rows of values of {memories} stand in each "
+        f"other's places, a control that takes addresses their meaning. {end}\n"
+    )
+    if _HEADING in card:
+        return f"{card.rstrip()}\n{line}"
+    return f"{card.rstrip()}\n\n{_HEADING}\n\n{line}"
