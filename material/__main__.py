@@ -8,6 +8,7 @@ from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
 from material.elements import elements
+from material.factbook import factbook
 from material.glosses import glosses
 from material.minilm import minilm
 from material.registry import MaterialError
@@ -21,6 +22,7 @@ FETCH = {
     "benchmarks": benchmarks,
     "chats": lambda: chats().train.parent,
     "elements": elements,
+    "factbook": lambda: factbook().questions,
     "minilm": minilm,
     "glosses": glosses,
 }
