@@ -87,9 +87,9 @@ def question_rows(name: str, fields: Fields) -> Iterator[dict[str, Any]]:
 
 
 def capitals(text: str) -> list[str]:
-    """`Kyiv (Kiev)` has two names; several capitals, and what notes call into question, are left out."""
+    """`Kyiv (Kiev)` has two names; several capitals, and those with a note or a place in brackets, are left out."""
     match = re.fullmatch(rf"({_NAME})(?: \(({_NAME}(?:[,/] ?{_NAME})*)\))?", text)
-    if match is None or (match[2] or "").startswith(("on ", "located ")):
+    if match is None:
         return []
     names = [match[1], *(re.split(r", |/", match[2]) if match[2] else [])]
     return [re.sub(r" in [A-Z][a-z]+$", "", name) for name in names]  # Chisinau in Romanian (Kishinev in Russian)
@@ -108,14 +108,14 @@ def telephone_codes(text: str) -> list[str]:
 
 def currency_codes(text: str) -> list[str]:
     """`DZD` of what dollars are exchanged for."""
-    match = re.match(r"[^(;+]+ \(([A-Z]{3})\) per US dollar", text)
+    match = re.match(r"[^(;]+ \(([A-Z]{3})\) per US dollar", text)
     return [match[1]] if match else []
 
 
 def summits(text: str) -> list[str]:
     """`Mount Fuji` and `Fuji`; what has no name is left out."""
     match = re.fullmatch(rf"({_NAME})(?: \(({_NAME})\))? -?[\d,]+ m", text)
-    if match is None or match[1] == "sea level":
+    if match is None:
         return []
     names = [name for name in match.groups() if name]
     return [*names, *(re.sub(r"^(Mount|Mont|Mt\.|Monte) ", "", name) for name in names)]

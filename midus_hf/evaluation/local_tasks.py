@@ -93,6 +93,8 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
 
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             row = _row(line) or {}
             question, answers = row.get("question"), row.get("answers")
             texts = answers if isinstance(answers, list) else []

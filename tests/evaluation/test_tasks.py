@@ -171,10 +171,10 @@ def test_facts_are_those_that_the_model_writes_and_answers_are_told(data):
     ],
 )
 def test_a_row_that_asks_for_no_fact_is_refused(tmp_path, line):
-    (tmp_path / "facts.jsonl").write_text('{"question": "Who", "answers": ["you"]}\n' + line + "\n")
+    (tmp_path / "facts.jsonl").write_text('{"question": "Who", "answers": ["you"]}\n\n' + line + "\n")
     with pytest.raises(
         ValueError,
-        match=r"line 2 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers",
+        match=r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers",
     ):
         Tasks(["facts"], data=tmp_path)
 
