@@ -150,7 +150,7 @@ FACTS = (
     ),
     Fact(
         "highest point",
-        "{name}'s tallest summit, climbers will tell you, is",
+        "The tallest summit that climbers find in {name} goes by the name of",
         ("Geography", "Elevation extremes", "highest point"),
         summits,
     ),
