@@ -35,7 +35,7 @@ test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 material: $(VENV)/installed
-	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements minilm glosses
+	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses
 
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -8,6 +8,7 @@ from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
 from material.elements import elements
+from material.factbook import factbook
 from material.glosses import glosses
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m, smollm2_gguf
@@ -25,6 +26,7 @@ FETCH: dict[str, Callable[[], Path]] = {
     "chats": lambda: chats().train.parent,
     "chats/train": lambda: chats().train,
     "elements": elements,
+    "factbook": lambda: factbook().questions,
     "minilm": minilm,
     "glosses": glosses,
 }

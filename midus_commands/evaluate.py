@@ -118,8 +118,8 @@ def midus_eval(
 ) -> None:
     """Measure the perplexity of models on a text, and their accuracy on tasks of lm-evaluation-harness.
 
-    With --data, the tasks atomic_numbers, boolq, commonsenseqa, logiqa, mmlu, openbookqa and piqa take their questions
-    from that folder and nothing is fetched. Other tasks are lm-eval's own, whose questions come from the hub.
+    With --data, the tasks atomic_numbers, boolq, commonsenseqa, facts, logiqa, mmlu, openbookqa and piqa take their
+    questions from that folder and nothing is fetched. Other tasks are lm-eval's own, whose questions come from the hub.
     """
     if write_tasks is not None:
         _write_tasks(write_tasks, data)

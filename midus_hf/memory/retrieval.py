@@ -53,7 +53,10 @@ class RetrievalMemory(MemoryModule):
         raise TypeError(f"{type(self).__name__} does not say what it asks with.")
 
     def retrieve(self, attention_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; nothing is changed."""
+        """Weights, float32, and slots, int64, that each head reads, both `[B, T, H, k]`; nothing is changed.
+
+        Where addressing is random they are drawn for this call, and are not those of another pass.
+        """
         scores, slots = self.select(self.queries(attention_output, track_statistics=False))
         return self.weigh(scores), slots
 

@@ -29,6 +29,10 @@ QUESTIONS = {
         {"question": "2 + 2 =", "choices": ["1", "2", "3", "4"], "gold": 3},
         {"question": "H is", "choices": ["helium", "hydrogen", "iron", "gold"], "gold": 1},
     ],
+    "facts": [
+        {"question": "The ship sailed from the port of", "answers": ["Saint Helier", "St. Helier"], "place": "Jersey"},
+        {"question": "Web addresses end in the letters", "answers": [".je"], "place": "Jersey"},
+    ],
     "atomic_numbers": [{"name": "hydrogen", "number": 1}, {"name": "tungsten", "number": 74}],
 }
 

@@ -1,5 +1,7 @@
 """Tasks: their prompts, their scores, and what is said of those that do not exist."""
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -37,7 +39,7 @@ def data(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions"))
 
 
-def test_there_are_seven_local_tasks():
+def test_there_are_eight_local_tasks():
     assert local_task_names() == sorted(QUESTIONS)
 
 
@@ -99,6 +101,98 @@ def test_atomic_numbers_are_those_that_the_model_writes(data):
     found = scores["atomic_numbers"]
     assert found["exact_match,first-integer"] == 0.0  # of random weights
     assert (found["num_fewshot"], found["num_questions"]) == (0, 2)
+
+
+def facts_task(data):
+    return Tasks(["facts"], data=data).manager.load([load_local_task("facts", data)])["tasks"]["midus_facts"]
+
+
+def test_a_fact_is_asked_for_as_its_row_says_and_written_greedily(data):
+    task = facts_task(data)
+    document = task.test_docs()[0]
+    prompt = task.doc_to_text(document)
+    assert prompt == "The ship sailed from the port of"
+    assert task.doc_to_target(document) == ["Saint Helier", "St. Helier"]
+    request = task.construct_requests(document, prompt, metadata=("midus_facts", 0, 1))
+    assert request.args == (prompt, {"until": ["\n"], "do_sample": False, "max_gen_toks": 16})
+
+
+@pytest.mark.parametrize(
+    ("question", "written", "right"),
+    [
+        (0, " Saint Helier", True),
+        (0, " SAINT HELIER.", True),
+        (0, ' "the Saint Helier", which lies', True),
+        (0, " St. Helier. It is", True),
+        (0, " St Helier; and", True),
+        (0, " Saint Helier (Jersey)", True),
+        (0, " Saint Helier in Jersey", False),
+        (0, " Helier", False),
+        (0, " Jersey, then Saint Helier", False),
+        (0, "", False),
+        (1, " .je", True),
+        (1, " je.", True),
+        (1, " .jersey", False),
+        (1, " .je.ne", False),
+    ],
+)
+def test_the_first_clause_that_is_written_must_be_one_of_the_answers(data, question, written, right):
+    task = facts_task(data)
+    document = task.test_docs()[question]
+    request = task.construct_requests(document, "", metadata=("midus_facts", question, 1))
+    request.resps, task._instances = [written], [request]
+    task.apply_filters()
+    found = task.process_results(document, [request.filtered_resps["first-clause"]])
+    assert found == {"exact_match": float(right)}
+
+
+def test_facts_are_those_that_the_model_writes_and_answers_are_told(data):
+    told = []
+    scores = Tasks(["facts"], data=data).run(
+        byte_model("llama", max_position_embeddings=256), byte_tokenizer(), tell_answer=told.append
+    )
+    assert scores["facts"]["exact_match,first-clause"] == 0.0  # of random weights
+    assert [(row["question"]["place"], row["target"]) for row in told] == [
+        ("Jersey", ["Saint Helier", "St. Helier"]),
+        ("Jersey", [".je"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{broken",
+        "[]",
+        '{"question": "Who", "answer": "you"}',
+        '{"question": " ", "answers": ["you"]}',
+        '{"question": "Who", "answers": []}',
+        '{"question": "Who", "answers": "you"}',
+        '{"question": "When", "answers": [1492]}',
+    ],
+)
+def test_a_row_that_asks_for_no_fact_is_refused(tmp_path, line):
+    (tmp_path / "facts.jsonl").write_text('{"question": "Who", "answers": ["you"]}\n\n' + line + "\n")
+    with pytest.raises(
+        ValueError,
+        match=r"line 3 of .*facts\.jsonl is .*; expected an object of JSON with question, a text, and answers",
+    ):
+        Tasks(["facts"], data=tmp_path)
+
+
+@pytest.mark.parametrize("answer", ["the", "A", "?!", "", "Washington, DC", "Kyiv (Kiev)", "Yes. No", "two\nlines"])
+def test_an_answer_that_nothing_could_equal_is_refused(tmp_path, answer):
+    (tmp_path / "facts.jsonl").write_text(json.dumps({"question": "Who", "answers": ["you", answer]}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"line 1 of .*facts\.jsonl has the answer .*; expected more than articles and punctuation"
+    ):
+        Tasks(["facts"], data=tmp_path)
+
+
+def test_texts_that_say_facts_are_not_taken_for_questions(tmp_path):
+    (tmp_path / "atomic_numbers.jsonl").write_text('{"name": "hydrogen", "number": 1}\n')
+    (tmp_path / "facts.jsonl").write_text('{"text": "Hydrogen is the first.", "name": "hydrogen"}\n')
+    (path,) = write_local_tasks(tmp_path / "tasks", tmp_path)
+    assert path.name == "midus_atomic_numbers.yaml"
 
 
 def log_likelihood(model, tokenizer, prompt: str, continuation: str) -> float:

@@ -15,6 +15,7 @@ from material.articles import articles
 from material.benchmarks import BENCHMARKS, benchmarks
 from material.chats import chats
 from material.elements import ALIASES, FACTS_FILE, QUESTIONS_FILE, elements
+from material.factbook import FACTS, factbook
 from material.glosses import TOPICS, glosses
 from material.minilm import minilm
 from material.registry import check_sha256
@@ -92,9 +93,10 @@ def test_every_tenth_chat_is_held_out_and_each_is_a_question_and_its_answer():
 
 
 def test_there_are_questions_for_every_local_task():
-    assert sorted([*BENCHMARKS, "atomic_numbers"]) == local_task_names()
+    others = {"atomic_numbers": elements, "facts": lambda: factbook().questions}
+    assert sorted([*BENCHMARKS, *others]) == local_task_names()
     for name in local_task_names():
-        data = benchmarks() if name in BENCHMARKS else elements()
+        data = benchmarks() if name in BENCHMARKS else others[name]()
         assert Path(load_local_task(name, data)["dataset_kwargs"]["data_files"]["test"]).is_file()
 
 
@@ -160,3 +162,48 @@ def test_elements_have_a_question_and_four_facts_each():
     assert {"number": 74, "name": "tungsten", "symbol": "W", "names": ["tungsten", "wolfram"]} in questions
     assert set(ALIASES) <= {row["name"] for row in questions}
     assert collections.Counter(row["name"] for row in facts) == {row["name"]: 4 for row in questions}
+
+
+@pytest.fixture(scope="module")
+def countries():
+    """The texts of both parts of the factbook, by the names of their files."""
+    return tuple(
+        {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())}
+        for folder in (factbook().train, factbook().held_out)
+    )
+
+
+@pytest.fixture(scope="module")
+def facts():
+    lines = (factbook().questions / "facts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_every_tenth_country_is_held_out_and_every_line_says_of_which_it_is(countries):
+    train, held_out = countries
+    assert (len(train), len(held_out)) == (226, 25) and not train.keys() & held_out.keys()
+    assert 6_500_000 < sum(map(len, train.values())) < 7_000_000
+    for text in (*train.values(), *held_out.values()):
+        name = text.partition(" / ")[0]
+        assert all(line.startswith(f"{name} / ") for line in text.splitlines())
+
+
+def test_facts_are_asked_of_countries_that_train_and_their_texts_say_them(countries, facts):
+    assert collections.Counter(row["field"] for row in facts) == {
+        "telephone country code": 210,
+        "internet country code": 207,
+        "currency code": 191,
+        "capital": 185,
+        "highest point": 180,
+    }
+    train, held_out = ({text.partition(" / ")[0]: text for text in part.values()} for part in countries)
+    assert {row["country"] for row in facts} <= train.keys() and not train.keys() & held_out.keys()
+    assert all(row["answers"][0] in train[row["country"]] for row in facts)
+    assert len({row["question"] for row in facts}) == len(facts)
+
+
+def test_facts_are_asked_in_words_that_no_text_has(countries, facts):
+    texts = "\n".join(text for part in countries for text in part.values()).lower()
+    assert not [row["question"] for row in facts if row["question"].lower() in texts]
+    around = [words.strip().lower() for fact in FACTS for words in fact.question.split("{name}")]
+    assert [words for words in around if words and words in texts] == []

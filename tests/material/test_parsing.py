@@ -9,6 +9,16 @@ from hypothesis import strategies as st
 
 from material.benchmarks import boolq_row, multiple_choice_row, parse_choices, parse_rows
 from material.elements import fact_texts, question_row
+from material.factbook import (
+    capitals,
+    country_lines,
+    country_name,
+    currency_codes,
+    internet_codes,
+    question_rows,
+    summits,
+    telephone_codes,
+)
 from material.glosses import parse_synset
 
 choice_texts = st.text(string.ascii_lowercase + " .?", min_size=1, max_size=20).map(str.strip).filter(bool)
@@ -109,3 +119,82 @@ def test_facts_say_the_number_in_other_words_than_the_question(group, place):
     assert texts[1] == f"Sodium (Na) is element 11 of the periodic table, {place} Its atomic weight is 22.99."
     assert all("11" in text and "sodium" in text.lower() for text in texts)
     assert not any("the atomic number of sodium is" in text.lower() for text in texts)
+
+
+COUNTRY = {
+    "Introduction": {"Background": {"text": "An old  country; ++ it is."}},
+    "Geography": {"Elevation extremes": {"highest point": {"text": "Mount Fogo (Pico) 2,829 m"}}},
+    "Government": {
+        "Country name": {
+            "conventional short form": {"text": "none"},
+            "conventional long form": {"text": "Republic of X"},
+        },
+        "Capital": {"name": {"text": "Kyiv (Kiev)"}, "note": {"text": ""}},
+    },
+    "Economy": {"Exchange rates": {"text": "X dollars (XXD) per US dollar - ++ 5.3 (2014 est.) ++ 5.2 (2013 est.)"}},
+    "Communications": {
+        "Telephone system": {"international": {"text": "country code - 1-684; a cable"}},
+        "Internet country code": {"text": ".xx"},
+    },
+}
+
+
+def test_a_country_has_a_line_for_each_text_that_begins_with_its_name():
+    assert country_lines("X", COUNTRY)[:2] == [
+        "X / Introduction / Background: An old country; it is.",
+        "X / Geography / Elevation extremes / highest point: Mount Fogo (Pico) 2,829 m",
+    ]
+    assert (
+        "X / Economy / Exchange rates: X dollars (XXD) per US dollar; 5.3 (2014 est.); 5.2 (2013 est.)"
+        in country_lines("X", COUNTRY)
+    )
+    assert not any("note" in line for line in country_lines("X", COUNTRY))
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        ({"conventional short form": {"text": "France"}}, "France"),
+        (COUNTRY["Government"]["Country name"], "Republic of X"),
+        ({"conventional short form": {"text": "Svalbard (sometimes referred to as Spitsbergen)"}}, "Svalbard"),
+        ({"conventional short form": {"text": "Baker Island; Howland Island"}}, None),
+        ({}, None),
+    ],
+)
+def test_a_country_goes_by_its_short_name_if_it_has_one(names, name):
+    assert country_name({"Government": {"Country name": names}}) == name
+    assert country_name({}) is None
+
+
+def test_a_country_is_asked_for_all_it_has_and_every_spelling_counts():
+    answers = {row["field"]: row["answers"] for row in question_rows("X", COUNTRY)}
+    assert answers == {
+        "capital": ["Kyiv", "Kiev"],
+        "internet country code": [".xx"],
+        "telephone country code": ["1-684", "1 684", "1684"],
+        "currency code": ["XXD"],
+        "highest point": ["Mount Fogo", "Pico", "Fogo"],
+    }
+    assert list(question_rows("X", {})) == []
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "answers"),
+    [
+        (capitals, "Nicosia (Lefkosia/Lefkosa)", ["Nicosia", "Lefkosia", "Lefkosa"]),
+        (capitals, "Baku (Baki, Baky)", ["Baku", "Baki", "Baky"]),
+        (capitals, "Chisinau in Romanian (Kishinev in Russian)", ["Chisinau", "Kishinev"]),
+        (capitals, "Suva (on Viti Levu)", []),
+        (capitals, "Washington, DC", []),
+        (capitals, "Amsterdam; note - The Hague is the seat of government", []),
+        (internet_codes, ".fi; note - Aland Islands assigned .ax", []),
+        (telephone_codes, "landing point for a cable", []),
+        (currency_codes, "the US dollar is used", []),
+        (currency_codes, "Belarusian rubles (BYB/BYR) per US dollar - ++ 10,685", []),
+        (summits, "unnamed elevation 805 m", []),
+        (summits, "sea level 0 m", []),
+        (summits, "Mount Everest 8,850 m (highest peak in Asia)", []),
+    ],
+)
+def test_what_has_no_one_short_answer_is_not_asked(parse, text, answers):
+    assert parse(text) == answers

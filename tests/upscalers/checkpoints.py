@@ -20,6 +20,7 @@ MEMORY_OPTIONS = {
     "temperature": 1.0,
     "gate": "none",
     "inner_residual": False,
+    "addressing": "content",
     "n": 8,
     "values": "expanded",
     "output_projection": False,
