@@ -23,6 +23,7 @@ BASE = r"""
 #define EXPORTED __attribute__((visibility("default")))
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef float fours __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -34,11 +35,10 @@ INLINE floats pick(ints where, floats yes, floats no) { return (floats)((where &
 INLINE ints pick_ints(ints where, ints yes, ints no) { return (where & yes) | (~where & no); }
 
 INLINE float sum_of(floats x) {
-    float lane[LANES];
-    memcpy(lane, &x, sizeof x);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) lane[i] += lane[i + step];
-    return lane[0];
+    fours part[LANES / 4], sum = {0};
+    memcpy(part, &x, sizeof x);
+    for (int i = 0; i < LANES / 4; i++) sum += part[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 /* The exponential of numbers that are not positive, to 2 units in the last place; 0 below the normal numbers, NaN of NaN. */

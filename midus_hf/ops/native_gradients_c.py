@@ -26,6 +26,30 @@ INLINE void narrow_row(const float *row, int64_t width, void *into, int64_t plac
     if (column < width) store_some(into, place + column, 1, load_some(row, column, 0, width - column), width - column);
 }
 
+/* One side of one token: its keys, weighed, are the gradient of its query; its query, weighed, is added to that of its keys. */
+INLINE void side_gradients(
+    const float *query, const float *keys, const int64_t *chosen, const float *into_scores, float *into_query, float *into_keys,
+    int64_t half, int64_t k
+) {
+    int64_t p = 0;
+    for (; p + LANES <= half; p += LANES) {
+        floats asked = load(query, p, 0), sum = {0};
+        for (int64_t m = 0; m < k; m++) {
+            sum += into_scores[m] * load(keys, chosen[m] * half + p, 0);
+            store(into_keys, chosen[m] * half + p, 0, load(into_keys, chosen[m] * half + p, 0) + into_scores[m] * asked);
+        }
+        store(into_query, p, 0, sum);
+    }
+    for (; p < half; p++) {
+        float sum = 0;
+        for (int64_t m = 0; m < k; m++) {
+            sum += into_scores[m] * keys[chosen[m] * half + p];
+            into_keys[chosen[m] * half + p] += into_scores[m] * query[p];
+        }
+        into_query[p] = sum;
+    }
+}
+
 struct score_gradients {
     const void *gradient, *query, *row_keys, *column_keys, *bank, *slots;
     const float *weights;
@@ -41,7 +65,8 @@ struct score_gradients {
 INLINE void score_stretch(const struct score_gradients *call, int64_t unit, char *scratch, int64_t k, int narrow) {
     int64_t stretches = (call->tokens + call->stretch - 1) / call->stretch, n = call->n, half = call->half, width = call->width;
     int64_t head = unit / stretches, from = unit % stretches * call->stretch, to = smaller(from + call->stretch, call->tokens);
-    float *wide_gradient = (float *)scratch, *wide_query = wide_gradient + aligned(4 * width) / 4;
+    int64_t *rows = (int64_t *)scratch, *columns = rows + k;
+    float *wide_gradient = (float *)(columns + k), *wide_query = wide_gradient + width;
     float *wide_answer = wide_query + 2 * half, *into_scores = wide_answer + 2 * half, *wide_keys = into_scores + k;
     float *into_rows = call->parts + unit * 2 * n * half, *into_columns = into_rows + n * half;
     const char *bank = (const char *)call->bank + head * call->bank_head * (narrow ? 2 : 4);
@@ -79,17 +104,14 @@ INLINE void score_stretch(const struct score_gradients *call, int64_t unit, char
             into_scores[m] = product(gradient, bank, slot_at(call->slots, entry + m, call->slot_bytes) * width, width, narrow);
             mean += into_scores[m] * weights[m];
         }
-        float *into_query = narrow ? wide_answer : (float *)call->into_query + answer;
-        memset(into_query, 0, 4 * 2 * half);
         for (int64_t m = 0; m < k; m++) {
-            float into_score = weights[m] * (into_scores[m] - mean) / (float)call->temperature;
             uint32_t slot = (uint32_t)slot_at(call->slots, entry + m, call->slot_bytes); /* of 32 bits: divided in half the time */
-            int64_t row = slot / (uint32_t)n * half, column = slot % (uint32_t)n * half;
-            add(into_query, into_score, row_keys + row, half);
-            add(into_query + half, into_score, column_keys + column, half);
-            add(into_rows + row, into_score, query, half);
-            add(into_columns + column, into_score, query + half, half);
+            into_scores[m] = weights[m] * (into_scores[m] - mean) / (float)call->temperature;
+            rows[m] = slot / (uint32_t)n, columns[m] = slot % (uint32_t)n;
         }
+        float *into_query = narrow ? wide_answer : (float *)call->into_query + answer;
+        side_gradients(query, row_keys, rows, into_scores, into_query, into_rows, half, k);
+        side_gradients(query + half, column_keys, columns, into_scores, into_query + half, into_columns, half, k);
         if (narrow) narrow_row(into_query, 2 * half, call->into_query, answer);
     }
 }
@@ -120,7 +142,7 @@ static void key_unit(const void *given, int64_t head, char *scratch) {
 
 EXPORTED int midus_score_gradients(const struct score_gradients *call) {
     int64_t stretches = (call->tokens + call->stretch - 1) / call->stretch, keys = 2 * call->n * call->half;
-    int64_t numbers = call->width + 16 + 4 * call->half + call->k + (call->narrow ? keys : 0);
+    int64_t numbers = call->width + 4 * call->half + 5 * call->k + (call->narrow ? keys : 0);
     return run_units(score_unit, call, call->heads * stretches, call->threads, 4 * numbers) ||
            run_units(key_unit, call, call->heads, call->threads, 4 * keys);
 }
