@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from midus_hf.ops.native_base_c import BASE
+from midus_hf.ops.native_flags import COMPILERS, FLAGS, VARIANTS, X86
 from midus_hf.ops.native_gradients_c import GRADIENTS
 from midus_hf.ops.native_lookup_c import LOOKUP
 
@@ -21,24 +22,6 @@ SOURCE = BASE + LOOKUP + GRADIENTS
 CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
 """Names the folder of libraries in the environment, or says `off`."""
 
-VARIANTS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
-    "baseline": (),
-}
-"""Flags by set of instructions, widest first."""
-
-_FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-strict-aliasing",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-pthread",
-)
-_COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 120
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -50,7 +33,7 @@ class NotBuilt(Exception):
 def variant() -> str:
     """The widest set of instructions that this processor has, as PyTorch tells it."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if platform.machine().lower() not in X86:
         return "baseline"
     return "avx512" if capability.startswith("AVX512") else "avx2" if capability == "AVX2" else "baseline"
 
@@ -70,7 +53,7 @@ def built_library() -> Path:
         NotBuilt: If there is no compiler, it fails, or the folder cannot be written.
     """
     compiler = _compiler()
-    flags = (*_FLAGS, *VARIANTS[variant()])
+    flags = (*FLAGS, *VARIANTS[variant()])
     told = "\0".join((SOURCE, *compiler, _version(compiler), *flags, platform.machine(), platform.system()))
     folder = _folder()
     path = folder / f"native-{hashlib.sha256(told.encode()).hexdigest()[:32]}.so"
@@ -98,7 +81,7 @@ def _folder() -> Path:
 
 def _compiler() -> list[str]:
     named = shlex.split(os.environ.get("CC", ""))
-    found = named[:1] or [name for name in _COMPILERS if shutil.which(name)][:1]
+    found = named[:1] or [name for name in COMPILERS if shutil.which(name)][:1]
     if not found or shutil.which(found[0]) is None:
         missing = f"CC is {named[0]!r}, which is not there" if named else "there is no C compiler"
         raise NotBuilt(f"{missing}; install gcc or clang")

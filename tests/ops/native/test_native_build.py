@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from midus_hf.ops import headwise_memory, native_build, native_library
+from midus_hf.ops import headwise_memory, native_build, native_flags, native_library
 from midus_hf.ops.native_build import CACHE_VARIABLE, SOURCE, NotBuilt, built_library, variant
 
+OPS = Path(native_build.__file__).parent
 REAL = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
@@ -275,9 +277,14 @@ def test_importing_the_package_builds_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_wheel_is_made_of_the_same_source():
+    parts = (runpy.run_path(str(OPS / f"{module}.py"))[name] for module, name in native_flags.PARTS.items())
+    assert "".join(parts) == SOURCE
+
+
 @pytest.mark.skipif(REAL is None, reason="there is no C compiler")
 def test_it_compiles_without_a_warning(tmp_path):
     (tmp_path / "native.c").write_text(SOURCE)
-    flags = (*native_build._FLAGS, "-Wall", "-Wextra", "-O0", "-fsyntax-only")
+    flags = (*native_flags.FLAGS, "-Wall", "-Wextra", "-O0", "-fsyntax-only")
     done = subprocess.run([REAL, *flags, str(tmp_path / "native.c")], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
