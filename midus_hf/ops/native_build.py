@@ -74,7 +74,7 @@ def _folder() -> Path:
         return Path(named)
     caches = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf"
+        return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf" / "native"
     except RuntimeError:  # an account without a home
         raise NotBuilt(f"there is no home folder for it; set {CACHE_VARIABLE} to a folder") from None
 

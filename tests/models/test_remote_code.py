@@ -28,7 +28,7 @@ def code(folder):
     return {path.name: path.read_text() for path in Path(folder).glob("*.py")}
 
 def computes_in_c(model):
-    """Whether the copy of the code has the source of compiled ops, and builds or finds their library."""
+    # The copy has the source of compiled ops, and finds their library or builds it.
     package = type(model).__module__.rpartition(".")[0]
     return sys.modules[f"{package}.midus_hf_ops_native_library"].native_library() is not None
 

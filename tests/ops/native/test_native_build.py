@@ -174,10 +174,10 @@ def test_a_folder_that_cannot_be_written_is_told(compiler, monkeypatch, tmp_path
 def test_the_folder_is_the_cache_of_the_user(monkeypatch, tmp_path):
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native_build._folder() == tmp_path / "midus_hf"
+    assert native_build._folder() == tmp_path / "midus_hf" / "native"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert native_build._folder() == tmp_path / ".cache" / "midus_hf"
+    assert native_build._folder() == tmp_path / ".cache" / "midus_hf" / "native"
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
