@@ -10,6 +10,9 @@ from unittest.mock import patch
 # Before anything imports datasets, which reads it once: tests leave nothing in the cache of who runs them.
 _cache = tempfile.TemporaryDirectory(prefix="datasets-cache-")
 os.environ.setdefault("HF_DATASETS_CACHE", _cache.name)
+# Likewise the library of compiled ops, which is built once for all processes of the tests.
+_libraries = tempfile.TemporaryDirectory(prefix="native-")
+os.environ.setdefault("MIDUS_NATIVE_CACHE", _libraries.name)
 # Before anything imports huggingface_hub, which reads the switch once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

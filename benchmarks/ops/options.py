@@ -27,7 +27,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a case and mode (default: 2)")
     parser.add_argument(
         "--backend",
-        choices=("auto", "torch", "triton"),
+        choices=("auto", "torch", "native", "triton"),
         default="auto",
         help="what this project's ops run, to try kernels (on a CPU with TRITON_INTERPRET=1); its rows are not kept",
     )

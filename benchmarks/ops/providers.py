@@ -115,6 +115,24 @@ def _headwise_sorted(case: Case, inputs: Inputs) -> Call:
     return lambda: headwise_memory(**inputs, k=case.shape.k, backward="sorted")
 
 
+@provider("headwise_memory", "torch")
+def _headwise_torch(case: Case, inputs: Inputs) -> Call:
+    return lambda: headwise_memory(**inputs, k=case.shape.k, backend="torch")
+
+
+@provider("headwise_memory", "native")
+def _headwise_native(case: Case, inputs: Inputs) -> Call:
+    def run() -> torch.Tensor:
+        return headwise_memory(**inputs, k=case.shape.k, backend="native")
+
+    try:
+        with torch.no_grad():
+            run()
+    except ValueError as refusal:
+        raise Unavailable(str(refusal)) from None
+    return run
+
+
 @provider("headwise_memory", "atomic")
 def _headwise_atomic(case: Case, inputs: Inputs) -> Call:
     return lambda: headwise_memory(**inputs, k=case.shape.k, backward="atomic")

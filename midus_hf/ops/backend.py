@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
+from midus_hf.ops.native_library import native_library, why_missing
 from midus_hf.ops.triton_import import HAS_TRITON
 
-BACKENDS = ("auto", "reference", "torch", "triton")
+BACKENDS = ("auto", "reference", "torch", "native", "triton")
 SELECTIONS = ("auto", "two-stage", "cartesian")
 BACKWARDS = ("auto", "sorted", "atomic", "dedup")
+
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+"""What compiled C computes with."""
+
+NO_NATIVE_BODY = "the op has no body in C"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +26,9 @@ class OpChoices:
     """What ops do where their caller leaves it to `"auto"`.
 
     Args:
-        backend: `"reference"`, the contract, written to be read; `"torch"`, vectorised; `"triton"`, kernels for CUDA
-            tensors. Default: `"auto"`, kernels on GPUs from compute capability 8.0 on, else `"torch"`.
+        backend: `"reference"`, the contract, written to be read; `"torch"`, vectorised; `"native"`, compiled C for float32 and
+            bfloat16 on a CPU where an op has it, else `"torch"`; `"triton"`, kernels for CUDA tensors. Default: `"auto"`, kernels on
+            GPUs from compute capability 8.0 on, C on a CPU where a compiler built it, else `"torch"`.
         selection: How product keys are selected: in `"two-stage"`s, or by one selection over the `"cartesian"` grid of
             all `n * n` slots (MIDUS, appendix C.1). Default: `"auto"`, two stages.
         backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which may
@@ -64,7 +72,12 @@ def op_choices(**changes: str) -> Iterator[None]:
 
 
 def resolve(
-    backend: str, selection: str, backward: str, tensor: torch.Tensor, refusal: str | None = None
+    backend: str,
+    selection: str,
+    backward: str,
+    tensor: torch.Tensor,
+    refusal: str | None = None,
+    native_refusal: str | None = NO_NATIVE_BODY,
 ) -> OpChoices:
     """Name the bodies that an op runs.
 
@@ -74,34 +87,68 @@ def resolve(
         backward: As in `OpChoices`.
         tensor: One of the op's, for its device and dtype. Kernels do not compute in float64.
         refusal: What kernels cannot take of this call's sizes, and what they expect. Default: they take it.
+        native_refusal: What compiled C cannot take of them, likewise; None where it takes them. Default: the op has none, and
+            `"torch"` stands in for it.
 
     Returns:
-        Choices without `"auto"`.
+        Choices without `"auto"`. While a graph is traced nothing is built, and `"native"` is what the op runs if it can then.
 
     Raises:
-        ValueError: If there is no such choice, or kernels are asked for where they cannot run.
+        ValueError: If there is no such choice, or kernels or C are asked for where they cannot run.
     """
     asked = OpChoices(backend, selection, backward)
     body = _standing.backend if asked.backend == "auto" else asked.backend
-    if body == "auto":
-        takes = HAS_TRITON and tensor.is_cuda and refusal is None
-        body = "triton" if takes and _multiplies(tensor) else "torch"
-    if body == "triton":
-        if not HAS_TRITON:
-            raise ValueError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
-        if not (tensor.is_cuda or interprets_kernels()):
-            raise ValueError(
-                f"backend is 'triton', but the tensors are on {tensor.device.type}; expected cuda, or choose 'torch'."
-            )
-        if tensor.dtype == torch.float64:
-            raise ValueError(
-                "backend is 'triton', but the tensors are float64; expected float32 or less, or choose 'torch'."
-            )
-        if refusal is not None:
-            raise ValueError(f"backend is 'triton', but {refusal}, or choose 'torch'.")
     way = _standing.selection if asked.selection == "auto" else asked.selection
     order = _standing.backward if asked.backward == "auto" else asked.backward
-    return OpChoices(body, "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order)
+    way, order = "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order
+    if body == "auto":
+        body = _chosen(tensor, (way, order), refusal, native_refusal)
+    elif body == "triton":
+        _check_kernels(tensor, refusal)
+    elif body == "native":
+        _check_native(tensor, native_refusal)
+        body = "torch" if native_refusal == NO_NATIVE_BODY else "native"
+    return OpChoices(body, way, order)
+
+
+def _chosen(tensor: torch.Tensor, ways: tuple[str, str], refusal: str | None, native_refusal: str | None) -> str:
+    """What is fastest where nobody chose."""
+    if tensor.is_cuda:
+        return "triton" if HAS_TRITON and refusal is None and _multiplies(tensor) else "torch"
+    takes = tensor.device.type == "cpu" and tensor.dtype in NATIVE_DTYPES and native_refusal is None
+    is_ours = takes and ways == ("two-stage", "sorted")
+    return "native" if is_ours and (torch.compiler.is_compiling() or native_library() is not None) else "torch"
+
+
+def _check_kernels(tensor: torch.Tensor, refusal: str | None) -> None:
+    if not HAS_TRITON:
+        raise ValueError("backend is 'triton', but triton is not installed; install it, or choose 'torch'.")
+    if not (tensor.is_cuda or interprets_kernels()):
+        raise ValueError(
+            f"backend is 'triton', but the tensors are on {tensor.device.type}; expected cuda, or choose 'torch'."
+        )
+    if tensor.dtype == torch.float64:
+        raise ValueError(
+            "backend is 'triton', but the tensors are float64; expected float32 or less, or choose 'torch'."
+        )
+    if refusal is not None:
+        raise ValueError(f"backend is 'triton', but {refusal}, or choose 'torch'.")
+
+
+def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"backend is 'native', but the tensors are on {tensor.device.type}; expected cpu, or choose 'torch'."
+        )
+    if tensor.dtype not in NATIVE_DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"backend is 'native', but the tensors are {dtype}; expected float32 or bfloat16, or choose 'torch'."
+        )
+    if refusal is not None and refusal != NO_NATIVE_BODY:
+        raise ValueError(f"backend is 'native', but {refusal}, or choose 'torch'.")
+    if not torch.compiler.is_compiling() and native_library() is None:
+        raise ValueError(f"backend is 'native', but {why_missing()}, or choose 'torch'.")
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,8 @@ import torch
 
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
+from midus_hf.ops.native_library import native_library
 from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
@@ -32,6 +34,9 @@ def lookup(
     """Output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
     if backend == "triton" and selection == "two-stage":
         return triton_forward(query, row_keys, column_keys, bank, residual, k, temperature)
+    backend = _at_hand(backend)
+    if backend == "native" and selection == "two-stage":
+        return native_lookup(query, row_keys, column_keys, bank, residual, k, temperature)
     tokens, heads, _ = query.shape
     n = row_keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -44,7 +49,8 @@ def lookup(
     scores = row_scores.gather(-1, rows) + column_scores.gather(-1, columns)
     weights = _weights(scores, temperature)  # [H, S, k]
     slots = rows * n + columns
-    output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), backend)
+    gathers = "torch" if backend == "native" else backend
+    output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), gathers)
     output = output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)
     return (
         (output if residual is None else (residual + output).to(residual.dtype)).contiguous(),
@@ -111,15 +117,20 @@ def headwise_lookup_backward_op(
     into_query, into_row_keys, into_column_keys, into_bank = (
         tensor.new_empty(0) for tensor in (query, row_keys, column_keys, bank)
     )
+    backend = _at_hand(backend)
     if wants_scores:
-        differentiate = triton_score_gradients if backend == "triton" else _score_gradients
+        bodies = {"triton": triton_score_gradients, "native": native_score_gradients}
+        differentiate = bodies.get(backend, _score_gradients)
         into_query, into_row_keys, into_column_keys = differentiate(
             gradient, query, row_keys, column_keys, bank, slots, weights, temperature
         )
-    if wants_bank:
+    if wants_bank and backend == "native" and backward == "sorted":
+        into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
+    elif wants_bank:
         flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
         by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
-        sums = row_sums(by_head, flat_slots, weights_of_head, len(flat_bank), backward, backend)
+        sums_by = "torch" if backend == "native" else backend
+        sums = row_sums(by_head, flat_slots, weights_of_head, len(flat_bank), backward, sums_by)
         into_bank = sums.view(bank.shape).to(bank.dtype)
     return into_query, into_row_keys, into_column_keys, into_bank
 
@@ -190,6 +201,11 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _at_hand(backend: str) -> str:
+    """The body that runs: a graph may have been traced for one in C that cannot be built here."""
+    return "torch" if backend == "native" and native_library() is None else backend
 
 
 def _weights(scores: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 
 from midus_hf.ops.backend import OpChoices, resolve
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup_few
+from midus_hf.ops.native_headwise import native_lookup, native_refusal
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk
 from midus_hf.ops.product_key import reference as product_key_reference
@@ -73,7 +74,7 @@ def headwise_memory(
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, _ = row_keys.shape
     _check_values(value_bank, value_transform, heads, n)
-    choices = resolve(backend, selection, backward, query)
+    choices = resolve(backend, selection, backward, query, native_refusal=native_refusal(n, k))
     if sparse_gradient and expand:
         raise ValueError(
             "expand is true with sparse_gradient; expected false or None, since an expanded bank is hit all over."
@@ -94,11 +95,14 @@ def headwise_memory(
         if value_transform is not None and expand:
             value_bank, value_transform = expand_values(value_bank, value_transform), None
         flat_query, tables = query.reshape(tokens, *query.shape[-2:]), (row_keys, column_keys, value_bank)
-        fuses = residual is not None and value_transform is None and not _decodes(choices, tokens * heads)
-        if _decodes(choices, tokens * heads):
+        decodes = _decodes(choices, tokens * heads, (flat_query, *tables))
+        fuses = residual is not None and value_transform is None and (not decodes or choices.backend == "native")
+        added = residual.reshape(tokens, heads, -1) if fuses and residual is not None else None
+        if decodes and choices.backend == "native":
+            output, _, _ = native_lookup(flat_query, *tables, added, k, temperature, keeps=False)
+        elif decodes:
             output = lookup_few(flat_query, *tables, k, temperature)
         else:
-            added = residual.reshape(tokens, heads, -1) if fuses and residual is not None else None
             ways = (choices.selection, choices.backward, choices.backend)
             output, _, _ = headwise_lookup_op(flat_query, *tables, added, k, temperature, *ways)  # [S, H, v]
         if value_transform is not None:
@@ -169,10 +173,14 @@ def _added(residual: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
     return output if residual is None else (residual + output).to(residual.dtype)
 
 
-def _decodes(choices: OpChoices, rows: int) -> bool:
+def _decodes(choices: OpChoices, rows: int, tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether so little is to be done, without a gradient or a graph, that the number of calls counts."""
     untraced = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return untraced and rows <= _FEW_ROWS and choices.backend == "torch" and choices.selection == "two-stage"
+    if not untraced or rows > _FEW_ROWS or choices.selection != "two-stage":
+        return False
+    if choices.backend == "native":  # C reads memory, which tensors that stand for others do not have
+        return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+    return choices.backend == "torch"
 
 
 def _transformed(output: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,21 @@ from transformers import AutoModelForCausalLM
 import midus_config
 import midus_hf
 from midus_hf.models.export import ENTRY_MODULE, write_code
+from midus_hf.ops.native_library import native_library
 
 _LOAD = """
 import json
+import sys
 from pathlib import Path
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 def code(folder):
     return {path.name: path.read_text() for path in Path(folder).glob("*.py")}
+
+def computes_in_c(model):
+    # The copy has the source of compiled ops, and finds their library or builds it.
+    package = type(model).__module__.rpartition(".")[0]
+    return sys.modules[f"{package}.midus_hf_ops_native_library"].native_library() is not None
 
 def refusal(attempt):
     try:
@@ -52,6 +59,7 @@ for family in json.load(open("families.json")):
             "is of the classes it was saved as": [type(part).__name__ for part in (config, stack, model)],
             "AutoModelForCausalLM": torch.equal(model(tokens).logits, logits),
             "AutoModel": torch.equal(stack(tokens).last_hidden_state, stream),
+            "computes in C where the package does": computes_in_c(model) == json.load(open("computes_in_c.json")),
             "sharded": torch.equal(sharded(tokens).logits, logits),
             "saved again": torch.equal(again(tokens).logits, logits),
             "stack saved again": torch.equal(stack_again(tokens).last_hidden_state, stream),
@@ -87,6 +95,7 @@ def folder(tmp_path_factory) -> Path:
             logits, stream = model(prompt()).logits, model.model(prompt()).last_hidden_state
         loss = model(prompt(), labels=prompt(), use_cache=False).loss.detach()
         torch.save((prompt(), logits, stream, loss), folder / f"{family}.pt")
+    (folder / "computes_in_c.json").write_text(json.dumps(native_library() is not None))
     (folder / "families.json").write_text(json.dumps(list(FAMILIES)))
     printed = run_python(_LOAD, folder, package_present=False)
     (folder / "findings.json").write_text(printed.splitlines()[-1])
@@ -102,7 +111,7 @@ def test_a_folder_loads_runs_trains_and_saves_again_without_the_package(family, 
     model = upscaled_model(family)
     names = found.pop("is of the classes it was saved as")
     assert names == [type(part).__name__ for part in (model.config, model.model, model)]
-    assert len(found) == 11
+    assert len(found) == 12
     assert [name for name, holds in found.items() if holds is not True] == []
 
 

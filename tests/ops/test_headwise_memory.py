@@ -206,7 +206,7 @@ def test_autocast_runs_forward_and_backward():
         ({"query": (3, 2, 7)}, r"query ends in \(2, 7\)"),
         ({"k": 0}, r"k is 0; expected 1 <= k <= n = 5"),
         ({"k": 6}, r"k is 6; expected 1 <= k <= n = 5"),
-        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'reference', 'torch', 'triton'"),
+        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of 'auto', 'reference', 'torch', 'native', 'triton'"),
         ({"selection": "flat"}, r"selection is 'flat'; expected one of 'auto', 'two-stage', 'cartesian'"),
         ({"backward": "fast"}, r"backward is 'fast'; expected one of 'auto', 'sorted', 'atomic', 'dedup'"),
     ],

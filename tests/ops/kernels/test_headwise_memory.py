@@ -6,8 +6,17 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import headwise_memory, op_choices, product_key_topk
+from midus_hf.ops.native_library import why_missing
 
 NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def backend(request) -> str:
+    """Each fast body, in turn; the one in C where it can run."""
+    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
+        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
+    return request.param
 
 
 def inputs(tokens, heads, dim, n, width, own=False, transform=False, dtype=torch.float32, seed=0):
@@ -42,6 +51,10 @@ def assert_equals_reference(arguments, k, backend, upstream=None, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("own", [False, True], ids=["shared-bank", "bank-a-head"])
 def test_every_dtype_and_bank(backend, own, dtype):
+    if backend == "native" and dtype == torch.float16:
+        with pytest.raises(ValueError, match="tensors are float16; expected float32 or bfloat16, or choose 'torch'"):
+            headwise_memory(*inputs(37, 3, 16, 8, 12, own, dtype=dtype), 4, backend=backend)
+        return
     assert_equals_reference(inputs(37, 3, 16, 8, 12, own, dtype=dtype), 4, backend)
 
 
@@ -178,7 +191,7 @@ def test_choices_stand_for_what_a_caller_leaves_open(monkeypatch):
         headwise_memory(*arguments, 2, backend="torch")
     with pytest.raises(InterruptedError):
         headwise_memory(*arguments, 2)
-    auto = "triton" if DEVICE == "cuda" else "torch"
+    auto = "triton" if DEVICE == "cuda" else "torch" if why_missing() else "native"
     assert seen == [
         ("cartesian", "atomic", "triton"),
         ("two-stage", "dedup", "torch"),

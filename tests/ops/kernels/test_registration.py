@@ -8,8 +8,17 @@ from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.chapter_attention import chapter_attention
 from midus_hf.ops.chapter_segments import segment_attention_op
 from midus_hf.ops.headwise_lookup import headwise_lookup_op
+from midus_hf.ops.native_library import why_missing
 from midus_hf.ops.product_key import select_op
 from midus_hf.ops.weighted_gather import weighted_gather_op
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def lookup_backend(request) -> str:
+    """Each fast body of head-wise memory, in turn; the one in C where it can run."""
+    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
+        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +35,12 @@ def tables(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("with_residual", ["none", "plain", "strided"])
-def test_the_lookup_is_registered_rightly(backend, with_residual):
+def test_the_lookup_is_registered_rightly(lookup_backend, with_residual):
     residual = None
     if with_residual != "none":
         residual = torch.randn(6, 2, 5, device=DEVICE)
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
-    arguments = (*tables(), residual, 3, 0.5, "two-stage", "sorted", backend)
+    arguments = (*tables(), residual, 3, 0.5, "two-stage", "sorted", lookup_backend)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
@@ -83,9 +92,9 @@ def nodes_of(function, arguments):
     return names
 
 
-def test_head_wise_memory_is_one_node_and_views(backend):
+def test_head_wise_memory_is_one_node_and_views(lookup_backend):
     def lookup(query, row_keys, column_keys, bank):
-        return headwise_memory(query, row_keys, column_keys, bank, None, 3, backend=backend)
+        return headwise_memory(query, row_keys, column_keys, bank, None, 3, backend=lookup_backend)
 
     names = nodes_of(lookup, tables())
     assert sum("headwise_lookup" in name for name in names) == 1
@@ -128,11 +137,11 @@ def test_compiled_attention_to_chapters_computes_the_same_gradients():
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
-def test_a_compiled_call_computes_the_same_gradients(backend):
+def test_a_compiled_call_computes_the_same_gradients(lookup_backend):
     leaves = tables()
 
     def lookup(*tensors):
-        return headwise_memory(*tensors, None, 3, backend=backend)
+        return headwise_memory(*tensors, None, 3, backend=lookup_backend)
 
     upstream = torch.randn(6, 2, 5, device=DEVICE)
     eager, compiled = (

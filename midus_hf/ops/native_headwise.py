@@ -1,0 +1,194 @@
+"""The compiled body of head-wise lookup, for float32 and bfloat16 on a CPU.
+
+Shapes as in `headwise_lookup`. Each result is written by one thread alone, in the order of tokens: neither the number of threads nor
+the other tokens of a call change its bits.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from midus_hf.ops.backend import NATIVE_DTYPES
+from midus_hf.ops.native_calls import LookupCall, RowSumsCall, ScoreGradientsCall
+from midus_hf.ops.native_library import native_library
+from midus_hf.ops.precision import narrowest_integer
+
+_MOST_SUB_KEYS = 1 << 15
+_MOST_RETRIEVED = 64
+"""Each of which costs as much as all others: torch's own selection is faster for more."""
+
+_STRETCH = 256
+"""Tokens of one unit of work."""
+
+_MOST_PARTS = 16
+"""Stretches with gradients of keys of their own."""
+
+_FEWEST_SHARED = 512
+"""Tokens times heads for which threads are started: it takes as long as computing some hundreds."""
+
+
+def native_refusal(n: int, k: int) -> str | None:
+    """What the compiled body cannot take of these sizes, and what it expects; None where it takes them."""
+    if n > _MOST_SUB_KEYS:
+        return f"n is {n}; expected {_MOST_SUB_KEYS} or less"
+    return f"k is {k}; expected {_MOST_RETRIEVED} or less" if k > _MOST_RETRIEVED else None
+
+
+def native_lookup(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    keeps: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, slots and weights; the latter two are empty unless `keeps` says that a gradient needs them."""
+    tokens, heads, width = query.shape[0], query.shape[1], bank.shape[-1]
+    n, half = row_keys.shape[1:]
+    if residual is not None and residual.dtype not in NATIVE_DTYPES:
+        output, slots, weights = native_lookup(query, row_keys, column_keys, bank, None, k, temperature, keeps)
+        return (residual + output).to(residual.dtype), slots, weights
+    query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
+    kept = (tokens, heads, k) if keeps else (0,)
+    slots = query.new_empty(kept, dtype=narrowest_integer(n * n))
+    weights = query.new_empty(kept, dtype=torch.float32)
+    added = (0, 0) if residual is None else residual.stride()[:2]
+    call = LookupCall(
+        query.data_ptr(),
+        row_keys.data_ptr(),
+        column_keys.data_ptr(),
+        bank.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        output.data_ptr(),
+        slots.data_ptr() if keeps else None,
+        weights.data_ptr(),
+        tokens,
+        heads,
+        n,
+        half,
+        width,
+        k,
+        *query.stride()[:2],
+        *added,
+        n * n * width if bank.dim() == 3 else 0,
+        query.dtype == torch.bfloat16,
+        residual is not None and residual.dtype == torch.bfloat16,
+        slots.itemsize,
+        _STRETCH,
+        _threads(tokens * heads),
+        temperature,
+    )
+    _run("midus_lookup", call)
+    return output, slots, weights
+
+
+def native_score_gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys and column keys, in their dtype."""
+    tokens, heads, k = slots.shape
+    n, half = row_keys.shape[1:]
+    gradient, query = _gradient_rows(gradient), _with_rows(query)
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    slots, weights = slots.contiguous(), weights.contiguous()
+    into_query = query.new_empty(query.shape)
+    into_row_keys, into_column_keys = row_keys.new_empty(row_keys.shape), column_keys.new_empty(column_keys.shape)
+    stretch = max(_STRETCH, -(-tokens // _MOST_PARTS))
+    parts = weights.new_empty(heads * -(-tokens // stretch), 2 * n * half)
+    tensors = (
+        gradient,
+        query,
+        row_keys,
+        column_keys,
+        bank,
+        slots,
+        weights,
+        into_query,
+        into_row_keys,
+        into_column_keys,
+        parts,
+    )
+    call = ScoreGradientsCall(
+        *(tensor.data_ptr() for tensor in tensors),
+        tokens,
+        heads,
+        n,
+        half,
+        bank.shape[-1],
+        k,
+        *gradient.stride()[:2],
+        *query.stride()[:2],
+        n * n * bank.shape[-1] if bank.dim() == 3 else 0,
+        query.dtype == torch.bfloat16,
+        gradient.dtype == torch.bfloat16,
+        slots.itemsize,
+        stretch,
+        _threads(tokens * heads),
+        temperature,
+    )
+    _run("midus_score_gradients", call)
+    return into_query, into_row_keys, into_column_keys
+
+
+def native_bank_gradient(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size
+) -> torch.Tensor:
+    """The gradient of a bank, float32: each row's is summed in the order of tokens and heads."""
+    tokens, heads, k = slots.shape
+    rows, width = bank_shape[-2:]
+    own = len(bank_shape) == 3
+    gradient, slots, weights = _gradient_rows(gradient), slots.contiguous(), weights.contiguous()
+    into = weights.new_empty(bank_shape)
+    threads = _threads(tokens * heads)
+    tables = heads if own else 1
+    call = RowSumsCall(
+        gradient.data_ptr(),
+        slots.data_ptr(),
+        weights.data_ptr(),
+        into.data_ptr(),
+        tokens,
+        heads,
+        rows,
+        width,
+        k,
+        *gradient.stride()[:2],
+        rows * width if own else 0,
+        gradient.dtype == torch.bfloat16,
+        slots.itemsize,
+        1 if threads == 1 else -(-2 * threads // tables),  # every range reads all slots
+        threads,
+    )
+    _run("midus_row_sums", call)
+    return into
+
+
+def _run(name: str, call: ctypes.Structure) -> None:
+    library: Any = native_library()
+    assert library is not None
+    if getattr(library, name)(ctypes.byref(call)):
+        raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension in one piece; the others may lie as they do."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
+    return _with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
+
+
+def _threads(rows: int) -> int:
+    return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()

@@ -1,0 +1,290 @@
+"""The library of compiled ops: found, built, or done without, in one line of warning."""
+
+import multiprocessing
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from midus_hf.ops import headwise_memory, native_build, native_flags, native_library
+from midus_hf.ops.native_build import CACHE_VARIABLE, SOURCE, NotBuilt, built_library, variant
+
+OPS = Path(native_build.__file__).parent
+REAL = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """As in a process that has not looked for the library yet."""
+    monkeypatch.setattr(native_library, "_library", None)
+    monkeypatch.setattr(native_library, "_missing", None)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A folder for libraries that is empty, or rather, not there."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "new" / "libraries"))
+    return tmp_path / "new" / "libraries"
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Puts a shell script in the place of the compiler; `$out` is the file that it is to write."""
+
+    def install(script: str) -> Path:
+        path = tmp_path / "compiler"
+        parts = (
+            "#!/bin/sh",
+            'if [ "$1" = --version ]; then echo "compiler 1"; exit; fi',
+            'while [ "$1" != -o ]; do shift; done; out=$2',
+            f"echo run >> '{tmp_path}/runs'",
+            script,
+        )
+        path.write_text("\n".join(parts) + "\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CC", str(path))
+        return tmp_path / "runs"
+
+    return install
+
+
+def memory(**options):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 2, 8), (2, 6, 4), (2, 6, 4), (36, 5))
+    arguments = [torch.randn(shape, generator=generator) for shape in shapes]
+    return headwise_memory(*arguments, None, 3, **options)
+
+
+def test_it_is_built_once_and_kept_whole(cache, compiler):
+    runs = compiler('echo code > "$out"')
+    path = built_library()
+    assert path == built_library() and path.parent == cache
+    assert runs.read_text().splitlines() == ["run"]
+    assert path.read_bytes().startswith(b"code\n") and list(cache.iterdir()) == [path]
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch):
+    compiler('echo code > "$out"')
+    paths = [built_library()]
+    for owner, name, value in (
+        (native_build, "SOURCE", SOURCE + "\n"),
+        (native_build, "variant", lambda: "baseline" if variant() != "baseline" else "avx2"),
+        (native_build, "_version", lambda compiler: "compiler 2"),
+        (platform, "machine", lambda: "abacus"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            paths.append(built_library())
+    assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.write_bytes(path.read_bytes()[:-40]), lambda path: path.write_bytes(b"")]
+)
+def test_a_library_that_was_cut_short_is_built_again(damage, cache, compiler):
+    runs = compiler('head -c 1000 /dev/zero > "$out"')
+    path = built_library()
+    whole = path.read_bytes()
+    damage(path)
+    assert built_library() == path and path.read_bytes() == whole
+    assert len(runs.read_text().splitlines()) == 2
+
+
+def test_processes_that_build_at_once_all_get_a_whole_one(cache, compiler):
+    runs = compiler('echo half > "$out"; sleep 0.3; echo rest >> "$out"')
+    fork = multiprocessing.get_context("fork")
+    together, found = fork.Barrier(3), fork.SimpleQueue()
+
+    def build():
+        together.wait(30)
+        found.put((str(built_library()), built_library().read_bytes()))
+
+    processes = [fork.Process(target=build) for _ in range(3)]
+    for process in processes:
+        process.start()
+    results = [found.get() for _ in processes]
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert len(set(results)) == 1 and results[0][1].startswith(b"half\nrest\n")
+    assert len(runs.read_text().splitlines()) == 3 and len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "script, reason",
+    [
+        (
+            "echo 'native.c:1: error: no such instruction' >&2; exit 1",
+            r"compiler failed \(native.c:1: error: no such instruction\)",
+        ),
+        ("exit 3", r"compiler failed \(status 3\)"),
+    ],
+    ids=["says-why", "silent"],
+)
+def test_a_compiler_that_fails_is_told(script, reason, cache, compiler):
+    compiler(script)
+    with pytest.raises(NotBuilt, match=reason + "; install gcc or clang, or set CC$"):
+        built_library()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_that_is_not_there_or_does_not_run_is_told(cache, compiler, monkeypatch, tmp_path):
+    compiler("")
+    (tmp_path / "compiler").write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(NotBuilt, match=r"compiler does not run \(OSError\); install gcc or clang, or set CC"):
+        built_library()
+    monkeypatch.setenv("CC", "no-such-compiler -m32")
+    with pytest.raises(NotBuilt, match="CC is 'no-such-compiler', which is not there; install gcc or clang"):
+        built_library()
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotBuilt, match="there is no C compiler; install gcc or clang"):
+        built_library()
+
+
+def test_the_first_compiler_on_the_path_is_taken(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("clang", "gcc", "cc"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert native_build._compiler() == [name]
+    monkeypatch.setenv("CC", "gcc -m64")
+    assert native_build._compiler() == ["gcc", "-m64"]
+
+
+def test_a_folder_that_cannot_be_written_is_told(compiler, monkeypatch, tmp_path):
+    compiler('echo code > "$out"')
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "libraries"))
+    with pytest.raises(
+        NotBuilt, match=rf"libraries cannot be written \(Not a directory\); set {CACHE_VARIABLE} to a folder that can"
+    ):
+        built_library()
+
+
+def test_the_folder_is_the_cache_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native_build._folder() == tmp_path / "midus_hf" / "native"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert native_build._folder() == tmp_path / ".cache" / "midus_hf" / "native"
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(NotBuilt, match=f"there is no home folder for it; set {CACHE_VARIABLE} to a folder"):
+        native_build._folder()
+
+
+@pytest.mark.parametrize(
+    "capability, machine, expected",
+    [
+        ("AVX512", "x86_64", "avx512"),
+        ("AVX2", "AMD64", "avx2"),
+        ("DEFAULT", "x86_64", "baseline"),
+        ("SVE256", "aarch64", "baseline"),
+    ],
+)
+def test_instructions_are_those_that_pytorch_found(capability, machine, expected, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert variant() == expected
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_without_it_pytorch_computes_the_same_and_one_warning_says_so(cache, compiler):
+    compiler("exit 1")
+    expected = memory(backend="torch")
+    told = (
+        r"^head-wise memory runs by PyTorch on this CPU, which takes two to four times as long, since its C code could not be built: "
+        rf".*compiler failed \(status 1\); install gcc or clang, or set CC, or set {CACHE_VARIABLE}=off to do without\.$"
+    )
+    with pytest.warns(RuntimeWarning, match=told) as warned:
+        assert torch.equal(memory(), expected)
+        assert torch.equal(memory(), expected)
+    assert len(warned) == 1
+    with pytest.raises(ValueError, match=r"backend is 'native', but .*compiler failed .*, or choose 'torch'\.$"):
+        memory(backend="native")
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_library_that_does_not_load_is_told(cache, compiler):
+    compiler('echo "no library at all" > "$out"')
+    with pytest.warns(
+        RuntimeWarning, match=rf"it does not load \(.*\); set {CACHE_VARIABLE} to another folder, or set"
+    ):
+        assert torch.equal(memory(), memory(backend="torch"))
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_it_can_be_switched_off_without_a_warning(monkeypatch, compiler):
+    runs = compiler("exit 1")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(memory(), memory(backend="torch"))
+    with pytest.raises(
+        ValueError, match=f"backend is 'native', but {CACHE_VARIABLE} is off; unset it, or choose 'torch'"
+    ):
+        memory(backend="native")
+    assert not runs.exists()
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_nothing_is_built_while_a_graph_is_traced(cache, compiler):
+    runs = compiler("exit 1")
+    seen = []
+
+    def look(graph, inputs):
+        seen.append(runs.exists())
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *tensors: headwise_memory(*tensors, None, 3), fullgraph=True, backend=look)
+    arguments = [torch.randn(shape) for shape in ((4, 2, 8), (2, 6, 4), (2, 6, 4), (36, 5))]
+    with pytest.warns(RuntimeWarning, match="head-wise memory runs by PyTorch"):
+        output = compiled(*arguments)
+    torch._dynamo.reset()
+    assert seen == [False] and runs.exists()
+    assert torch.equal(output, headwise_memory(*arguments, None, 3, backend="torch"))
+
+
+def test_a_library_in_the_package_comes_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_library, "__file__", str(tmp_path / "native_library.py"))
+    assert native_library._packaged() is None
+    (tmp_path / f"native_{variant()}.so").write_text("")
+    assert native_library._packaged() == tmp_path / f"native_{variant()}.so"
+
+
+def test_importing_the_package_builds_nothing(tmp_path):
+    code = "import midus_hf.ops, midus_hf.models.families, midus_hf.ops.native_library as n; assert n._library is n._missing is None"
+    environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "none"), "CC": "no-such-compiler"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_wheel_is_made_of_the_same_source():
+    parts = (runpy.run_path(str(OPS / f"{module}.py"))[name] for module, name in native_flags.PARTS.items())
+    assert "".join(parts) == SOURCE
+
+
+@pytest.mark.skipif(REAL is None, reason="there is no C compiler")
+def test_it_compiles_without_a_warning(tmp_path):
+    (tmp_path / "native.c").write_text(SOURCE)
+    flags = (*native_flags.FLAGS, "-Wall", "-Wextra", "-O0", "-fsyntax-only")
+    done = subprocess.run([REAL, *flags, str(tmp_path / "native.c")], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
