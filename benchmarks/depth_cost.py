@@ -26,6 +26,7 @@ from benchmarks.timing import Task, interleaved, is_out_of_memory, release_memor
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth_attention import depth_attention
+from midus_hf.ops.joining import Depth
 
 DEPTH_RESULTS = RESULTS / "depth_cost.csv"
 KV_HEADS, WIDTH = 8, 64
@@ -127,8 +128,7 @@ class Layer:
 
     def joined(self, sequence: SequenceHeads) -> torch.Tensor:
         """What they read of both."""
-        depth, depth_lse = depth_attention(self.query, self.keys, self.values, self.scaling)
-        return sequence.joined(depth, depth_lse, None)[0].transpose(1, 2)
+        return sequence.joined(Depth(self.query, self.keys, self.values, self.scaling))[0].transpose(1, 2)
 
     def passes(self, forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Task:
         """Both passes."""

@@ -12,6 +12,7 @@ from midus_hf.ops.triton_import import HAS_TRITON
 BACKENDS = ("auto", "reference", "torch", "triton")
 SELECTIONS = ("auto", "two-stage", "cartesian")
 BACKWARDS = ("auto", "sorted", "atomic", "dedup")
+JOININGS = ("auto", "merged", "fused", "measured")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +27,20 @@ class OpChoices:
         backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which may
             differ from run to run on CUDA; or `"dedup"`, by MIDUS's Algorithm 1 (appendix C.3), which waits for the
             device. Default: `"auto"`, sorted.
+        joining: How heads that read sequence and depth do: `"merged"`, by the model's own attention and a kernel for the depth;
+            `"fused"`, by one kernel for both where there is one for the call, which reads sequences of the same length as queries
+            without mask, cap or dropout; or `"measured"`, by whichever of these took less time when a shape was first met, which
+            another process may find otherwise. A graph of `torch.compile` cannot measure and is merged. Default: `"auto"`, merged.
     """
 
     backend: str = "auto"
     selection: str = "auto"
     backward: str = "auto"
+    joining: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, choices in (("backend", BACKENDS), ("selection", SELECTIONS), ("backward", BACKWARDS)):
+        every = {"backend": BACKENDS, "selection": SELECTIONS, "backward": BACKWARDS, "joining": JOININGS}
+        for name, choices in every.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
@@ -102,6 +109,11 @@ def resolve(
     way = _standing.selection if asked.selection == "auto" else asked.selection
     order = _standing.backward if asked.backward == "auto" else asked.backward
     return OpChoices(body, "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order)
+
+
+def chosen_joining() -> str:
+    """How heads that read sequence and depth do: `"merged"`, `"fused"` or `"measured"`."""
+    return "merged" if _standing.joining == "auto" else _standing.joining
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:

@@ -10,13 +10,13 @@ Scores are powers of two within, and sums natural logarithms outside.
 
 As in other kernels of attention, a number that is not finite spoils what others of its tile read.
 
-Shapes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `BM` rows of a tile, of which `BT` whole
-tokens have H / K each; `BN` keys of the sequence, and `BS` rows of slots that are met at once; `DP` the power of two at or above
-the width of a head.
+Shapes: B texts, H query heads, K heads of keys and values, T tokens, n slots, R runs of slots; `BM` rows of a tile, of which `BT`
+whole tokens have H / K each; `BN` keys of the sequence, and `BS` rows of slots that are met at once; `DP` the power of two at or
+above the width of a head.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,7 +115,7 @@ def fused_forward_kernel(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """What each head reads [B, T, H, d], and log-sum-exps [B, T, H]; `APART` where sums are, and `KEEPS` where both parts are kept."""
+    """What heads read [B, T, H, d], and log-sum-exps [B, T, H]; `APART` where sums are, and `KEEPS` where both parts are kept."""
     program = tl.program_id(0)
     tile = tl.cdiv(tokens, BT) - 1 - program // (texts * kv_heads)  # those that meet the most keys begin first
     text = ((program // kv_heads) % texts).to(tl.int64)
@@ -251,7 +251,7 @@ def programs(query: torch.Tensor, kv_heads: int, tile_tokens: int) -> int:
     return -(-query.shape[2] // tile_tokens) * query.shape[0] * kv_heads
 
 
-def fused_sizes(query: torch.Tensor, kv_heads: int, slots: int, tile: Tile) -> dict[str, int | str | None]:
+def fused_sizes(query: torch.Tensor, kv_heads: int, slots: int, tile: Tile) -> dict[str, Any]:
     """Sizes of a program, and how it multiplies, as kernels take them."""
     group, width = query.shape[1] // kv_heads, query.shape[-1]
     tile_tokens = tile.rows // group
@@ -277,8 +277,4 @@ def padded_width(query: torch.Tensor) -> int:
 def forward_tile(query: torch.Tensor) -> Tile:
     """Of the forward pass, by the bytes of a row."""
     row_bytes = padded_width(query) * query.element_size()
-    if query.dtype == torch.float32:  # is multiplied three times, in parts that take registers
-        return Tile(64, 32, 4) if row_bytes <= 256 else Tile(64, 16, 8)
-    if row_bytes <= 256:
-        return Tile(128, 64, 4 if row_bytes <= 128 else 8)
-    return Tile(64, 32, 8)
+    return Tile(128, 64, 4 if row_bytes <= 128 else 8) if row_bytes <= 256 else Tile(64, 32, 8)

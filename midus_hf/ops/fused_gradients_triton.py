@@ -237,7 +237,9 @@ def triton_fused_gradients(
     apart = depth_weight is not None or mixing is not None
     gradient, *by_token = (part.transpose(1, 2).contiguous() for part in (gradient.to(query.dtype), *read))
     # For both parts the logarithm that weights divide by and what gradients lose, then what g and a get: [B, T, H] each.
-    sums = [torch.empty(texts, tokens, heads, dtype=torch.float32, device=query.device) for _ in range(6 if apart else 1)]
+    sums = [
+        torch.empty(texts, tokens, heads, dtype=torch.float32, device=query.device) for _ in range(6 if apart else 1)
+    ]
     of_parts = sums[:4] if apart else [by_token[3], sums[0], by_token[3], sums[0]]
     of_weights = sums[4:] if apart else [sums[0], sums[0]]
     makes_query = wants_query or wants_slots
@@ -275,30 +277,21 @@ def triton_fused_gradients(
     of_query, of_key, of_value = (
         None if into is None else into.transpose(1, 2) for into in (into_query, into_key, into_value)
     )
-    return Gradients(
-        of_query if wants_query else None,
-        of_key,
-        of_value,
-        *([into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values)),
-        *(None if part is None else into.sum((0, 1)) for part, into in zip((depth_weight, mixing), of_weights, strict=True)),
+    of_keys, of_values = ([into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values))
+    of_weight, of_mixing = (
+        None if part is None else into.sum((0, 1))
+        for part, into in zip((depth_weight, mixing), of_weights, strict=True)
     )
+    return Gradients(of_query if wants_query else None, of_key, of_value, of_keys, of_values, of_weight, of_mixing)
 
 
 def query_tile(query: torch.Tensor) -> Tile:
     """Of the gradient of queries and slots, by the bytes of a row."""
     row_bytes = padded_width(query) * query.element_size()
-    if query.dtype == torch.float32:
-        return Tile(64, 16, 8)
-    if row_bytes <= 256:
-        return Tile(64, 64 if row_bytes <= 128 else 32, 4)
-    return Tile(64, 32, 8)
+    return Tile(64, 64 if row_bytes <= 128 else 32, 4 if row_bytes <= 256 else 8)
 
 
 def key_tile(query: torch.Tensor) -> Tile:
     """Of the gradients of keys and values of the sequence, by the bytes of a row."""
     row_bytes = padded_width(query) * query.element_size()
-    if query.dtype == torch.float32:
-        return Tile(64, 16, 8)
-    if row_bytes <= 256:
-        return Tile(64, 64, 4 if row_bytes <= 128 else 8)
-    return Tile(64, 32, 8)
+    return Tile(64, 64 if row_bytes <= 256 else 32, 4 if row_bytes <= 128 else 8)
