@@ -7,9 +7,9 @@
 One layer, one text, 8 heads of keys and values of width 64, causal, slots in tensors of their own. Timed in turns are attention to
 the *sequence* alone by FlashAttention, and by what torch chooses for itself (*usual*); both joined, by the attention that torch
 chooses (*merged*), by FlashAttention (*merged-flash*), by flex attention if that is asked for (*merged-flex*), and by one kernel
-(*fused*); the *depth* alone; and a copy of as many bytes as slots have. The *bound* is the time in which that copy would move what the
-depth must read and write: queries and slots once in each pass, and once the gradients of both. What reads both is timed only if it
-agrees with float64 at three of its tokens.
+(*fused*); the *depth* alone; and a copy of as many bytes as slots have. The *bound* is the time in which that copy would move what
+the depth must read and write: queries and slots once in each pass, and once the gradients of both. What reads both is timed only if
+it agrees with float64 at three of its tokens.
 """
 
 import argparse
