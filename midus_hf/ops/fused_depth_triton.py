@@ -223,7 +223,7 @@ def triton_fused_attention(
         for shape in ((texts, tokens, heads), (texts, tokens, heads) if apart else (0, 0, 0))
     ]
     if output.numel():
-        tile = forward_tile(query)
+        tile = forward_tile(query, apart)
         sizes = fused_sizes(query, kv_heads, len(keys), tile)
         table = slot_table(keys, values)
         factors = of_heads(query, depth_weight, mixing)
@@ -274,7 +274,7 @@ def padded_width(query: torch.Tensor) -> int:
     return max(16, power_of_two(query.shape[-1]))
 
 
-def forward_tile(query: torch.Tensor) -> Tile:
-    """Of the forward pass, by the bytes of a row."""
+def forward_tile(query: torch.Tensor, apart: bool) -> Tile:
+    """Of the forward pass, by the bytes of a row; two sums want the registers of twice as many threads."""
     row_bytes = padded_width(query) * query.element_size()
-    return Tile(128, 64, 4 if row_bytes <= 128 else 8) if row_bytes <= 256 else Tile(64, 32, 8)
+    return Tile(128, 64, 8 if apart or row_bytes > 128 else 4) if row_bytes <= 256 else Tile(64, 32, 8)
