@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-STEPS = ["ceilings", "tests", "ops", "1b", "8b"]
+STEPS = ["ceilings", "tests", "ops", "depth", "1b", "8b"]
 FURTHER_STEPS = ["compiled", "sizes"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 _MARGIN_SECONDS = 60
@@ -72,6 +72,11 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
         ),
         Step("tests", _python("pytest", "tests/ops", "-q", *_NOT_FOR_THE_DEVICE), "whether the kernels are right"),
         Step("ops", [*_python("benchmarks", "ops"), *quick, *common], "what ops take, beside the roofline and rivals"),
+        Step(
+            "depth",
+            [*_python("benchmarks.depth_cost"), *quick, *common],
+            "what reading the depth adds to reading the sequence, both merged and by one kernel",
+        ),
         Step("1b", model("llama-3.2-1b", *main), "what a whole model takes"),
         Step("8b", model("llama-3.1-8b", *main), "the same where kernels weigh most"),
         Step(

@@ -27,6 +27,7 @@ def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:
         *(_end_of_log(one) for one in done if one.status != 0),
         f"## Ceilings\n\n{_ceilings(read(out / 'ceilings.csv'))}",
         f"## Goals\n\n{made['goals']}",
+        f"## Attention over the depth\n\n{made['depth']}",
         f"## Ops\n\n{made['ops']}",
         f"## Models\n\n{made['models']}",
         f"## Kernels\n\n{_profiles(read(out / 'profile.csv'))}",

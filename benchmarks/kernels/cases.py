@@ -11,6 +11,8 @@ from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
 from midus_hf.ops.chapter_segments_triton import triton_segments
 from midus_hf.ops.depth_attention_triton import triton_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
+from midus_hf.ops.fused_depth_triton import triton_fused_attention
+from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
@@ -65,6 +67,20 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0
             ),
         )
+    for name, group, dim, slots, is_mixed, dtype in (
+        ("both of moda-700m", 2, 64, 72, True, torch.bfloat16),
+        ("both of llama-3.1-8b", 4, 128, 64, True, torch.bfloat16),
+        ("both of table 2", 8, 64, 64, False, torch.bfloat16),
+        ("both of 52, head 256", 2, 256, 52, True, torch.bfloat16),
+        ("both of 5, head 80, float16", 7, 80, 5, True, torch.float16),
+        ("both of 300, head 96, 64 queries a key", 64, 96, 300, False, torch.bfloat16),
+    ):
+        yield (
+            name,
+            lambda group=group, dim=dim, slots=slots, is_mixed=is_mixed, dtype=dtype: _fused(
+                group, dim, slots, is_mixed, dtype
+            ),
+        )
 
 
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
@@ -103,15 +119,30 @@ def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> N
 
 
 def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
-    texts, tokens, kv_heads = 2, 16, 8
-
-    def heads(count: int) -> torch.Tensor:
-        numbers = torch.zeros(skipped + texts * tokens * count * dim, dtype=dtype)[skipped:]
-        return numbers.view(texts, tokens, count, dim).transpose(1, 2)
-
-    query, keys = heads(group * kv_heads), [heads(kv_heads) for _ in range(slots)]
+    query, keys = _heads(group * _KV_HEADS, dim, dtype, skipped), _slots(slots, dim, dtype, skipped)
     output, lse = triton_depth_attention(query, keys, keys, dim**-0.5, softcap)
     triton_depth_gradients(output, lse, query, keys, keys, output, lse, dim**-0.5, softcap, True, True)
+
+
+def _fused(group: int, dim: int, slots: int, is_mixed: bool, dtype: torch.dtype) -> None:
+    query, key, keys = _heads(group * _KV_HEADS, dim, dtype), _heads(_KV_HEADS, dim, dtype), _slots(slots, dim, dtype)
+    given = (query, key, key, keys, keys, dim**-0.5, True, None, torch.zeros(query.shape[1]) if is_mixed else None)
+    read = triton_fused_attention(*given, True)
+    triton_fused_gradients(query, *given, read, True, True, True)
+
+
+_KV_HEADS = 8
+"""Of models that read the depth."""
+
+
+def _heads(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> torch.Tensor:
+    texts, tokens = 2, 16
+    numbers = torch.zeros(skipped + texts * tokens * count * dim, dtype=dtype)[skipped:]
+    return numbers.view(texts, tokens, count, dim).transpose(1, 2)
+
+
+def _slots(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> list[torch.Tensor]:
+    return [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(count)]
 
 
 def launches() -> list[Launch]:

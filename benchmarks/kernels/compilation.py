@@ -59,7 +59,8 @@ class Compiled:
         shared_bytes: Shared memory a program.
         registers: Registers a thread; None where no tool tells (AMD).
         spilled_bytes: Of a thread's stack; None where no tool tells.
-        wide_loads: Instructions that load 16 bytes a thread; None where they are not counted (AMD).
+        wide_loads: Instructions that load 16 bytes a thread, or copy them to shared memory; None where they are not counted (AMD).
+        narrow_loads: Those that load 2 bytes; None where they are not counted.
     """
 
     kernel: str
@@ -69,6 +70,7 @@ class Compiled:
     registers: int | None
     spilled_bytes: int | None
     wide_loads: int | None
+    narrow_loads: int | None
 
 
 @contextmanager
@@ -122,8 +124,12 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=gpu, options={"num_warps": 4, **launch.options})
     registers, spilled = _registers(compiled.asm["cubin"]) if "cubin" in compiled.asm else (None, None)
-    wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"])) if "ptx" in compiled.asm else None
-    return Compiled(launch.kernel.__name__, launch.case, target, compiled.metadata.shared, registers, spilled, wide)
+    wide, narrow = (
+        len(re.findall(load, compiled.asm["ptx"])) if "ptx" in compiled.asm else None
+        for load in (r"ld\.global\S*\.v4\.b32\b|cp\.async\.cg\b", r"ld\.global\S*\.[bu]16\b")
+    )
+    shared = compiled.metadata.shared
+    return Compiled(launch.kernel.__name__, launch.case, target, shared, registers, spilled, wide, narrow)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:

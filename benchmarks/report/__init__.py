@@ -26,13 +26,20 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def sections(results: Path) -> dict[str, str]:
     """The generated sections, by the name in their markers."""
+    from benchmarks.depth_shapes import FILE as DEPTH_FILE
+    from benchmarks.report.depth_tables import depth_section
     from benchmarks.report.goals import goals_table
     from benchmarks.report.model_tables import model_section
     from benchmarks.report.op_tables import op_section
     from benchmarks.report.rows import over_rounds
 
     ops, models = read(results / "ops.csv"), over_rounds(read(results / "model.csv"))
-    return {"goals": goals_table(ops, models), "ops": op_section(ops), "models": model_section(models)}
+    return {
+        "goals": goals_table(ops, models),
+        "ops": op_section(ops),
+        "models": model_section(models),
+        "depth": depth_section(read(results / DEPTH_FILE)),
+    }
 
 
 def with_sections(document: str, generated: dict[str, str]) -> str:

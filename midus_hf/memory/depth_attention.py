@@ -10,7 +10,8 @@ from midus_config.memories.depth_attention import DepthAttentionOptions, SlotSou
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.ops.depth_attention import depth_attention, depth_shares
+from midus_hf.ops.depth_attention import depth_shares
+from midus_hf.ops.joining import Depth
 
 Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys and values `[B, K, T, n, d]` of the slots that are kept, from the oldest to the newest, and the utility of each,
@@ -81,8 +82,8 @@ class DepthAttention(MemoryModule):
         Returns:
             `[B, T, H, d]`; attention weights, if the sequence's are known; the slots that are kept, if any are.
         """
-        depth, depth_lse = depth_attention(query, keys, values, sequence.scaling, sequence.softcap)
-        output, weights = sequence.joined(depth, depth_lse, self.weight, self.mixing)
+        depth = Depth(query, keys, values, sequence.scaling, sequence.softcap, self.weight, self.mixing)
+        output, weights = sequence.joined(depth)
         kept = None
         if keeps:
             shares = depth_shares(query, keys, sequence.scaling, sequence.softcap)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from midus_hf.ops.depth_attention import joint_attention
-from midus_hf.ops.fused_sequence import Call, joined, kernel_of
+from midus_hf.ops.fused_sequence import Call
+from midus_hf.ops.joining import Depth, joined_attention
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 _MASKS_TELL = ("eager", "sdpa")
@@ -50,35 +51,21 @@ class SequenceHeads:
         """What no score exceeds, if they are capped."""
         return self.arguments.get("softcap")
 
-    def joined(
-        self,
-        depth: torch.Tensor,
-        depth_lse: torch.Tensor,
-        depth_weight: torch.Tensor | None,
-        mixing: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def joined(self, depth: Depth) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What heads read in one softmax over the sequence and the depth.
 
         Args:
-            depth: `[B, H, T, d]`, what they read of the depth.
-            depth_lse: `[B, H, T]`, the logarithm of the sum of the exponentials of its scores.
-            depth_weight: `[H]`, g of `joint_attention`; None for 1.
-            mixing: `[H]`, a of `joint_attention`; None for 1.
+            depth: Slots of the same positions.
 
         Returns:
-            `[B, T, H, d]`; where g or a is 0, what the model's own attention gives, bit for bit. And attention weights to the
-            sequence alone, `[B, H, T, S]`, if that attention gives them.
+            `[B, T, H, d]`; where g or a is 0, what the model's own attention gives, bit for bit unless both are computed by one
+            kernel (`OpChoices.joining`). And attention weights to the sequence alone, `[B, H, T, S]`, if that attention gives them.
 
         Raises:
             ValueError: If nothing tells by what the softmax over the sequence divides.
         """
-        ones = depth_lse.new_ones(depth.shape[1])
-        weight, mixing = (
-            (ones if part is None else part)[:, None].expand_as(depth_lse) for part in (depth_weight, mixing)
-        )
-        join = _Join(depth, depth_lse, weight, mixing)
         if self.implementation == "sdpa":
-            with _InPlaceOfSdpa(join):
+            with _InPlaceOfSdpa(depth):
                 return self._own()
         if self.implementation not in ("eager", "flex_attention"):
             raise ValueError(self._refusal)
@@ -88,8 +75,8 @@ class SequenceHeads:
         elif told is None:
             raise ValueError(self._refusal)
         else:
-            lse, told = told.to(depth_lse.dtype), None
-        return join.with_sequence(output.transpose(1, 2), lse).transpose(1, 2), told
+            lse, told = told.to(torch.promote_types(told.dtype, torch.float32)), None
+        return joint_attention(output.transpose(1, 2), lse, *depth.read()).transpose(1, 2), told
 
     def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
@@ -151,47 +138,17 @@ class SequenceHeads:
         )
 
 
-@dataclass(frozen=True)
-class _Join:
-    """What heads read of the depth, `[B, H, T, d]`, with its divisors, g and a, all `[B, H, T]`."""
-
-    depth: torch.Tensor
-    lse: torch.Tensor
-    weight: torch.Tensor
-    mixing: torch.Tensor
-
-    def with_sequence(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Joined with what heads read of the sequence, `[B, H, T, d]`, and its divisors."""
-        return joint_attention(output, lse, self.depth, self.lse, self.weight, self.mixing)
-
-    def with_sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In the place of `scaled_dot_product_attention`, whose arguments it takes.
-
-        transformers may give a single token's query heads that share a key head as if they were tokens.
-        """
-        call = Call(*args, **kwargs)
-        shape = call.query.shape
-        rows = (part.reshape(shape[:3]) for part in (self.lse, self.weight, self.mixing))
-        laid = _Join(self.depth.reshape(shape), *rows)
-        kernel = kernel_of(call)
-        if kernel is not None:
-            return joined(kernel, call, laid.depth, laid.lse, laid.weight, laid.mixing)
-        output = F.scaled_dot_product_attention(*args, **kwargs)
-        lse = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
-        return laid.with_sequence(output, lse)
-
-
 class _InPlaceOfSdpa(TorchFunctionMode):
     """While it is entered, attention of torch is joined with what heads read of the depth.
 
     So whatever transformers does in front of that call and behind it, for each of its versions, stays what it is.
     """
 
-    def __init__(self, join: _Join):
+    def __init__(self, depth: Depth):
         super().__init__()
-        self._join = join
+        self._depth = depth
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
-            return self._join.with_sdpa(*args, **(kwargs or {}))
+            return joined_attention(Call(*args, **(kwargs or {})), self._depth)
         return function(*args, **(kwargs or {}))

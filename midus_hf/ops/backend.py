@@ -13,6 +13,7 @@ from midus_hf.ops.triton_import import HAS_TRITON
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 SELECTIONS = ("auto", "two-stage", "cartesian")
 BACKWARDS = ("auto", "sorted", "atomic", "dedup")
+JOININGS = ("auto", "merged", "fused", "measured")
 
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -34,14 +35,20 @@ class OpChoices:
         backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which may
             differ from run to run on CUDA; or `"dedup"`, by MIDUS's Algorithm 1 (appendix C.3), which waits for the
             device. Default: `"auto"`, sorted.
+        joining: How heads that read sequence and depth do: `"merged"`, by the model's own attention and a kernel for the depth;
+            `"fused"`, by one kernel for both where there is one for the call, which reads sequences of the same length as queries
+            without mask, cap or dropout; or `"measured"`, by whichever of these took less time when a shape was first met, which
+            another process may find otherwise. A graph of `torch.compile` cannot measure and is merged. Default: `"auto"`, merged.
     """
 
     backend: str = "auto"
     selection: str = "auto"
     backward: str = "auto"
+    joining: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, choices in (("backend", BACKENDS), ("selection", SELECTIONS), ("backward", BACKWARDS)):
+        every = {"backend": BACKENDS, "selection": SELECTIONS, "backward": BACKWARDS, "joining": JOININGS}
+        for name, choices in every.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
@@ -149,6 +156,11 @@ def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
         raise ValueError(f"backend is 'native', but {refusal}, or choose 'torch'.")
     if not torch.compiler.is_compiling() and native_library() is None:
         raise ValueError(f"backend is 'native', but {why_missing()}, or choose 'torch'.")
+
+
+def chosen_joining() -> str:
+    """How heads that read sequence and depth do: `"merged"`, `"fused"` or `"measured"`."""
+    return "merged" if _standing.joining == "auto" else _standing.joining
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,5 @@
 """Attention of each token to keys and values of its own position, and its union with attention to the sequence (MoDA)."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -11,6 +10,7 @@ from midus_hf.ops.depth_attention_triton import depth_refusal, triton_depth_atte
 from midus_hf.ops.depth_batched import batched_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.precision import shared_dtype
 
 
 def depth_attention(
@@ -44,7 +44,7 @@ def depth_attention(
         ValueError: If there are no slots, shapes disagree, or kernels are asked for where they cannot run.
     """
     _check(query, keys, values)
-    dtype = _shared_dtype(query, keys, values)
+    dtype = shared_dtype(query, *keys, *values)
     body = resolve(backend, "auto", "auto", query.to(dtype), depth_refusal(query, keys)).backend
     if body == "triton":
         keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
@@ -168,14 +168,6 @@ def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[t
                 f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
                 "as many heads or a divisor of them."
             )
-
-
-def _shared_dtype(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.dtype:
-    """In which kernels read all of them; where they differ under autocast, in its own, as PyTorch's attention does."""
-    dtypes = {tensor.dtype for tensor in (query, *keys, *values)}
-    if len(dtypes) > 1 and torch.is_autocast_enabled(query.device.type):
-        return torch.get_autocast_dtype(query.device.type)
-    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:

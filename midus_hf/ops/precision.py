@@ -1,6 +1,7 @@
 """Dtypes that ops insist on."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -18,3 +19,12 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
 def narrowest_integer(bound: int) -> torch.dtype:
     """The narrowest of int16, int32 and int64 that holds `bound`: less to store, and faster to sort."""
     return next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if bound <= torch.iinfo(dtype).max)
+
+
+def shared_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """In which kernels read all of them; where they differ under autocast, in its own, as PyTorch's attention does."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    device = tensors[0].device.type
+    if len(dtypes) > 1 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return functools.reduce(torch.promote_types, dtypes)

@@ -1,39 +1,74 @@
-"""What the benchmark of attention to the depth times, and what it says that must be moved."""
+"""What the benchmark of attention to the depth times, when it refuses to, and how it goes on."""
 
 import argparse
+from collections import Counter
 
 import pytest
 import torch
 
-from benchmarks.depth_cost import DEFAULT_ROWS, KV_HEADS, PAPER, WIDTH, Layer, Shape, main, measured, shapes
-from benchmarks.tracked import read, this_run
+from benchmarks import depth_bench
+from benchmarks.depth_cost import main
+from benchmarks.depth_layer import Layer
+from benchmarks.depth_shapes import DEFAULT_SHAPES, KV_HEADS, PAPER, WHATS, WIDTH, Shape, shapes, whats
+from benchmarks.interpreter import mended_interpreter
+from benchmarks.profile import FILE as PROFILE_FILE
+from benchmarks.tracked import RESULTS, read
+from midus_hf.ops import op_choices
 
 
-def test_the_joined_layer_is_one_softmax_over_sequence_and_depth():
-    layer = Layer(Shape(7, 2, 3), "cpu", torch.float32)
-    query = layer.query.unflatten(1, (KV_HEADS, 2))  # [1, K, G, T, d]
+@pytest.fixture(autouse=True)
+def kernels_are_interpreted():
+    with mended_interpreter():
+        yield
+
+
+def expected_of(layer):
+    query = layer.query.unflatten(1, (KV_HEADS, layer.shape.group))  # [1, K, G, T, d]
     scores = (query @ layer.key.unsqueeze(2).mT) * WIDTH**-0.5
-    scores = scores.masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), float("-inf"))
+    tokens = layer.shape.tokens
+    scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
     of_depth = torch.stack([(query * key.unsqueeze(2)).sum(-1) for key in layer.keys], dim=-1) * WIDTH**-0.5
     shares = torch.cat([scores, of_depth], dim=-1).softmax(-1)
-    expected = shares[..., :7] @ layer.value.unsqueeze(2)
+    expected = shares[..., :tokens] @ layer.value.unsqueeze(2)
     expected = expected + sum(
-        shares[..., 7 + slot, None] * value.unsqueeze(2) for slot, value in enumerate(layer.values)
+        shares[..., tokens + slot, None] * value.unsqueeze(2) for slot, value in enumerate(layer.values)
     )
-    torch.testing.assert_close(layer.joined(layer.sequence("sdpa")), expected.flatten(1, 2))
-    assert not torch.allclose(layer.alone(), expected.flatten(1, 2))
+    return expected.flatten(1, 2)
+
+
+@pytest.mark.parametrize("what", ["merged", "merged-flash"])
+def test_the_joined_layer_is_one_softmax_over_sequence_and_depth(what):
+    layer = Layer(Shape(7, 2, 3), "cpu", torch.float32)
+    torch.testing.assert_close(layer.forward(what)(), expected_of(layer))
+    assert not torch.allclose(layer.alone(), expected_of(layer))
+
+
+def test_the_one_kernel_is_as_well():
+    layer = Layer(Shape(3, 2, 2), "cpu", torch.bfloat16)
+    with op_choices(backend="triton"):
+        torch.testing.assert_close(layer.forward("fused")(), expected_of(layer), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("what", ["sequence", "usual"])
+def test_the_sequence_alone_is_that_of_torch(what):
+    layer = Layer(Shape(5, 2, 1), "cpu", torch.float32)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        layer.query, layer.key, layer.value, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(layer.forward(what)(), expected)
+    assert layer.chosen_kernel == "FLASH_ATTENTION"
 
 
 def test_every_task_runs_and_makes_every_gradient():
     layer = Layer(Shape(5, 2, 3), "cpu", torch.float32)
-    made = {name: task.run(None) for name, task in layer.tasks(("sdpa",)).items()}
-    assert {name: len(gradients) for name, gradients in made.items() if name != "copy"} == {
+    made = {what: layer.task(what).run(None) for what in WHATS["cpu"]}
+    assert {what: len(gradients) for what, gradients in made.items() if what != "bound"} == {
         "sequence": 3,
         "depth": 1 + 2 * 3,
-        "sdpa": 3 + 2 * 3,
+        "merged": 3 + 2 * 3,
     }
-    assert all(gradient.any() for name, gradients in made.items() if name != "copy" for gradient in gradients)
-    assert made["copy"].numel() == 2 * 3 * 5 * KV_HEADS * WIDTH
+    assert all(gradient.any() for what, gradients in made.items() if what != "bound" for gradient in gradients)
+    assert made["bound"].numel() == 2 * 3 * 5 * KV_HEADS * WIDTH
 
 
 def test_what_must_be_moved_is_what_tensors_hold():
@@ -47,40 +82,158 @@ def test_what_must_be_moved_is_what_tensors_hold():
     assert layer.copies == pytest.approx((forward + backward) / (2 * slots))
 
 
-def test_a_row_compares_what_was_timed_together():
-    (row,) = measured(this_run("cpu"), Shape(4, 2, 2), "cpu", torch.float32, 0.01)
-    assert row.overhead == pytest.approx(row.joined_ms / row.sequence_ms - 1)
-    assert (row.tokens, row.group, row.slots, row.joined_by, row.paper_overhead) == (4, 2, 2, "sdpa", None)
-    assert min(row.depth_ms, row.bound_ms) > 0
+@pytest.mark.parametrize("part", ["output", "query", "key", "keys", "values"])
+def test_an_error_is_found_in_whatever_is_made(part, monkeypatch):
+    layer = Layer(Shape(6, 2, 3), "cpu", torch.float32)
+    right = layer.forward("merged")
+
+    class Off(torch.autograd.Function):
+        """Gradients one per cent too large."""
+
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 1.01 * gradient
+
+    def wrong():
+        if part == "output":
+            return 1.01 * right()
+        own = {"query": [layer.query], "key": [layer.key], "keys": layer.keys[1:2], "values": layer.values[2:3]}[part]
+        off = {id(tensor): Off.apply(tensor) for tensor in own}
+        swapped = {name: getattr(layer, name) for name in ("query", "key", "keys", "values")}
+        for name, tensors in swapped.items():
+            several = isinstance(tensors, list)
+            made = [off.get(id(one), one) for one in (tensors if several else [tensors])]
+            setattr(layer, name, made if several else made[0])
+        try:
+            return right()
+        finally:
+            for name, tensors in swapped.items():
+                setattr(layer, name, tensors)
+
+    assert layer.error("merged") < 1e-5
+    monkeypatch.setattr(layer, "forward", lambda what: wrong)
+    assert 2e-3 < layer.error("merged") < 2e-2
 
 
-def test_a_shape_that_does_not_fit_is_told_and_the_next_one_measured(monkeypatch, capsys):
-    def scarce(run, shape, *rest):
+def test_an_error_that_is_no_number_is_the_largest(monkeypatch):
+    layer = Layer(Shape(3, 2, 2), "cpu", torch.float32)
+    right = layer.forward("merged")
+    monkeypatch.setattr(layer, "forward", lambda what: lambda: right() * float("nan"))
+    assert layer.error("merged") == float("inf")
+
+
+WORDS = ["--device", "cpu", "--seconds", "0.01"]
+
+
+def statuses(folder):
+    return [(row["tokens"], row["what"], row["status"]) for row in read(folder / "depth_cost.csv")]
+
+
+def test_a_row_of_each_thing_is_kept(tmp_path, capsys):
+    assert main([*WORDS, "--shapes", "4x2x2", "--results", str(tmp_path)]) == 0
+    rows = read(tmp_path / "depth_cost.csv")
+    assert statuses(tmp_path) == [("4", what, "ok") for what in WHATS["cpu"]]
+    assert {(row["dtype"], row["group"], row["slots"], row["wall_ms"]) for row in rows} == {("float32", "2", "2", "")}
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+    assert [row["kernel"] for row in rows] == ["", "FLASH_ATTENTION", "", ""]
+    assert [bool(row["error"]) for row in rows] == [False, True, False, False]
+    assert "4x2x2 merged" in capsys.readouterr().err
+
+
+def test_what_has_a_row_is_not_measured_again(tmp_path, monkeypatch, capsys):
+    words = [*WORDS, "--results", str(tmp_path), "--resume"]
+    assert main([*words, "--shapes", "4x2x2"]) == 0
+    before = read(tmp_path / "depth_cost.csv")
+    assert main([*words, "--shapes", "4x2x2,3x2x2"]) == 0
+    after = read(tmp_path / "depth_cost.csv")
+    assert after[: len(before)] == before and {row["date"] for row in after} == {before[0]["date"]}
+    assert set(Counter((row["tokens"], row["what"]) for row in after).values()) == {1} and len(after) == 2 * len(
+        before
+    )
+    assert "4x2x2: measured before" in capsys.readouterr().err
+    monkeypatch.setattr(depth_bench, "Layer", lambda *given: pytest.fail("measured again"))
+    assert main([*words, "--shapes", "4x2x2,3x2x2"]) == 0
+
+
+def test_no_shape_is_begun_behind_the_budget(tmp_path, capsys):
+    assert main([*WORDS, "--results", str(tmp_path), "--shapes", "4x2x2,3x2x2", "--budget", "-1"]) == 0
+    assert "out of time; not measured: 4x2x2, 3x2x2" in capsys.readouterr().err
+    assert not (tmp_path / "depth_cost.csv").exists()
+
+
+def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Layer, "error", lambda layer, what: 0.5)
+    words = [*WORDS, "--results", str(tmp_path), "--resume", "--shapes", "4x2x2"]
+    assert main(words) == 1
+    assert statuses(tmp_path) == [("4", "merged", "refused")] + [
+        ("4", what, "ok") for what in ("sequence", "depth", "bound")
+    ]
+    message = "4x2x2 merged: differs from float64 by 5.00e-01 (RMS ratio); at most 1e-04 is right. It is not timed."
+    assert f"FAILED {message}" in capsys.readouterr().err
+    assert main(words) == 1  # as a run in one piece
+    assert len(statuses(tmp_path)) == 4
+    assert "FAILED 4x2x2 merged: refused before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["at once", "in turns"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("something else\nfurther")]
+)
+def test_what_cannot_run_keeps_nothing_else_from_being_timed(error, when, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def broken(layer):
+        calls.append(layer)
+        if when == "at once" or len(calls) > 1:
+            raise error
+        return layer.query + sum(layer.keys).sum() + sum(layer.values).sum()
+
+    monkeypatch.setattr(Layer, "depth", broken)
+    full = isinstance(error, torch.OutOfMemoryError)
+    assert main([*WORDS, "--results", str(tmp_path), "--shapes", "4x2x2"]) == (0 if full else 1)
+    assert ("4", "depth", "out of memory" if full else "failed") in statuses(tmp_path)
+    assert {what for _, what, status in statuses(tmp_path) if status == "ok"} == {"sequence", "merged", "bound"}
+    printed = capsys.readouterr().err
+    assert ("4x2x2 depth: out of memory" if full else "FAILED 4x2x2 depth: RuntimeError: something else\n") in printed
+    assert ("4x2x2: each is timed by itself, after" in printed) == (when == "in turns")
+
+
+def test_a_shape_that_does_not_fit_is_told_and_the_next_one_measured(tmp_path, monkeypatch):
+    def scarce(shape, device, dtype):
         if shape.tokens == 9:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        if shape.tokens == 8:
-            raise RuntimeError("something else")
-        return measured(run, shape, *rest)
+        return Layer(shape, device, dtype)
 
-    monkeypatch.setattr("benchmarks.depth_cost.measured", scarce)
-    main(["--rows", "9x2x2,4x2x2", "--seconds", "0.01", "--no-append"])
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert lines[0] == "| 9x2x2 | out of memory | | | | | | | |" and lines[1].startswith("| 4x2x2 | sdpa | ")
-    assert all(line.count("|") == 10 for line in lines)
-    with pytest.raises(RuntimeError, match="something else"):
-        main(["--rows", "8x2x2", "--no-append"])
+    monkeypatch.setattr(depth_bench, "Layer", scarce)
+    words = [*WORDS, "--results", str(tmp_path), "--shapes", "9x2x2,4x2x2", "--whats", "sequence,depth"]
+    assert main(words) == 0
+    assert statuses(tmp_path) == [
+        *(("9", what, "out of memory") for what in ("sequence", "depth")),
+        *(("4", what, "ok") for what in ("sequence", "depth")),
+    ]
 
 
-def test_rows_are_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr("benchmarks.depth_cost.DEPTH_RESULTS", tmp_path / "depth.csv")
-    main(["--rows", "4x2x2", "--seconds", "0.01"])
-    (row,) = read(tmp_path / "depth.csv")
-    assert (row["tokens"], row["joined_by"], row["dtype"], row["paper_overhead"]) == ("4", "sdpa", "float32", "")
+def test_profiles_are_of_what_reads_both_once(tmp_path):
+    words = [*WORDS, "--results", str(tmp_path), "--resume", "--profile", "--shapes", "4x2x2"]
+    assert main(words) == 0
+    rows = read(tmp_path / PROFILE_FILE)
+    assert {(row["benchmark"], row["subject"]) for row in rows} == {("depth", "depth 4x2x2, merged")}
+    assert main(words) == 0 and read(tmp_path / PROFILE_FILE) == rows
+
+
+def test_nothing_is_kept_if_nothing_shall_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(depth_bench, "append", lambda *given: pytest.fail("kept"))
+    assert main([*WORDS, "--shapes", "4x2x2", "--no-append", "--profile"]) == 0
+    assert "4x2x2 sequence" in capsys.readouterr().err
 
 
 def test_shapes_of_the_paper_are_those_of_its_tables():
     assert shapes("4096x8x64,16384x32x64") == (Shape(4096, 8, 64), Shape(16384, 32, 64))
-    assert DEFAULT_ROWS["cuda"] == tuple(PAPER) and len(PAPER) == 12
+    assert DEFAULT_SHAPES["cuda"] == tuple(PAPER) and len(PAPER) == 12
     sequence, joined = PAPER[Shape(65536, 8, 64)]
     assert sequence / joined == pytest.approx(0.973, abs=5e-4)  # what the abstract says
 
@@ -91,3 +244,17 @@ def test_other_shapes_are_refused(text):
         argparse.ArgumentTypeError, match=f"'{text}' is no shape; expected tokens x group x slots, as in"
     ):
         shapes(text)
+
+
+def test_what_is_not_timed_is_refused():
+    assert whats("fused,merged-flex") == ("fused", "merged-flex")
+    message = (
+        "'all' is not timed; expected some of sequence, usual, merged, merged-flash, fused, depth, bound, merged-flex."
+    )
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        whats("all")
+
+
+def test_rows_that_are_tracked_have_its_columns():
+    (columns,) = {tuple(row) for row in read(RESULTS / "depth_cost.csv")}
+    assert columns == tuple(depth_bench.Row.__dataclass_fields__)

@@ -86,6 +86,6 @@ def test_the_summary_of_a_rehearsal_says_so(tmp_path):
 def test_an_unknown_step_is_refused(tmp_path):
     arguments = argparse.Namespace(steps=["3b"], out=tmp_path, seconds=60, rehearse=True)
     with pytest.raises(
-        SystemExit, match="step is '3b'; expected some of ceilings, tests, ops, 1b, 8b, compiled, sizes"
+        SystemExit, match="step is '3b'; expected some of ceilings, tests, ops, depth, 1b, 8b, compiled, sizes"
     ):
         run(arguments)

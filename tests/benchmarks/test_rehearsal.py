@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.depth_shapes import WHATS
 from benchmarks.pretended_gpu import NAME
 from benchmarks.report import ROOT
 from benchmarks.tracked import RESULTS, read
@@ -13,7 +14,8 @@ from benchmarks.tracked import RESULTS, read
 
 def rehearsed(out, *words):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks", *words, "--rehearse", "--resume", "--profile", "--results", out]
+    module, *words = words if words[0].startswith("benchmarks.") else ("benchmarks", *words)
+    command = [sys.executable, "-m", module, *words, "--rehearse", "--resume", "--profile", "--results", out]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
@@ -42,6 +44,19 @@ def test_ops_run_their_kernels_and_are_timed_as_on_a_gpu(tmp_path):
     assert again.returncode == 0 and read(tmp_path / "ops.csv") == rows
 
 
+def test_the_depth_is_read_both_ways_and_timed_as_on_a_gpu(tmp_path):
+    words = ["benchmarks.depth_cost", "--shapes", "2x8x2", "--seconds", "0"]
+    done = rehearsed(tmp_path, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read(tmp_path / "depth_cost.csv")
+    assert [row["what"] for row in rows] == list(WHATS["cuda"])
+    assert {(row["device"], row["status"], row["dtype"]) for row in rows} == {(NAME, "ok", "bfloat16")}
+    assert all(float(row[name]) > 0 for row in rows for name in ("median_ms", "host_ms", "wall_ms"))
+    profiled = {row["subject"] for row in read(tmp_path / "profile.csv") if "fused_attention" in row["kernel"]}
+    assert profiled == {"depth 2x8x2, fused"}
+    assert rehearsed(tmp_path, *words).returncode == 0 and read(tmp_path / "depth_cost.csv") == rows
+
+
 def test_models_are_trained_read_and_generate_through_captured_steps(tmp_path):
     words = ["model", "--base", "llama-3.2-1b", "--methods", "llama-pro,midus-hml", "--placements", "top-heavy"]
     done = rehearsed(tmp_path, *words, "--generate-batches", "2")
@@ -56,7 +71,7 @@ def test_models_are_trained_read_and_generate_through_captured_steps(tmp_path):
     assert all(float(row["host_s"]) > 0 for row in rows)
 
 
-@pytest.mark.parametrize("command", ["ops", "model"])
+@pytest.mark.parametrize("command", ["ops", "model", "benchmarks.depth_cost"])
 def test_rows_of_a_rehearsal_are_not_put_beside_measured_ones(command):
     done = rehearsed(RESULTS, command)
     assert done.returncode == 1

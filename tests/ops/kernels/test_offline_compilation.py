@@ -26,10 +26,17 @@ KERNELS = {
     "chapter_split_sums_kernel",
     "depth_forward_kernel",
     "depth_gradient_kernel",
+    "fused_forward_kernel",
+    "fused_rows_kernel",
+    "fused_query_gradient_kernel",
+    "fused_key_gradient_kernel",
     "write_numbers_kernel",
 }
 
 DEPTHS = ("depth of moda-700m", "depth of llama-3.1-8b", "depth of table 2, 32 queries a key")
+BOTH = ("both of moda-700m", "both of llama-3.1-8b", "both of table 2")
+READERS = ("depth_forward_kernel", "depth_gradient_kernel", "fused_forward_kernel", "fused_query_gradient_kernel")
+"""Kernels that read slots."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +57,20 @@ def test_every_kernel_compiles_and_fits(target, shared_bytes, compiled):
     assert {row["kernel"] for row in rows} == KERNELS
     assert max(row["shared_bytes"] for row in rows) <= shared_bytes * 1024
     # A kernel whose inner loop spills is slow; those of the papers' shapes in bfloat16 must not.
-    of_papers = ("llama-3.2-1b", "llama-3.1-8b", "chapters of llama-3.2-1b", "chapters of llama-3.1-8b", *DEPTHS)
+    of_papers = (
+        "llama-3.2-1b",
+        "llama-3.1-8b",
+        "chapters of llama-3.2-1b",
+        "chapters of llama-3.1-8b",
+        *DEPTHS,
+        *BOTH,
+    )
     spilling = [row for row in rows if row["case"] in of_papers and (row["spilled_bytes"] or 0) > 512]
     assert spilling == []
     # What addresses from a table are a multiple of is said to the compiler, which forgets it easily.
-    slots = [row for row in rows if row["kernel"] in ("depth_forward_kernel", "depth_gradient_kernel")]
-    assert all(row["wide_loads"] is None or row["wide_loads"] >= 6 for row in slots if row["case"] in DEPTHS)
+    slots = [row for row in rows if row["kernel"] in READERS and row["case"] in (*DEPTHS, *BOTH)]
+    assert all(row["wide_loads"] is None or row["wide_loads"] >= 6 for row in slots)
+    assert not any(row["narrow_loads"] for row in slots)
 
 
 def test_an_unknown_target_is_refused():

@@ -1,0 +1,94 @@
+"""Tables of attention over the depth: what is to be reached, and what each way to join takes."""
+
+from benchmarks.depth_shapes import JOINED, PAPER, Shape
+from benchmarks.report.rows import Record, groups, having, newest, origin, short, table
+
+_SHAPE = ("tokens", "group", "slots")
+_CASE = ("device", "dtype", *_SHAPE)
+_SPEEDS = {Shape(65536, 8, 64): 0.98, Shape(4096, 8, 64): 0.85, Shape(16384, 8, 256): 0.90}
+"""Of FlashAttention's own, that attention to sequence and depth shall have at least."""
+_MOST_BOUNDS = 1.5
+"""Times its bound that the depth alone may take at most."""
+
+
+def depth_section(rows: list[Record]) -> str:
+    """Goals, which are for a GPU, then a table for each device and dtype."""
+    found = newest(rows, *_CASE)
+    parts = [_goals([row for row in found if row["device"] != "cpu"])]
+    for _, of_device in groups(found, "device", "dtype").items():
+        parts.append(_table(of_device))
+    return "\n\n".join(parts)
+
+
+def _goals(rows: list[Record]) -> str:
+    lines = []
+    for shape, least in _SPEEDS.items():
+        speeds = {
+            row["what"]: _ms(having(of_shape, what="sequence")) / float(row["median_ms"])
+            for of_shape in _shapes(rows, shape)
+            for row in _timed(of_shape)
+            if row["what"] in JOINED and _timed(having(of_shape, what="sequence"))
+        }
+        sizes = f"{shape.tokens:,} tokens, {shape.group} queries per key, {shape.slots} slots"
+        text = f"GPU, {sizes}: at least {least:.0%} of FlashAttention's speed"
+        measured = ", ".join(f"{what} {speed:.1%}" for what, speed in speeds.items())
+        lines.append(_goal(text, measured, max(speeds.values(), default=0.0) >= least))
+    bounds = [
+        _ms(having(of_shape, what="depth")) / _ms(having(of_shape, what="bound"))
+        for of_shape in groups(rows, *_CASE).values()
+        if all(_timed(having(of_shape, what=what)) for what in ("depth", "bound"))
+    ]
+    text = f"GPU: the depth alone takes at most {_MOST_BOUNDS} times its bound, at every shape"
+    measured = f"{max(bounds):.2f} at worst, {min(bounds):.2f} at best" if bounds else ""
+    lines.append(_goal(text, measured, max(bounds, default=0.0) <= _MOST_BOUNDS))
+    return table(["goal", "measured", "reached"], lines)
+
+
+def _goal(text: str, measured: str, is_reached: bool) -> list[str]:
+    return [text, measured or "not measured", ("yes" if is_reached else "no") if measured else ""]
+
+
+def _shapes(rows: list[Record], shape: Shape) -> list[list[Record]]:
+    """Rows of a shape, by device and dtype."""
+    of_shape = having(rows, tokens=shape.tokens, group=shape.group, slots=shape.slots)
+    return list(groups(of_shape, "device", "dtype").values())
+
+
+def _table(rows: list[Record]) -> str:
+    """Of each shape the sequence, and what is joined: its time, and what of FlashAttention's speed it has."""
+    has_wall = any(row["wall_ms"] for row in rows)
+    header = ["tokens x group x slots", "what", "ms", *(["host, ms", "wall, ms"] if has_wall else [])]
+    header += ["of FlashAttention's speed", "paper's, A100", "error", "kernel"]
+    lines = []
+    for sizes, of_shape in groups(rows, *_SHAPE).items():
+        shape = Shape(*map(int, sizes))
+        for row in of_shape:
+            times = [row["median_ms"], *([row["host_ms"], row["wall_ms"]] if has_wall else [])]
+            told = [short(value) if value else "" for value in times]
+            told[0] = told[0] or row["status"]
+            lines.append([str(shape), row["what"], *told, *_ratios(shape, row, of_shape), _error(row), row["kernel"]])
+    return f"### Depth on {rows[0]['device']}, {rows[0]['dtype']}\n\n{_origin(rows)}\n\n{table(header, lines)}"
+
+
+def _ratios(shape: Shape, row: Record, of_shape: list[Record]) -> list[str]:
+    sequence = _timed(having(of_shape, what="sequence"))
+    if row["what"] not in JOINED or not _timed([row]) or not sequence:
+        return ["", ""]
+    paper = PAPER.get(shape)
+    return [f"{_ms(sequence) / float(row['median_ms']):.1%}", "" if paper is None else f"{paper[0] / paper[1]:.1%}"]
+
+
+def _timed(rows: list[Record]) -> list[Record]:
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def _ms(rows: list[Record]) -> float:
+    return float(rows[0]["median_ms"])
+
+
+def _error(row: Record) -> str:
+    return f"{float(row['error']):.1e}" if row["error"] else ""
+
+
+def _origin(rows: list[Record]) -> str:
+    return origin([{**row, "backend": "cpu" if row["device"] == "cpu" else "cuda"} for row in rows])

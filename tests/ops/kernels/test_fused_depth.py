@@ -1,0 +1,318 @@
+"""One kernel for sequence and depth, against one softmax over both in float64: outputs and every gradient."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from ops.kernels.closeness import assert_close
+from ops.kernels.conftest import DEVICE
+from torch._dynamo.backends.common import aot_autograd
+
+from midus_hf.ops import fused_depth, fused_gradients_triton
+from midus_hf.ops.depth_attention import depth_attention, joint_attention
+from midus_hf.ops.fused_depth import fused_attention, fused_attention_op
+from midus_hf.ops.fused_depth_triton import triton_fused_attention
+from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
+
+FORMS = {"one": (), "multiplied": ("weight",), "mixed": ("mixing",), "both": ("weight", "mixing")}
+"""Which of g and a there are."""
+EXACT = torch.float16 if DEVICE == "cuda" else torch.float32
+"""The most precise that kernels are run with; GPUs have no room for tiles of float32, Triton's interpreter has."""
+
+
+def drawn(texts, count, tokens, width, generator, dtype):
+    """As a model has them: `[B, T, H, d]` in memory, seen as `[B, H, T, d]`."""
+    numbers = torch.randn(texts, tokens, count, width, generator=generator)
+    return numbers.to(DEVICE, dtype).transpose(1, 2)
+
+
+def inputs(group=2, width=16, slots=3, tokens=5, form="one", dtype=EXACT, kv_heads=2, texts=2):
+    """By name: a query, key and value, keys and values of slots, and g and a of heads if the form has them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def heads(count):
+        return drawn(texts, count, tokens, width, generator, dtype)
+
+    made = {"query": heads(group * kv_heads), "key": heads(kv_heads), "value": heads(kv_heads)}
+    made |= {f"{part} {slot}": heads(kv_heads) for part in ("keys", "values") for slot in range(slots)}
+    factors = {"weight": 3 * torch.rand(group * kv_heads, generator=generator)}
+    factors["mixing"] = torch.rand(group * kv_heads, generator=generator)
+    return made | {name: factors[name].to(DEVICE) for name in FORMS[form]}
+
+
+def slots_of(leaves, part):
+    return [leaf for name, leaf in leaves.items() if name.startswith(f"{part} ")]
+
+
+def reference(leaves, is_causal):
+    """One softmax over both, every score at once."""
+    query, key = leaves["query"], leaves["key"]
+    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
+    scaling = query.shape[-1] ** -0.5
+    scores = query @ key.repeat_interleave(group, 1).mT * scaling
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).triu(1), -torch.inf)
+    sequence = scores.softmax(-1) @ leaves["value"].repeat_interleave(group, 1)
+    keys, values = (slots_of(leaves, part) for part in ("keys", "values"))
+    depth, depth_lse = depth_attention(query, keys, values, scaling, backend="reference")
+    factors = (leaves[name][:, None] if name in leaves else None for name in ("weight", "mixing"))
+    return joint_attention(sequence, scores.logsumexp(-1), depth, depth_lse, *factors)
+
+
+def expected_of(made, is_causal=True):
+    """Output and every gradient in float64, and the gradient of the output."""
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in made.items()}
+    output = reference(leaves, is_causal)
+    along = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE, made["query"].dtype)
+    gradients = torch.autograd.grad(output, list(leaves.values()), along.double())
+    return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True)), along
+
+
+def found_by_kernels(made, along, is_causal=True):
+    """What `expected_of` gives, by kernels, whatever the dtype."""
+    parts = (slots_of(made, part) for part in ("keys", "values"))
+    arguments = (made["query"], made["key"], made["value"], *parts, made["query"].shape[-1] ** -0.5, is_causal)
+    factors = (made.get("weight"), made.get("mixing"))
+    read = triton_fused_attention(*arguments, *factors, True)
+    got = triton_fused_gradients(along, *arguments, *factors, read, True, True, True)
+    found = {"output": read.output, "query": got.query, "key": got.key, "value": got.value}
+    for part, slots in (("keys", got.keys), ("values", got.values)):
+        found |= {f"{part} {number}": slot for number, slot in enumerate(slots)}
+    return found | {name: getattr(got, name) for name in ("weight", "mixing") if name in made}
+
+
+def assert_equals_float64(made, is_causal=True):
+    expected, along = expected_of(made, is_causal)
+    found = found_by_kernels(made, along, is_causal)
+    assert found.keys() == expected.keys()
+    for name, exact in expected.items():
+        assert_close(name, found[name], exact, made["query"].dtype)
+    return found
+
+
+@pytest.mark.parametrize(
+    "group, width, slots, tokens, form, is_causal, dtype",
+    [
+        (1, 64, 5, 131, "mixed", True, EXACT),  # three tiles of queries
+        (1, 80, 3, 65, "one", False, torch.bfloat16),
+        (2, 96, 33, 3, "multiplied", True, EXACT),
+        (2, 256, 2, 41, "both", True, EXACT),
+        (3, 64, 70, 29, "one", True, torch.float16),
+        (3, 128, 1, 43, "mixed", True, EXACT),
+        (4, 128, 7, 17, "multiplied", False, EXACT),
+        (4, 80, 3, 35, "one", True, EXACT),
+        (6, 96, 3, 23, "mixed", False, EXACT),
+        (6, 256, 2, 11, "one", True, torch.bfloat16),
+        (7, 64, 33, 19, "multiplied", True, EXACT),
+        (7, 128, 3, 1, "both", True, torch.bfloat16),
+        (8, 64, 5, 33, "one", True, EXACT),
+        (8, 80, 64, 9, "mixed", True, torch.bfloat16),
+        (64, 16, 2, 5, "one", True, EXACT),
+        (5, 20, 3, 67, "mixed", True, EXACT),
+    ],
+)
+def test_every_size(group, width, slots, tokens, form, is_causal, dtype):
+    assert_equals_float64(inputs(group, width, slots, tokens, form, dtype), is_causal)
+
+
+LAYOUTS = {
+    "heads first": lambda heads: heads.contiguous(),
+    "one of several": lambda heads: torch.stack([heads, heads], dim=-2)[..., 1, :],
+    "every other number": lambda heads: torch.stack([heads, heads], dim=-1)[..., 0],
+    "behind one number": lambda heads: torch.cat([heads.new_zeros(1), heads.flatten()])[1:].view(heads.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_in_memory_does_not_matter(layout):
+    made = inputs(form="mixed")
+    _, along = expected_of(made)
+    expected = found_by_kernels(made, along)
+    laid = {name: LAYOUTS[layout](tensor) if tensor.dim() == 4 else tensor for name, tensor in made.items()}
+    found = found_by_kernels(laid, LAYOUTS[layout](along))
+    assert all(torch.equal(found[name], exact) for name, exact in expected.items())
+
+
+def test_slots_may_each_lie_otherwise():
+    made = inputs(slots=7, tokens=13)
+    layouts = list(LAYOUTS.values())
+    for number in range(7):
+        made[f"keys {number}"] = layouts[number % 4](made[f"keys {number}"])
+        made[f"values {number}"] = layouts[number % 3](made[f"values {number}"])
+    assert_equals_float64(made)
+
+
+def test_two_runs_give_the_same_bytes():
+    made = inputs(group=3, tokens=70, form="both")
+    _, along = expected_of(made)
+    first, second = (found_by_kernels(made, along) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("form", ["multiplied", "mixed"])
+def test_a_weight_of_zero_gives_the_sequence_alone_and_has_a_gradient(form):
+    made = inputs(tokens=9, form=form)
+    (factor,) = FORMS[form]
+    made[factor] = torch.zeros_like(made[factor])
+    found = assert_equals_float64(made)
+    alone = found_by_kernels(
+        made | {f"values {slot}": 7 * made[f"values {slot}"] for slot in range(3)}, found["output"]
+    )
+    assert torch.equal(found["output"], alone["output"])
+    assert found[factor].all()
+    assert not any(found[name].any() for name in found if name.startswith(("keys", "values")))
+
+
+def test_slots_that_score_far_above_the_sequence_do_not_hide_it_where_they_weigh_nothing():
+    """As in pretrained models: by e^30 and more."""
+    made = inputs(tokens=9, form="multiplied")
+    made["query"] = 30 * made["query"]
+    made |= {f"keys {slot}": 6 * made["query"][:, ::2] for slot in range(3)}
+    made["weight"] = torch.zeros_like(made["weight"])
+    expected, _ = expected_of(made)
+    found = found_by_kernels(made, torch.zeros_like(made["query"]))
+    assert_close("output", found["output"], expected["output"], torch.bfloat16)  # of scores in the hundreds
+
+
+def autograd_inputs(form="mixed", wanted=None, **sizes):
+    made = inputs(form=form, dtype=torch.bfloat16, **sizes)
+    return {name: tensor.requires_grad_(wanted is None or name in wanted) for name, tensor in made.items()}
+
+
+def fused(made, is_causal=True):
+    parts = (slots_of(made, part) for part in ("keys", "values"))
+    sequence = (made["query"], made["key"], made["value"])
+    return fused_attention(*sequence, *parts, 0.25, is_causal, made.get("weight"), made.get("mixing"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_op_and_its_gradients_are_those_of_the_kernels(form):
+    made = autograd_inputs(form)
+    expected, along = expected_of(made)
+    output = fused(made)
+    gradients = torch.autograd.grad(output, list(made.values()), along)
+    found = {"output": output} | dict(zip(made, gradients, strict=True))
+    for name, exact in expected.items():
+        assert found[name].dtype == (torch.float32 if name in ("weight", "mixing") else torch.bfloat16)
+        assert_close(name, found[name], exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("wanted", [["query"], ["key"], ["values 1"], ["mixing"]], ids="-".join)
+def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
+    launched = []
+
+    class Recorded:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            return lambda *given, **sizes: (launched.append(self.name), self.kernel[grid](*given, **sizes))
+
+    for name in ("fused_rows_kernel", "fused_query_gradient_kernel", "fused_key_gradient_kernel"):
+        monkeypatch.setattr(fused_gradients_triton, name, Recorded(name, getattr(fused_gradients_triton, name)))
+    made = autograd_inputs(wanted=wanted)
+    _, along = expected_of(made)
+    (found,) = torch.autograd.grad(fused(made), [made[wanted[0]]], along)
+    of_wanted = {"query": ["query"], "key": ["key"], "values 1": ["query"], "mixing": []}[wanted[0]]
+    assert launched == ["fused_rows_kernel", *(f"fused_{part}_gradient_kernel" for part in of_wanted)]
+    whole = autograd_inputs()
+    assert torch.equal(found, torch.autograd.grad(fused(whole), [whole[wanted[0]]], along)[0])
+
+
+def test_parts_are_kept_for_a_gradient_alone():
+    made = inputs(form="mixed", dtype=torch.bfloat16)
+    parts = [slots_of(made, part) for part in ("keys", "values")]
+    given = (made["query"], made["key"], made["value"], *parts, 0.25, True, None, made["mixing"])
+    kept, left = (triton_fused_attention(*given, keeps) for keeps in (True, False))
+    assert torch.equal(kept.output, left.output) and kept.sequence.shape == kept.depth.shape == kept.output.shape
+    assert left.sequence.numel() == left.depth.numel() == 0
+    assert triton_fused_attention(*given[:-1], None, True).sequence.numel() == 0  # one softmax needs none
+
+
+def test_nothing_to_read_gives_nothing():
+    made = autograd_inputs(tokens=0)
+    output = fused(made)
+    gradients = torch.autograd.grad(output.sum(), list(made.values()))
+    assert output.shape == made["query"].shape
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_tensors_of_several_dtypes_are_read_in_that_of_autocast():
+    made = autograd_inputs()
+    expected = fused(made)
+    mixed = made | {name: made[name].detach().float().requires_grad_() for name in ("query", "key", "keys 1")}
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = fused(mixed)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    found.sum().backward()
+    assert {mixed[name].grad.dtype for name in ("query", "key", "keys 1")} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"keys": []},
+            r"joining is 'fused', but there are 0 keys and 3 values of the depth; expected as many, and one or more, or choose",
+        ),
+        ({"tokens": 4}, r"query is \(2, 4, 4, 16\) and what it reads \(2, 2, 5, 16\); expected as many texts, tokens and numbers"),
+        ({"heads": 3}, r"3 query heads read 2; expected a multiple, or choose 'merged'\."),
+        ({"group": 65}, r"65 query heads read each head of keys; expected 64 or fewer, or choose 'merged'\."),
+        ({"dtype": torch.float32}, r"heads are torch\.float32; expected bfloat16 or float16, or choose 'merged'\."),
+        ({"width": 257}, r"heads are 257 wide; expected 256 or less, or choose 'merged'\."),
+        ({"most": 11}, r"there are 2 texts of 5 tokens and 2 heads of keys; expected 11 or less in all, or choose 'merged'\."),
+    ],
+    ids=["slots", "tokens", "heads", "group", "dtype", "width", "programs"],
+)  # fmt: skip
+def test_what_the_kernels_cannot_take_is_refused(change, message, monkeypatch):
+    sizes = {name: change[name] for name in ("group", "width", "dtype") if name in change}
+    made = inputs(**{"dtype": torch.bfloat16} | sizes)
+    query = made["query"][:, : change.get("heads", 999), : change.get("tokens", 999)]
+    keys = change.get("keys", slots_of(made, "keys"))
+    monkeypatch.setattr(fused_depth, "_MOST_PROGRAMS", change.get("most", 1000))
+    with pytest.raises(ValueError, match=message):
+        fused_attention(query, made["key"], made["value"], keys, slots_of(made, "values"), 0.25, True)
+
+
+def test_slots_of_another_number_of_heads_are_refused():
+    made = inputs(dtype=torch.bfloat16)
+    keys, values = ([slot[:, :1] for slot in slots_of(made, part)] for part in ("keys", "values"))
+    with pytest.raises(ValueError, match=r"query is \(2, 4, 5, 16\) and what it reads \(2, 1, 5, 16\)"):
+        fused_attention(made["query"], made["key"], made["value"], keys, values, 0.25, True)
+
+
+@pytest.mark.parametrize("form", ["one", "both"])
+def test_it_is_registered_rightly(form):
+    made = autograd_inputs(form)
+    parts = [slots_of(made, part) for part in ("keys", "values")]
+    given = (
+        made["query"],
+        made["key"],
+        made["value"],
+        *parts,
+        0.25,
+        True,
+        made.get("weight"),
+        made.get("mixing"),
+        True,
+    )
+    torch.library.opcheck(fused_attention_op, given)
+
+
+def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient():
+    made = autograd_inputs()
+    names = []
+
+    def step(leaves):
+        return fused(leaves).sum()
+
+    def look(graph, inputs):
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    found = torch.autograd.grad(compiled(made), list(made.values()))
+    torch._dynamo.reset()
+    assert sum("fused_attention" in name for name in names) == 2
+    exact = torch.autograd.grad(step(made), list(made.values()))
+    assert all(torch.equal(ours, eager) for ours, eager in zip(found, exact, strict=True))
