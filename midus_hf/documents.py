@@ -44,6 +44,9 @@ class RowPlace(str):
         place.file, place.line = file, line
         return place
 
+    def __getnewargs__(self) -> tuple[str, Path, int]:  # type: ignore[override]  # a str says what pickle makes it of by words alone
+        return str(self), self.file, self.line
+
 
 def read_documents(path: str | Path, column: str = "text", encoding: str = "utf-8") -> list[str]:
     """Read all documents of a file or a folder.

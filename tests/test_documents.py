@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import pickle
 import re
 
 import pytest
 
-from midus_hf.documents import DocumentError, describe_files, find_files, iterate_documents, read_documents
+from midus_hf.documents import DocumentError, describe_files, find_files, iterate_documents, read_documents, rows_of
 
 
 def compress(path, data: bytes) -> None:
@@ -259,3 +260,12 @@ def test_a_json_line_without_a_document_is_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{line}\n', encoding="utf-8")
     with pytest.raises(DocumentError, match=r"line 2 of '.*a.jsonl' " + re.escape(message)):
         read_documents(tmp_path)
+
+
+def test_where_a_row_is_can_be_sent_to_another_process(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    rows = rows_of(tmp_path / "rows.jsonl")
+    assert rows is not None
+    for number, (place, _) in enumerate(rows, start=1):
+        sent = pickle.loads(pickle.dumps(place))
+        assert (sent, sent.file, sent.line) == (place, tmp_path / "rows.jsonl", number)

@@ -1,17 +1,20 @@
 """Rows are encoded in their order, by however many processes."""
 
 import re
+from pathlib import Path
 
 import pytest
 from sft.tiny_chats import character_tokenizer, chat
 
-from midus_hf.documents import DocumentError
+from midus_hf.documents import DocumentError, RowPlace
 from midus_hf.sft import encoding
 from midus_hf.sft.encoding import encode_rows
 
 
 def rows(count: int) -> list[tuple[str, dict]]:
-    return [(f"row {number}", {"messages": chat(number)}) for number in range(1, count + 1)]
+    """As they come from a file."""
+    places = (RowPlace(f"row {number}", Path("chats.jsonl"), number) for number in range(1, count + 1))
+    return [(place, {"messages": chat(place.line)}) for place in places]
 
 
 @pytest.fixture(params=[1, 3])
