@@ -25,6 +25,7 @@ FETCH: dict[str, Callable[[], Path]] = {
     "benchmarks": benchmarks,
     "chats": lambda: chats().train.parent,
     "chats/train": lambda: chats().train,
+    "chats/held_out": lambda: chats().held_out,
     "elements": elements,
     "factbook": lambda: factbook().questions,
     "minilm": minilm,

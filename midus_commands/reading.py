@@ -121,7 +121,9 @@ def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_:
     for words in tables:
         if not words.rows:
             continue
-        table = Table(title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table = Table(
+            title=words.title, box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True
+        )
         for name in words.head:
             table.add_column(Text(name), overflow="fold")
         for row in words.rows:

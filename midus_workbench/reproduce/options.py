@@ -35,7 +35,7 @@ class TableOptions:
     Args:
         title: What it shows.
         base: The base in the names of recipes, such as `llama-3.2-1b`.
-        columns: Names of what is measured, known to every scale; `average` is that of the accuracies.
+        columns: Names of what is measured, known to every scale; `Average` is that of the accuracies.
         rows: By name, in the paper's order.
         scales: The file of scales, by its name without an ending.
         fine_tune: The recipe for `midus-sft` of all rows, likewise. Default: none, the table ends with continual pretraining.

@@ -9,7 +9,7 @@ from midus_hf.analysis.table_of_words import TableOfWords
 from midus_workbench.report.tables import as_markdown
 from midus_workbench.report.words import with_spread
 from midus_workbench.reproduce.options import Stage
-from midus_workbench.reproduce.table import Table, arm_name
+from midus_workbench.reproduce.table import AVERAGE, Table, arm_name
 from midus_workbench.results import Result
 
 _STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned": "after fine-tuning"}
@@ -23,20 +23,22 @@ def stage_table(
     Args:
         table: At a scale.
         stage: Of the table.
-        results: By the name of the row's arm, of each seed.
+        results: By the name of the row's arm, of each seed; a row that is not in it is left out.
         failures: By the name of the run, why it failed.
     """
     rows = []
     for name, row in table.options.rows.items():
         arm = arm_name(name)
-        of_row = results.get(arm, [])
+        if arm not in results:
+            continue
+        of_row = results[arm]
         ours = [with_spread(table.spread(column, stage, of_row), "{:.2f}") or "-" for column in table.options.columns]
         printed = row.continued if stage == "continued" else row.tuned or [None] * len(table.options.columns)
         failed = any(run.startswith(f"{arm}/") for run in failures)
         state = "failed" if failed else str(len(of_row) or "not done")
         rows += [
             [name, *ours, state],
-            ["  paper", *("-" if number is None else f"{number:.2f}" for number in printed), ""],
+            ["paper", *("-" if number is None else f"{number:.2f}" for number in printed), ""],
         ]
     return TableOfWords(f"{table.options.title}: {_STAGES[stage]}", ["", *table.options.columns, "seeds"], rows)
 
@@ -100,5 +102,5 @@ def write_table(
 
 
 def _left_out(table: Table) -> list[str]:
-    missing = [column for column in table.options.columns if column not in table.scale.columns and column != "average"]
+    missing = [column for column in table.options.columns if column not in table.scale.columns and column != AVERAGE]
     return [f"Not measured at this scale: {', '.join(missing)}."] if missing else []

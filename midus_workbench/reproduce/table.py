@@ -16,7 +16,7 @@ from midus_workbench.reproduce.options import SCALES, RowOptions, ScaleOptions, 
 from midus_workbench.reproduce.repository import Repository
 from midus_workbench.results import Result
 
-AVERAGE = "average"
+AVERAGE = "Average"
 _WORD_PERPLEXITY = "word_perplexity"
 """The metric of tasks that are texts."""
 
