@@ -1,6 +1,5 @@
 """The `midus-depth` command."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ from midus_commands.reading import (
     MaxTokens,
     SequenceLength,
     adding,
+    check_picture,
     load_to_read,
     rows_of,
     show_report,
@@ -74,8 +74,8 @@ def midus_depth(
     """Let a model read a text, and say what share of attention goes to the depth, and which earlier layers are read."""
     with working():
         place = _place(map_)
-        _check_output("picture", picture, ".png")
-        _check_output("page", page, ".html")
+        check_picture("picture", picture, ".png")
+        check_picture("page", page, ".html")
         if place is not None and picture is None and page is None:
             raise ValueError(f"map is {map_!r}, and nothing to draw it on; expected --picture or --page as well.")
         documents = _documents(text, column, encoding, limit)
@@ -121,19 +121,6 @@ def _place(given: str | None) -> tuple[int, int] | None:
     if not (colon and layer.isdecimal() and head.isdecimal()):
         raise ValueError(f"map is {given!r}; expected LAYER:HEAD, such as 3:0.")
     return int(layer), int(head)
-
-
-def _check_output(option: str, path: Path | None, suffix: str) -> None:
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"{option} has pictures, which need matplotlib; install it with pip install 'midus-hf[report]'."
-        )
-    if path.suffix != suffix:
-        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
 
 
 def _documents(path: str, column: str, encoding: str, limit: int | None) -> list[str]:

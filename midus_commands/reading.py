@@ -1,9 +1,11 @@
 """What commands that let a model read texts have in common: options, loading, progress, and how tables are shown."""
 
 import contextlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -129,3 +131,26 @@ def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_:
         for row in words.rows:
             table.add_row(*map(Text, row))
         console.print(table)
+
+
+def check_picture(option: str, path: Path | None, suffix: str) -> None:
+    """See that a file with pictures can be written.
+
+    Args:
+        option: That names it, for messages.
+        path: Of the file; None where none is asked for.
+        suffix: That it shall end in.
+
+    Raises:
+        ValueError: If matplotlib is not installed, the file ends in something else, or its folder does not exist.
+    """
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{option} has pictures, which need matplotlib; install it with pip install 'midus-hf[report]'."
+        )
+    if path.suffix != suffix:
+        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")

@@ -199,9 +199,13 @@ class Tasks:
                     tell_answer({"task": asked_for.get(harness_name, harness_name), **_answer(sample)})
         return scores
 
+    def built(self) -> dict[str, Any]:
+        """The harness's own tasks, members of groups included, by their names there."""
+        return dict(_flat(get_task_dict(self.specs, self.manager)))
+
     def _questions(self) -> Callable[[Any], str]:
         """What a request asks, without worked examples."""
-        tasks = dict(_flat(get_task_dict(self.specs, self.manager)))
+        tasks = self.built()
         return lambda request: question_of(tasks[request.task_name], request.doc)
 
 

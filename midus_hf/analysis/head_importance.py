@@ -1,0 +1,159 @@
+"""How much the heads of attention matter for the answers of a task (MIDUS, equation 20; Bansal et al. 2023)."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+class Answer(NamedTuple):
+    """A prompt and its answer.
+
+    Args:
+        ids: Token ids `[T]` of both, int64.
+        prompt_tokens: How many of them are the prompt's, from 1 to T - 1.
+    """
+
+    ids: torch.Tensor
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class HeadImportance:
+    """What was found of a model.
+
+    Args:
+        layers: Indices of the layers whose heads were measured, ascending: those with an output projection.
+        base_layers: The index of each in the base, as far as the config records what the base was; else its own.
+        signed: `[L, H]`, float64: the mean over answers of `sum_t a_h . dLoss/da_h` (equation 20).
+        absolute: `[L, H]`, float64: the mean over tokens of `|a_h . dLoss/da_h|` (Bansal et al.). Of the last layer only the tokens
+            that predict the answer have a gradient, and only they count.
+        answers: How many there were.
+        loss: Mean of the loss of an answer, in nats.
+    """
+
+    layers: list[int]
+    base_layers: list[int]
+    signed: torch.Tensor
+    absolute: torch.Tensor
+    answers: int
+    loss: float
+
+    def variances(self, absolute: bool = True) -> torch.Tensor:
+        """The variance over the heads of each layer, `[L]` (figure 4c).
+
+        Args:
+            absolute: Of which form. Default: the absolute one.
+        """
+        return (self.absolute if absolute else self.signed).var(dim=1, correction=0)
+
+
+def head_importance(
+    model: PreTrainedModel, answers: Iterable[Answer], progress: Callable[[], Any] | None = None
+) -> HeadImportance:
+    """Measure how much heads matter for answers: by the product of what a head gives and the gradient of the loss into it.
+
+    What a head gives is its share of what the output projection of attention reads, whatever attention computed it. The loss of an
+    answer is the sum over its tokens, so that no score depends on which answers stand beside one another. The model is not
+    changed: gradients are taken into activations, not into weights.
+
+    Args:
+        model: A causal language model, in eval mode.
+        answers: One or more.
+        progress: Called after each answer. Default: nothing is.
+
+    Raises:
+        ValueError: If there is no answer, an answer has no token or no prompt, or no layer has an output projection.
+    """
+    projections = _output_projections(model)
+    heads = model.config.get_text_config().num_attention_heads
+    last = model.config.get_text_config().num_hidden_layers - 1
+    embeddings: Any = model.get_input_embeddings()
+    device = embeddings.weight.device
+    signed = torch.zeros(len(projections), heads, dtype=torch.float64)
+    absolute = torch.zeros_like(signed)
+    tokens = torch.zeros(len(projections), 1, dtype=torch.float64)
+    count, total = 0, 0.0
+    with _frozen(model), _watched(list(projections.values())) as inputs:
+        for answer in answers:
+            if not 0 < answer.prompt_tokens < len(answer.ids):
+                raise ValueError(
+                    f"an answer has {len(answer.ids)} tokens, of which the prompt has {answer.prompt_tokens}; expected some of each."
+                )
+            inputs.clear()
+            ids = answer.ids.to(device).unsqueeze(0)
+            with torch.enable_grad():
+                embedded = embeddings(ids).detach().requires_grad_()
+                logits = (
+                    model(inputs_embeds=embedded, use_cache=False).logits[0, answer.prompt_tokens - 1 : -1].float()
+                )
+                loss = F.cross_entropy(logits, ids[0, answer.prompt_tokens :], reduction="sum")
+                gradients = torch.autograd.grad(loss, inputs)
+            predicting = len(answer.ids) - answer.prompt_tokens
+            for row, (layer, read, gradient) in enumerate(zip(projections, inputs, gradients, strict=True)):
+                products = (read.detach().double() * gradient.double()).unflatten(-1, (heads, -1)).sum(-1)[0]  # [T, H]
+                signed[row] += products.sum(0).cpu()
+                absolute[row] += products.abs().sum(0).cpu()
+                tokens[row] += predicting if layer == last else len(answer.ids) - 1
+            count, total = count + 1, total + loss.item()
+            if progress is not None:
+                progress()
+    if count == 0:
+        raise ValueError("there is no answer to measure; expected one or more.")
+    layers = list(projections)
+    return HeadImportance(layers, _base_layers(model, layers), signed / count, absolute / tokens, count, total / count)
+
+
+def _output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The output projection of the attention of each layer that has one; inserted memories read heads without."""
+    layers: Any = model.get_decoder().layers
+    found = {
+        index: layer.self_attn.o_proj
+        for index, layer in enumerate(layers)
+        if isinstance(getattr(getattr(layer, "self_attn", None), "o_proj", None), nn.Module)
+    }
+    if not found:
+        raise ValueError(
+            f"no layer of this {model.config.model_type} model has an output projection; expected a decoder with some."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _watched(projections: list[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """What projections read, in the order of layers, as they are called."""
+    inputs: list[torch.Tensor] = []
+
+    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        inputs.append(arguments[0])
+
+    handles = [projection.register_forward_pre_hook(note) for projection in projections]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Weights take no gradient within."""
+    training = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in training:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in training:
+            parameter.requires_grad_(True)
+
+
+def _base_layers(model: PreTrainedModel, layers: list[int]) -> list[int]:
+    plan = (getattr(model.config, "upscale", None) or {}).get("plan") or []
+    of_base = {index: entry["base"] for index, entry in enumerate(plan) if "base" in entry}
+    return [of_base.get(layer, layer) if of_base else layer for layer in layers]
