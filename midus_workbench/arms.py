@@ -8,9 +8,7 @@ from typing import Any
 
 from midus_config.wording import near_matches
 from midus_workbench.options import OWN_TRAINING_KEYS, OWN_UPSCALING_KEYS, ArmOptions, Comparison
-
-Rate = Mapping[str, float]
-"""Keys of `midus-train`'s rates, with their values."""
+from midus_workbench.rates import Rate, as_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +77,7 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
         name=name,
         upscale=None,
         train=train,
-        rates=[{}] if rates is None else [_as_keys(rate) for rate in rates],
+        rates=[{}] if rates is None else [as_keys(rate) for rate in rates],
         controls=comparison.controls if options.controls is None else options.controls,
     )
     if options.upscale is None:
@@ -152,7 +150,3 @@ def _candidates(
                 raise ValueError(f"arms.{name}.fit names {path!r}, but {part!r} of upscale has no keys of its own.")
         inner[last] = value
         yield tried, f"{path}={value}"
-
-
-def _as_keys(rate: float | dict[str, float]) -> Rate:
-    return rate if isinstance(rate, dict) else {"learning_rate": rate}

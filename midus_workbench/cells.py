@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_workbench.arms import Arm, Rate
+from midus_workbench.arms import Arm
 from midus_workbench.options import Comparison
+from midus_workbench.rates import Rate, rate_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +80,6 @@ def cells_of(arm: Arm, comparison: Comparison) -> list[Cell]:
         comparison: Which has the seeds.
     """
     return [Cell(arm, rate, seed) for seed in comparison.seeds for rate in arm.rates]
-
-
-def rate_name(rate: Mapping[str, float]) -> str:
-    """A rate as the name of a folder, without the words that all of them share: `0.001`, or `0.001,value=0.01`."""
-    named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
-    return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:

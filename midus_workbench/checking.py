@@ -1,13 +1,19 @@
 """What can be wrong with a comparison, seen before anything runs."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from midus_hf.config_file import from_mapping
+from midus_hf.training.held_out import check_held_out
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.rates import Rates
 from midus_workbench.arms import Arm
 from midus_workbench.cells import cells_of
 from midus_workbench.options import Comparison
+
+_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
+"""Keys of rates that are numbers."""
 
 
 def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
@@ -30,9 +36,12 @@ def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"output is {comparison.output!r}, a file; expected a folder.")
     for arm in arms:
+        for key in {key for rate in arm.rates for key in rate}:
+            if key not in _RATES:
+                raise ValueError(f"arms.{arm.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
         for cell in cells_of(arm, comparison):
             keys = cell.training_keys(comparison, model="model", output=Path("run"))
             try:
-                from_mapping(TrainConfig, keys)
+                check_held_out(from_mapping(TrainConfig, keys))
             except ValueError as error:
                 raise ValueError(f"arms.{arm.name}, as a run of midus-train: {error}") from error

@@ -5,11 +5,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midus_config.controls import controls_of
-
 from midus_config.backbone import read_backbone
+from midus_config.controls import controls_of
 from midus_config.memory_entries import read_memories
-from midus_workbench.arms import Arm, Rate
+from midus_workbench.arms import Arm
+from midus_workbench.rates import Rate
 
 SHUFFLED = "shuffled-addresses"
 """The one control that is measured on the trained arm itself."""

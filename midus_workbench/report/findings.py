@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from midus_workbench.cells import rate_name
 from midus_workbench.learning import (
     Spread,
     Verdict,
@@ -16,6 +15,7 @@ from midus_workbench.learning import (
     verdict,
 )
 from midus_workbench.options import Comparison
+from midus_workbench.rates import rate_name
 from midus_workbench.results import Result
 
 _METRICS = ("acc_norm", "acc", "exact_match")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.analysis.table_of_words import TableOfWords
-from midus_workbench.cells import rate_name
 from midus_workbench.learning import mean_loss, spread
+from midus_workbench.rates import rate_name
 from midus_workbench.report.findings import ArmFindings, Findings, metric_of
 from midus_workbench.report.words import short_count, with_spread
 from midus_workbench.results import Result
