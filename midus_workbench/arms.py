@@ -82,12 +82,11 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
     )
     if options.upscale is None:
         # A base does not say what trains of it.
-        whole = {} if {"trainable", "adapters"} & train.keys() else {"trainable": "all"}
-        return dataclasses.replace(arm, train={**train, **whole})
+        return dataclasses.replace(arm, train={"trainable": "all", **train})
     keys = _keys(f"arms.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
-    _check_upscaling(name, keys)
     sized = [
-        (*_sizes(name, comparison.base, tried), tried, word) for tried, word in _candidates(name, keys, options.fit)
+        (*_sizes(name, comparison.base, tried, word), tried, word)
+        for tried, word in _candidates(name, keys, options.fit)
     ]
     budget = comparison.trained_parameters
     new, trained, keys, word = min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
@@ -100,10 +99,14 @@ def _keys(where: str, given: Mapping[str, Any] | str | None, own: Sequence[str])
         from midus_hf.config_file import read_mapping
 
         given = {key: value for key, value in read_mapping(Path(given)).items() if key not in own}
-    for key in given or {}:
+    _check_own(where, given or {}, own)
+    return dict(given or {})
+
+
+def _check_own(where: str, keys: Mapping[str, Any], own: Sequence[str]) -> None:
+    for key in keys:
         if key in own:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
-    return dict(given or {})
 
 
 def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
@@ -120,16 +123,21 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
     )
     for key in keys:
         if key not in known:
-            raise ValueError(f"arms.{name}.upscale has no option {key!r}. {near_matches(key, list(known))}")
+            raise ValueError(f"arms.{name}.upscale has no option {key!r}. {near_matches(str(key), list(known))}")
     if "method" not in keys:
         raise ValueError(f"arms.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
+    if not isinstance(keys.get("options"), dict | None):
+        raise ValueError(f"arms.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
 
 
-def _sizes(name: str, base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
+def _sizes(name: str, base: str, keys: Mapping[str, Any], fitted: str | None) -> tuple[int, int]:
+    where = f"arms.{name}.upscale" if fitted is None else f"arms.{name}.upscale with {fitted}"
+    _check_own(f"arms.{name}.upscale", keys, OWN_UPSCALING_KEYS)
+    _check_upscaling(name, keys)
     try:
         return upscaled_sizes(base, keys)
     except ValueError as error:
-        raise ValueError(f"arms.{name}.upscale: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _candidates(

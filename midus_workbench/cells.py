@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from midus_config.options import finite_number
 from midus_workbench.arms import Arm
 from midus_workbench.options import Comparison
 from midus_workbench.rates import Rate, rate_name
@@ -56,7 +57,9 @@ class Cell:
                     f"arms.{self.arm.name} has no max_steps, by which texts would be measured {comparison.evaluations} times; set "
                     "train.max_steps, or train.eval_every, the steps between measurements."
                 )
-            keys["eval_every"] = max(1, keys["max_steps"] // comparison.evaluations)
+            # YAML takes 1e3 for text. What is no number at all is left to midus-train's own words.
+            steps = finite_number(keys["max_steps"])
+            keys["eval_every"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
         keys.setdefault("save_every", keys["eval_every"])
         keys.setdefault("keep_checkpoints", 1)
         keys |= {"model": str(model), "output": str(output), "seed": self.seed, "eval_text": comparison.texts}

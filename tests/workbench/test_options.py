@@ -15,9 +15,10 @@ GIVEN = {
     "train": {"corpus": "corpus", "max_steps": 10},
     "domain": {"plants": "plants.txt"},
 }
-ARM_NAME = "expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. Rename it, or put a number in quotes."
+QUOTES = "Rename it, or put a number in quotes."
+ARM_NAME = f"expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. {QUOTES}"
 TWICE = "rates has 0.001 twice, by which a folder is called; expected rates that differ."
-TEXT_NAME = "expected a name of letters, digits and the signs _ -. Rename it, or put a number in quotes."
+TEXT_NAME = f"expected a name of letters, digits and the signs _ -. {QUOTES}"
 FIT = {"upscale": {"method": "midus-hml"}, "fit": {"num_new_layers": [1, 2]}}
 REFUSED = {
     "no base": ({"base": None}, "base is None; expected a string."),
@@ -124,7 +125,7 @@ def test_words_after_the_file_reach_every_key(config, named):
         ("arms.full.trian.learning_rate=1", "override is 'arms.full.trian.learning_rate=1', but 'trian' has no keys of its own."),
         ("arms.full.method=solar", "config has no option 'arms.full.method'."),
         ("base.x=1", "override is 'base.x=1', but 'base' has no keys of its own."),
-        ("train.corpus.path=there", "override is 'train.corpus.path=there', but 'corpus' is 'corpus', which has no name; give all of it, as"),
+        ("train.corpus.path=there", "override is 'train.corpus.path=there', but 'corpus' is 'corpus', which has no name"),
     ],
 )  # fmt: skip
 def test_a_word_that_reaches_nothing_is_refused(config, word, message):
