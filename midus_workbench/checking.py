@@ -1,7 +1,7 @@
 """What can be wrong with a comparison, seen before anything runs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from midus_hf.config_file import from_mapping
@@ -32,6 +32,7 @@ def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
                 raise ValueError(
                     f"{kind}.{name} is {path!r}, which does not exist; expected a file or a folder of text."
                 )
+    assert isinstance(comparison.train, Mapping), "files have been read"
     output = Path(comparison.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output is {comparison.output!r}, a file; expected a folder.")
@@ -39,6 +40,12 @@ def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
         for key in {key for rate in arm.rates for key in rate}:
             if key not in _RATES:
                 raise ValueError(f"arms.{arm.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
+        most, of_all = arm.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
+        if most != of_all:
+            raise ValueError(
+                f"arms.{arm.name}.train.eval_max_tokens is {most}, and that of all is {of_all}; expected the same, since all are "
+                "measured alike. Set train.eval_max_tokens."
+            )
         for cell in cells_of(arm, comparison):
             keys = cell.training_keys(comparison, model="model", output=Path("run"))
             try:
