@@ -89,11 +89,11 @@ class Running:
         Raises:
             ValueError: If a cell was done with another request.
         """
+        check_base(self.comparison, self.place)
         for arm in self.arms:
             cells = cells_of(arm, self.comparison)
             for cell in [*cells, *control_cells(arm, results_of(cells, self.place), self.comparison)]:
                 check_same(cell, self.comparison, self.place)
-        check_base(self.comparison, self.place)
         try:
             self._waiting.append(_Work(None, lambda: None))
             self.watching.planned(1)
