@@ -122,6 +122,11 @@ class Findings:
         """Nats that every arm learned at its best rate, all seeds: what the one that learned least did, and 0 at least."""
         return max(0.0, min(-change(result, self.domain) for arm in self.arms.values() for result in arm.best))
 
+    @property
+    def compares_forgetting(self) -> bool:
+        """Whether there is a learning that every arm has reached, and text outside the domain to tell what that cost."""
+        return bool(self.arms and self.retention) and self.common_learning > 0
+
     def at_equal_learning(self) -> list[AtEqualLearning]:
         """What each arm had forgotten at the common learning, the least first.
 

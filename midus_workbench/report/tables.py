@@ -96,7 +96,7 @@ def tables(found: Findings) -> list[TableOfWords]:
         found: Of a comparison.
     """
     all_tables = [arms_table(found)]
-    if found.arms and found.retention and found.common_learning > 0:
+    if found.compares_forgetting:
         all_tables.append(equal_learning_table(found))
     all_tables += [controls_table(found), failures_table(found)]
     return [table for table in all_tables if table.rows]
@@ -119,7 +119,7 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
         found: Of a comparison.
         files: That were written.
     """
-    equal = {one.arm: one for one in found.at_equal_learning()} if found.arms and found.retention else {}
+    equal = {one.arm: one for one in found.at_equal_learning()} if found.compares_forgetting else {}
     arms = [
         {
             "arm": arm.name,
@@ -192,7 +192,8 @@ def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -
         before, after = arm.metric(task, before=True), arm.metric(task)
         row.append("" if before is None or after is None else f"{before.mean:.3f} → {with_spread(after, '{:.3f}')}")
     row.append(f"{spread([result.seconds for result in results]).mean:.0f}")
-    row.append(f"{spread([result.end.tokens / result.seconds for result in results if result.seconds]).mean:,.0f}")
+    speeds = [result.end.tokens / result.seconds for result in results if result.seconds]
+    row.append(f"{spread(speeds).mean:,.0f}" if speeds else "")
     row.append(f"{max(result.peak_memory_bytes for result in results) / 1e9:.2f}")
     starts = {result.starts_at_base for result in results}
     row.append("" if starts == {None} else "yes" if starts == {True} else "no")
