@@ -1,11 +1,9 @@
 """One cell from upscaling to its result, and the base as it is measured beside it."""
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from midus_workbench.commands import Commands
 from midus_workbench.nulls import SHUFFLED, Controls, available_controls, wanted
 from midus_workbench.options import Comparison
 from midus_workbench.results import Point, Result, read_result, write_result
+from midus_workbench.waiting import alone
 from midus_workbench.workplace import BASE, Workplace, remove_upscaled
 
 Tasks = Mapping[str, Mapping[str, float]]
@@ -141,7 +140,9 @@ def _start(
     assert cell.upscaled_name is not None
     model, told = place.models / cell.upscaled_name, place.models / f"{cell.upscaled_name}.json"
     place.models.mkdir(parents=True, exist_ok=True)
-    with _alone(place.models / f".{cell.upscaled_name}.lock"):
+    lock = place.models / f".{cell.upscaled_name}.lock"
+    lock.touch()
+    with alone(lock):  # cells that share an upscaled model may run beside one another
         if not told.is_file():
             request = place.models / f"{cell.upscaled_name}.yaml"
             request.write_text(yaml.safe_dump(dict(cell.arm.upscale)), encoding="utf-8")
@@ -167,14 +168,6 @@ def _starts_at_base(report: Mapping[str, Any] | None) -> bool | None:
     """Whether an upscaled model was seen to compute what the base computes; None if nobody looked, or nothing was upscaled."""
     difference = None if report is None else report["identity"]["max_abs_diff"]
     return None if difference is None else difference == 0.0
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Let no other process in at the same time: cells that share an upscaled model may run beside one another."""
-    with lock.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _train(cell: Cell, comparison: Comparison, model: str | Path, run: Path, commands: Commands) -> int:

@@ -171,6 +171,8 @@ class Running:
             process = subprocess.Popen(
                 [sys.executable, "-m", "midus_workbench.cell_process", str(specification)],
                 env=self._environment(device),
+                stdin=subprocess.DEVNULL,
+                stdout=said,  # this process prints a report on its own
                 stderr=said,
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which passes it on
             )

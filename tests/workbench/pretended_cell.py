@@ -41,6 +41,7 @@ def end(number, frame) -> None:
 signal.signal(signal.SIGTERM, end)
 chosen = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 note(name=name, moment="began", parent=told["parent"], **{variable: os.environ.get(variable) for variable in chosen})
+print("printed by a cell")
 time.sleep(behaviour.get("seconds", 0))
 if "fails" in behaviour:
     (specification.parent / "failed.txt").write_text(behaviour["fails"] + "\n")

@@ -154,12 +154,9 @@ def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, 
         ).read_text()
         if choice.random() < 0.5:
             assert not forks.left()
-    for _ in range(3):
-        forks.start(*words)
-        if forks.status() == 0:
-            break
-    else:
-        pytest.fail(Path(f"{forks.notes}.said").read_text()[-3000:])
+    # What the killed one had started may still be ending.
+    forks.start(*words)
+    assert forks.status() == 0, Path(f"{forks.notes}.said").read_text()[-3000:]
     assert not forks.left()
     assert results(tmp_path / "out") == expected
     assert_nothing_is_left(tmp_path / "out")

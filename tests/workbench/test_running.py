@@ -124,6 +124,12 @@ def test_the_base_is_first_and_every_arm_has_a_first_seed_before_one_has_a_secon
     assert watched.ended_ == dict.fromkeys(expected) and running.failures == {}
 
 
+def test_what_cells_print_does_not_come_between_the_caller_and_the_report(place, capfd):
+    place.run([arm("a")])
+    assert capfd.readouterr() == ("", "")
+    assert (place.folder / "out/cells/a/0.001/seed-0/said.txt").read_text() == "printed by a cell\n"
+
+
 def test_null_controls_follow_their_arm_at_its_best_rate(place):
     place.behave(**{f"a/0.01/seed-{seed}": {"loss": 1.0} for seed in (0, 1)})
     place.run([arm("a", [ONE, TWO], UPSCALE, controls=True), arm("b"), arm("c")], seeds=[0, 1])
