@@ -9,7 +9,7 @@ from midus_workbench.waiting import alone
 def test_who_inherits_a_lock_holds_it_until_it_ends(tmp_path):
     began = time.monotonic()
     with alone(tmp_path) as held:
-        subprocess.Popen(["sleep", "0.5"], pass_fds=(held,))
+        inheriting = subprocess.Popen(["sleep", "0.5"], pass_fds=(held,))
         other = subprocess.Popen(["sleep", "60"])
     try:
         with alone(tmp_path):
@@ -17,6 +17,7 @@ def test_who_inherits_a_lock_holds_it_until_it_ends(tmp_path):
     finally:
         other.kill()
         other.wait()
+        inheriting.wait()
 
 
 def test_another_folder_is_held_beside_it_and_the_same_again_afterwards(tmp_path):
