@@ -6,12 +6,15 @@ Each is told of its parent, hears signals and ends as one of a fresh interpreter
 that differs.
 """
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,8 +38,6 @@ def end_with(program: Any, *arguments: Any) -> NoReturn:
     except SystemExit as stopped:
         status = stopped.code or 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -79,10 +80,8 @@ class Forked(subprocess.Popen):
                     os.dup2(given, number)
             for number in range(3, 256):
                 if number not in pass_fds:
-                    try:
+                    with contextlib.suppress(OSError):
                         os.close(number)
-                    except OSError:
-                        pass
             if env is not None:
                 os.environ.clear()
                 os.environ.update(env)
@@ -103,10 +102,9 @@ def compare(words: list[str]) -> int:
 
 def main() -> None:
     """Import what all of them need, and serve."""
-    import importlib
-
     for name in (*LIBRARIES, "datasets"):
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for command in ("midus-compare", "midus-eval", "midus-train", "upscale"):
         main_of(command)
     for name in ("training.run", "evaluation.evaluate", "models.families"):

@@ -164,7 +164,8 @@ def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, 
 
 def assert_nothing_is_left(output: Path) -> None:
     """Of runs and of models, however they were interrupted."""
-    assert {path.name for path in output.iterdir()} == {"base", "cells", "report.md", "report.html", "runs.csv"}
+    # A page is written where matplotlib is installed.
+    assert {path.name for path in output.iterdir()} - {"report.html"} == {"base", "cells", "report.md", "runs.csv"}
     kept = {"result.json", "log.jsonl", "train.yaml", "cell.json", "said.txt", "logs"}
     for cell in output.glob("cells/*/*/*"):
         assert {path.name for path in cell.iterdir()} == kept

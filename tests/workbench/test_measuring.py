@@ -1,9 +1,11 @@
 """One cell from upscaling to its result: what is measured is what commands measure, what is done stays, what is in the way goes."""
 
+import importlib.util
 import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from midus_workbench.commands import StepFailed
 from midus_workbench.nulls import available_controls, control_arms
 from midus_workbench.results import read_result
 
-TASKS = {"names": ["piqa"], "limit": 2}
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,11 @@ def room(tmp_path_factory) -> Path:
     folder = write_room(tmp_path_factory.mktemp("room"))
     write_questions(folder / "questions")
     return folder
+
+
+def tasks_of(room: Path) -> dict[str, Any] | None:
+    """A task whose questions lie in the room; none where nothing could ask them."""
+    return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")} if HAS_HARNESS else None
 
 
 def perplexity_loss(model, text, *words) -> float:
@@ -44,9 +52,8 @@ def accuracy(model, room) -> dict[str, float]:
 def kept(room, tmp_path_factory):
     """A comparison of a memory and of the base trained whole whose models stay, with their results."""
     arms = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
-    tasks = {**TASKS, "data": str(room / "questions")}
     output = tmp_path_factory.mktemp("kept")
-    measured = Measured(room, output, arms, keep_models=True, tasks=tasks, train={"eval_max_tokens": 100})
+    measured = Measured(room, output, arms, keep_models=True, tasks=tasks_of(room), train={"eval_max_tokens": 100})
     base = measured.measure_base()
     return measured, base, {cell.arm.name: (cell, measured.measure(cell)) for cell in measured.cells()}
 
@@ -115,6 +122,7 @@ def test_what_trains_is_what_moves(room, kept):
     assert moved and all(".1." in name or ".4." in name for name in moved)
 
 
+@needs_harness
 @pytest.mark.parametrize("arm", ["hml", "full"])
 def test_tasks_are_asked_before_and_after(room, kept, arm):
     measured, base, results = kept
@@ -125,6 +133,7 @@ def test_tasks_are_asked_before_and_after(room, kept, arm):
     assert "tasks-before" not in measured.commands.steps
 
 
+@needs_harness
 @pytest.mark.parametrize(
     ("upscale", "starts"),
     [({"method": "solar"}, False), ({"method": "solar", "verify": False}, None)],
@@ -132,7 +141,7 @@ def test_tasks_are_asked_before_and_after(room, kept, arm):
 )
 def test_tasks_are_asked_of_a_model_that_was_not_seen_to_start_as_the_base(room, tmp_path, upscale, starts):
     arms = {"a": {"upscale": upscale}}
-    measured = Measured(room, tmp_path, arms, tasks={**TASKS, "data": str(room / "questions")}, controls=False)
+    measured = Measured(room, tmp_path, arms, tasks=tasks_of(room), controls=False)
     measured.measure_base()
     (cell,) = measured.cells()
     result = measured.measure(cell)
@@ -210,12 +219,12 @@ def test_a_person_s_files_stay_wherever_they_are(room, tmp_path):
     assert "upscale" not in measured.commands.steps
 
 
-@pytest.mark.parametrize("fails", ["upscale", "train", "tasks", "shuffle", "shuffled-stars"])
+@pytest.mark.parametrize(
+    "fails", ["upscale", "train", pytest.param("tasks", marks=needs_harness), "shuffle", "shuffled-stars"]
+)
 def test_a_cell_goes_on_where_it_failed(room, kept, tmp_path, fails):
     arms = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
-    measured = Measured(
-        room, tmp_path, arms, tasks={**TASKS, "data": str(room / "questions")}, train={"eval_max_tokens": 100}
-    )
+    measured = Measured(room, tmp_path, arms, tasks=tasks_of(room), train={"eval_max_tokens": 100})
     measured.measure_base()
     (cell,) = measured.cells()
     measured.commands = InProcess(fails)
