@@ -89,28 +89,34 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ValueError(f"override is {override!r}; expected key=value.")
     *outer, last = key.split(".")
-    hints = typing.get_type_hints(cls)
-    for name in outer:
-        alternatives = alternatives_of(hints.get(name))
+    kind: Any = cls
+    for depth, name in enumerate(outer, start=1):
+        path = ".".join(outer[:depth])
+        alternatives = alternatives_of(_hint_within(kind, name))
         inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
-        takes_names = any(typing.get_origin(alternative) is dict for alternative in alternatives)
+        named = next((each for each in alternatives if each is Any or typing.get_origin(each) is dict), None)
         inner = values.get(name, {})
-        if inner_class is None and not takes_names:
+        if inner_class is None and named is None:
             raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
         if isinstance(inner, list):
-            raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {name}=[...].")
+            raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {path}=[...].")
         if inner_class is not None:
-            hints = typing.get_type_hints(inner_class)
             values[name] = inner if isinstance(inner, dict) else {dataclasses.fields(inner_class)[0].name: inner}
         else:
             if not isinstance(inner, dict | None):
                 raise ValueError(
-                    f"override is {override!r}, but {name!r} is {inner!r}, which has no name; give all of it, as {name}={{...}}."
+                    f"override is {override!r}, but {name!r} is {inner!r}, which has no name; give all of it, as {path}={{...}}."
                 )
-            hints = {}
             values[name] = inner or {}
-        values = values[name]
+        kind, values = inner_class or named, values[name]
     try:
         values[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"override is {override!r}, whose value is not YAML; quote it.") from error
+
+
+def _hint_within(kind: Any, name: str) -> Any:
+    """The type of a key of a dataclass, of a mapping or of what may be anything; None if there is no such key."""
+    if dataclasses.is_dataclass(kind):
+        return typing.get_type_hints(kind).get(name)
+    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind

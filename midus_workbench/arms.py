@@ -8,9 +8,7 @@ from typing import Any
 
 from midus_config.wording import near_matches
 from midus_workbench.options import OWN_FINE_TUNING_KEYS, OWN_TRAINING_KEYS, OWN_UPSCALING_KEYS, ArmOptions, Comparison
-
-Rate = Mapping[str, float]
-"""Keys of `midus-train`'s rates, with their values."""
+from midus_workbench.rates import Rate, as_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +83,16 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
         upscale=None,
         train=train,
         fine_tune=_fine_tuning(name, options, comparison),
-        rates=[{}] if rates is None else [_as_keys(rate) for rate in rates],
+        rates=[{}] if rates is None else [as_keys(rate) for rate in rates],
         controls=comparison.controls if options.controls is None else options.controls,
     )
     if options.upscale is None:
         # A base does not say what trains of it.
-        whole = {} if {"trainable", "adapters"} & train.keys() else {"trainable": "all"}
-        return dataclasses.replace(arm, train={**train, **whole})
+        return dataclasses.replace(arm, train={"trainable": "all", **train})
     keys = _keys(f"arms.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
-    _check_upscaling(name, keys)
     sized = [
-        (*_sizes(name, comparison.base, tried), tried, word) for tried, word in _candidates(name, keys, options.fit)
+        (*_sizes(name, comparison.base, tried, word), tried, word)
+        for tried, word in _candidates(name, keys, options.fit)
     ]
     budget = comparison.trained_parameters
     new, trained, keys, word = min(sized, key=lambda one: abs(one[1] - budget)) if options.fit and budget else sized[0]
@@ -119,10 +116,14 @@ def _keys(where: str, given: Mapping[str, Any] | str | None, own: Sequence[str])
         from midus_hf.config_file import read_mapping
 
         given = {key: value for key, value in read_mapping(Path(given)).items() if key not in own}
-    for key in given or {}:
+    _check_own(where, given or {}, own)
+    return dict(given or {})
+
+
+def _check_own(where: str, keys: Mapping[str, Any], own: Sequence[str]) -> None:
+    for key in keys:
         if key in own:
             raise ValueError(f"{where} has {key!r}, which the comparison sets for each run; leave it out.")
-    return dict(given or {})
 
 
 def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
@@ -139,16 +140,21 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
     )
     for key in keys:
         if key not in known:
-            raise ValueError(f"arms.{name}.upscale has no option {key!r}. {near_matches(key, list(known))}")
+            raise ValueError(f"arms.{name}.upscale has no option {key!r}. {near_matches(str(key), list(known))}")
     if "method" not in keys:
         raise ValueError(f"arms.{name}.upscale has no 'method'; name one, as 'upscale methods' lists them.")
+    if not isinstance(keys.get("options"), dict | None):
+        raise ValueError(f"arms.{name}.upscale.options is {keys['options']!r}; expected a mapping.")
 
 
-def _sizes(name: str, base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
+def _sizes(name: str, base: str, keys: Mapping[str, Any], fitted: str | None) -> tuple[int, int]:
+    where = f"arms.{name}.upscale" if fitted is None else f"arms.{name}.upscale with {fitted}"
+    _check_own(f"arms.{name}.upscale", keys, OWN_UPSCALING_KEYS)
+    _check_upscaling(name, keys)
     try:
         return upscaled_sizes(base, keys)
     except ValueError as error:
-        raise ValueError(f"arms.{name}.upscale: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _candidates(
@@ -169,7 +175,3 @@ def _candidates(
                 raise ValueError(f"arms.{name}.fit names {path!r}, but {part!r} of upscale has no keys of its own.")
         inner[last] = value
         yield tried, f"{path}={value}"
-
-
-def _as_keys(rate: float | dict[str, float]) -> Rate:
-    return rate if isinstance(rate, dict) else {"learning_rate": rate}

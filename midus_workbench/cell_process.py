@@ -13,6 +13,8 @@ from midus_workbench.commands import Commands, StepFailed
 from midus_workbench.dies_with_parent import ask_for_termination
 from midus_workbench.measuring import measure_base, measure_cell
 from midus_workbench.options import Comparison
+from midus_workbench.results import read_result
+from midus_workbench.waiting import alone
 from midus_workbench.workplace import BASE, Workplace
 
 SPECIFICATION = "cell.json"
@@ -51,17 +53,22 @@ def main(specification: Path) -> None:
     told = json.loads(specification.read_text(encoding="utf-8"))
     ask_for_termination(told["parent"])
     comparison = from_mapping(Comparison, told["comparison"])
-    place, commands = Workplace(Path(comparison.output)), Commands(specification.parent / "logs")
-    commands.hear_signals()
-    try:
-        if "cell" in told:
-            cell = Cell(**{**told["cell"], "arm": Arm(**told["cell"]["arm"])})
-            measure_cell(cell, comparison, place, commands)
-        else:
-            measure_base(comparison, place, commands)
-    except StepFailed as failure:
-        (specification.parent / FAILURE).write_text(f"{failure}\n", encoding="utf-8")
-        sys.exit(1)
+    folder, place = specification.parent, Workplace(Path(comparison.output))
+    # Of a comparison that was killed, the command that worked here may still be saving.
+    with alone(folder) as held:
+        if read_result(folder) is not None:
+            return
+        commands = Commands(folder / "logs", held)
+        commands.hear_signals()
+        try:
+            if "cell" in told:
+                cell = Cell(**{**told["cell"], "arm": Arm(**told["cell"]["arm"])})
+                measure_cell(cell, comparison, place, commands)
+            else:
+                measure_base(comparison, place, commands)
+        except StepFailed as failure:
+            (folder / FAILURE).write_text(f"{failure}\n", encoding="utf-8")
+            sys.exit(1)
 
 
 if __name__ == "__main__":

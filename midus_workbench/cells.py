@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_workbench.arms import Arm, Rate
+from midus_config.options import finite_number
+from midus_workbench.arms import Arm
 from midus_workbench.options import Comparison
+from midus_workbench.rates import Rate, rate_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Cell:
                     f"arms.{self.arm.name} has no max_steps, by which texts would be measured {comparison.evaluations} times; set "
                     "train.max_steps, or train.eval_every, the steps between measurements."
                 )
-            keys["eval_every"] = max(1, keys["max_steps"] // comparison.evaluations)
+            # YAML takes 1e3 for text. What is no number at all is left to midus-train's own words.
+            steps = finite_number(keys["max_steps"])
+            keys["eval_every"] = 1 if steps is None else max(1, int(steps) // comparison.evaluations)
         keys.setdefault("save_every", keys["eval_every"])
         keys.setdefault("keep_checkpoints", 1)
         return {**keys, "eval_text": comparison.texts}
@@ -94,12 +98,6 @@ def cells_of(arm: Arm, comparison: Comparison) -> list[Cell]:
         comparison: Which has the seeds.
     """
     return [Cell(arm, rate, seed) for seed in comparison.seeds for rate in arm.rates]
-
-
-def rate_name(rate: Mapping[str, float]) -> str:
-    """A rate as the name of a folder, without the words that all of them share: `0.001`, or `0.001,value=0.01`."""
-    named = [(key.removesuffix("learning_rate").rstrip("_"), value) for key, value in rate.items()]
-    return ",".join(f"{name}={value:g}" if name else f"{value:g}" for name, value in named) or "recipe"
 
 
 def changed_keys(before: Any, now: Any, prefix: str = "") -> list[str]:

@@ -1,15 +1,21 @@
 """What can be wrong with a comparison, seen before anything runs."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from midus_hf.config_file import from_mapping
 from midus_hf.sft.options import SftConfig
+from midus_hf.training.held_out import check_held_out
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.rates import Rates
 from midus_workbench.arms import Arm
 from midus_workbench.cells import cells_of
 from midus_workbench.options import Comparison
+
+_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
+"""Keys of rates that are numbers."""
 
 
 def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
@@ -43,10 +49,20 @@ def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
     Raises:
         ValueError: If a key is unknown or a value out of range, or the output is a file.
     """
+    assert isinstance(comparison.train, Mapping), "files have been read"
     output = Path(comparison.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"output is {comparison.output!r}, a file; expected a folder.")
     for arm in arms:
+        for key in {key for rate in arm.rates for key in rate}:
+            if key not in _RATES:
+                raise ValueError(f"arms.{arm.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
+        most, of_all = arm.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
+        if most != of_all:
+            raise ValueError(
+                f"arms.{arm.name}.train.eval_max_tokens is {most}, and that of all is {of_all}; expected the same, since all are "
+                "measured alike. Set train.eval_max_tokens."
+            )
         for cell in cells_of(arm, comparison):
             keys = cell.training_keys(comparison, model="model", output=Path("run"))
             _check_keys(arm, "midus-train", TrainConfig, keys)
@@ -54,8 +70,8 @@ def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
                 _check_keys(arm, "midus-sft", SftConfig, cell.fine_tuning_keys("model", Path("tuned")))
 
 
-def _check_keys(arm: Arm, command: str, options: type, keys: Mapping[str, Any]) -> None:
+def _check_keys(arm: Arm, command: str, options: type[Any], keys: Mapping[str, Any]) -> None:
     try:
-        from_mapping(options, keys)
+        check_held_out(from_mapping(options, keys))
     except ValueError as error:
         raise ValueError(f"arms.{arm.name}, as a run of {command}: {error}") from error

@@ -36,9 +36,11 @@ class Commands:
 
     Args:
         logs: Folder for a file for each command: its words, and what it said.
+        held: Descriptor of a lock that commands hold as well, should they outlive this process. Default: none.
     """
 
-    def __init__(self, logs: Path):
+    def __init__(self, logs: Path, held: int | None = None):
+        self._held = () if held is None else (held,)
         self._logs = logs
         self._running: subprocess.Popen[str] | None = None
         logs.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,9 @@ class Commands:
             print(f"$ {shlex.join(line)}", file=said, flush=True)
             # Its own process ends it when this one is killed.
             guarded = [sys.executable, "-m", "midus_workbench.dies_with_parent", str(os.getpid()), *line]
-            process = self._running = subprocess.Popen(guarded, stdout=subprocess.PIPE, stderr=said, text=True)
+            process = self._running = subprocess.Popen(
+                guarded, stdout=subprocess.PIPE, stderr=said, text=True, pass_fds=self._held
+            )
             assert process.stdout is not None
             output = process.stdout.read()
             _, status, usage = os.wait4(process.pid, 0)

@@ -5,8 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from midus_workbench.arms import Rate
-from midus_workbench.cells import rate_name
+from midus_workbench.rates import Rate, rate_name
 from midus_workbench.results import Point, Result
 
 

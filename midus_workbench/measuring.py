@@ -1,20 +1,21 @@
 """One cell from upscaling to its result, and the base as it is measured beside it."""
 
-import contextlib
-import fcntl
+import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from midus_config.whole_files import whole_file
 from midus_workbench.cells import Cell
 from midus_workbench.commands import Commands
 from midus_workbench.nulls import SHUFFLED, Controls, available_controls, wanted
 from midus_workbench.options import Comparison
 from midus_workbench.results import Measured, Point, Result, read_result, write_result
+from midus_workbench.waiting import alone
 from midus_workbench.workplace import BASE, Workplace, remove_upscaled
 
 Tasks = Mapping[str, Mapping[str, float]]
@@ -34,7 +35,20 @@ def measure_base(comparison: Comparison, place: Workplace, commands: Commands) -
     base = comparison.base
     losses = _losses(base, comparison, comparison.train, commands, "base")
     tasks = _ask(base, comparison, "tasks", commands)
-    write_result(place.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks))
+    request = base_request(comparison)
+    write_result(place.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
+
+
+def base_request(comparison: Comparison) -> dict[str, Any]:
+    """All that what is measured of the base depends on.
+
+    Args:
+        comparison: What is asked for, resolved by `plan`.
+    """
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    tasks = None if comparison.tasks is None else dataclasses.asdict(comparison.tasks)
+    texts = {"eval_text": comparison.texts, "eval_max_tokens": comparison.train.get("eval_max_tokens")}
+    return {"base": comparison.base, **texts, "tasks": tasks}
 
 
 def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands: Commands) -> None:
@@ -51,18 +65,20 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     """
     folder, arm = place.cell(cell), cell.arm
     run = folder / "run"
-    model, starts_at_base = _start(cell, comparison, place, commands)
+    model, report = _start(cell, comparison, place, commands)
+    starts_at_base = _starts_at_base(report)
     controls: Controls = {}
     if arm.upscale is not None and arm.control is None:
         controls = available_controls(json.loads((Path(model) / "config.json").read_text(encoding="utf-8")))
     keys = cell.training_keys(comparison, model, run)
     peak_rss_bytes = _train("midus-train", keys, run, commands)
     events = read_events(run / "log.jsonl")
+    peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # of each resumption
     ended = next(event for event in reversed(events) if "trained_parameters" in event)
     base = read_result(place.root / BASE)
     assert base is not None, "the base is measured first"
     tasks_before: Tasks = base.tasks
-    if starts_at_base is False:
+    if report is not None and not starts_at_base:
         tasks_before = _ask(model, comparison, "tasks-before", commands)
     result = Result(
         arm=arm.name,
@@ -76,16 +92,17 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         controls=controls,
         control=arm.control,
         control_of=arm.control_of,
-        new_parameters=arm.new_parameters,
+        new_parameters=0 if report is None else report["parameters"]["new"],
         trained_parameters=ended["trained_parameters"],
         starts_at_base=starts_at_base,
         seconds=ended["training_seconds"],
-        peak_memory_bytes=ended.get("peak_memory_bytes", peak_rss_bytes),
+        peak_memory_bytes=max(peaks, default=peak_rss_bytes),
         request=cell.request(comparison),
     )
-    write_result(folder, result)
     if not comparison.keep_models:
         (folder / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
+    write_result(folder, result)
+    if not comparison.keep_models:
         place.remove_run(run)
 
 
@@ -116,14 +133,18 @@ def read_events(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
 
 
-def _start(cell: Cell, comparison: Comparison, place: Workplace, commands: Commands) -> tuple[str | Path, bool | None]:
-    """The model that training begins with, and whether it was seen to compute what the base computes."""
+def _start(
+    cell: Cell, comparison: Comparison, place: Workplace, commands: Commands
+) -> tuple[str | Path, Mapping[str, Any] | None]:
+    """The model that training begins with, and what upscaling told of it; None if it is the base."""
     if cell.arm.upscale is None:
         return comparison.base, None
     assert cell.upscaled_name is not None
     model, told = place.models / cell.upscaled_name, place.models / f"{cell.upscaled_name}.json"
     place.models.mkdir(parents=True, exist_ok=True)
-    with _alone(place.models / f".{cell.upscaled_name}.lock"):
+    lock = place.models / f".{cell.upscaled_name}.lock"
+    lock.touch()
+    with alone(lock):  # cells that share an upscaled model may run beside one another
         if not told.is_file():
             request = place.models / f"{cell.upscaled_name}.yaml"
             request.write_text(yaml.safe_dump(dict(cell.arm.upscale)), encoding="utf-8")
@@ -140,17 +161,15 @@ def _start(cell: Cell, comparison: Comparison, place: Workplace, commands: Comma
             ]
             report = commands.run("upscale", "upscale", *words, "--json").output
             request.unlink()
-            told.write_text(report, encoding="utf-8")
-    difference = json.loads(told.read_text(encoding="utf-8"))["identity"]["max_abs_diff"]
-    return model, None if difference is None else difference == 0.0
+            with whole_file(told) as path:
+                path.write_text(report, encoding="utf-8")
+    return model, json.loads(told.read_text(encoding="utf-8"))
 
 
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Let no other process in at the same time: cells that share an upscaled model may run beside one another."""
-    with lock.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+def _starts_at_base(report: Mapping[str, Any] | None) -> bool | None:
+    """Whether an upscaled model was seen to compute what the base computes; None if nobody looked, or nothing was upscaled."""
+    difference = None if report is None else report["identity"]["max_abs_diff"]
+    return None if difference is None else difference == 0.0
 
 
 def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) -> int:
@@ -193,11 +212,15 @@ def _losses(
 ) -> dict[str, float]:
     """Losses of the texts, as a run measures them."""
     losses = {}
-    most = train.get("eval_max_tokens") if isinstance(train, Mapping) else None
+    assert isinstance(train, Mapping), "files have been read"
+    corpus = train.get("corpus")
+    corpus = corpus[0] if isinstance(corpus, list) else corpus
+    read_as = corpus if isinstance(corpus, Mapping) else {}
+    options = {"--max-tokens": train.get("eval_max_tokens")}
+    options |= {"--column": read_as.get("column"), "--encoding": read_as.get("encoding")}
+    given = [word for option, value in options.items() if value is not None for word in (option, value)]
     for name, path in comparison.texts.items():
-        words: list[Any] = [model, "--json", "--text", path]
-        if most is not None:
-            words += ["--max-tokens", most]
+        words: list[Any] = [model, "--json", "--text", path, *given]
         report = json.loads(_evaluated(words, comparison, f"{step}-{name}", commands))
         losses[name] = math.log(report["models"][0]["perplexity"]["perplexity"])
     return losses

@@ -5,11 +5,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from midus_config.controls import controls_of
-
 from midus_config.backbone import read_backbone
+from midus_config.controls import controls_of
 from midus_config.memory_entries import read_memories
-from midus_workbench.arms import Arm, Rate
+from midus_workbench.arms import Arm
+from midus_workbench.rates import Rate
 
 SHUFFLED = "shuffled-addresses"
 """The one control that is measured on the trained arm itself."""
@@ -49,7 +49,9 @@ def wanted(arm: Arm, available: Controls) -> list[str]:
         available: From `available_controls`.
     """
     asked: Sequence[str] = list(available) if arm.controls is True else arm.controls or []
-    return [name for name in asked if name in available]
+    # Where more than what is new trains, a control that trains less than that would lack more than its addresses.
+    trains_more = arm.train.get("trainable", "auto") not in ("auto", "new")
+    return [name for name in asked if name in available and not (trains_more and available[name]["trainable"])]
 
 
 def control_arms(arm: Arm, available: Controls, rate: Rate) -> list[Arm]:

@@ -4,7 +4,19 @@ import dataclasses
 import re
 from typing import Any
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+from midus_workbench.rates import check_rates
+
+_NAMES = {
+    "arms": (
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
+        "digits and the signs . _ + -, the first a letter or a digit",
+    ),
+    # The log of a run has eval_NAME_loss of a text.
+    "domain": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
+    "retention": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
+}
+"""What names are made of, beside letters: arms are folders."""
+
 CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
 """Null controls of memories: see `midus_config.controls`."""
 
@@ -71,7 +83,7 @@ class ArmOptions:
             )
         if len(self.fit) > 1 or not all(self.fit.values()):
             raise ValueError(f"fit is {self.fit}; expected one key of upscale with the values to choose from.")
-        _check_rates(self.rates)
+        check_rates(self.rates)
         _check_controls(self.controls)
 
 
@@ -128,12 +140,18 @@ class Comparison:
             raise ValueError(
                 "domain is empty, and there are no tasks; expected something by which learning is measured."
             )
-        for kind in ("arms", "domain", "retention"):
+        for kind, (pattern, signs) in _NAMES.items():
             for name in getattr(self, kind):
-                if not NAME.fullmatch(name):
+                if not (isinstance(name, str) and pattern.fullmatch(name)):
                     raise ValueError(
-                        f"{kind} has {name!r}; expected a name of letters, digits and the signs . _ + - alone."
+                        f"{kind} has {name!r}; expected a name of letters, {signs}. Rename it, or put a number in quotes."
                     )
+        for name in self.arms:
+            of, _, control = name.rpartition("+")
+            if of in self.arms and control in CONTROLS:
+                raise ValueError(
+                    f"arms has {name!r}, which is what the null control {control} of {of!r} is called; give it another name."
+                )
         both = sorted(set(self.domain) & set(self.retention))
         if both:
             raise ValueError(
@@ -150,24 +168,13 @@ class Comparison:
                 raise ValueError(
                     f"arms.{name}.fit is given, and trained_parameters is not; expected both, since arms are fitted to that budget."
                 )
-        _check_rates(self.rates)
+        check_rates(self.rates)
         _check_controls(self.controls)
 
     @property
     def texts(self) -> dict[str, str]:
         """All texts that are measured, those of the domain first."""
         return {**self.domain, **self.retention}
-
-
-def _check_rates(rates: list[float | dict[str, float]] | None) -> None:
-    if rates is not None and not rates:
-        raise ValueError("rates is an empty list; expected one or more, or leave it out.")
-    for rate in rates or ():
-        values = rate if isinstance(rate, dict) else {"learning_rate": rate}
-        if not values or min(values.values()) <= 0:
-            raise ValueError(
-                f"rates has {rate}; expected numbers above 0, or mappings from keys of rates to such numbers."
-            )
 
 
 def _check_controls(controls: list[str] | bool | None) -> None:

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from midus_workbench.arms import Arm
 from midus_workbench.cell_process import FAILURE, specify
 from midus_workbench.cells import Cell, cells_of, changed_keys
 from midus_workbench.collecting import control_cells, results_of
+from midus_workbench.measuring import base_request
 from midus_workbench.options import Comparison
 from midus_workbench.results import read_result
 from midus_workbench.workplace import BASE, Workplace
@@ -88,8 +89,10 @@ class Running:
         Raises:
             ValueError: If a cell was done with another request.
         """
+        check_base(self.comparison, self.place)
         for arm in self.arms:
-            for cell in cells_of(arm, self.comparison):
+            cells = cells_of(arm, self.comparison)
+            for cell in [*cells, *control_cells(arm, results_of(cells, self.place), self.comparison)]:
                 check_same(cell, self.comparison, self.place)
         try:
             self._waiting.append(_Work(None, lambda: None))
@@ -156,6 +159,8 @@ class Running:
     def _begin(self, work: _Work) -> None:
         name, folder = self._named(work.cell)
         if read_result(folder) is not None:
+            if not self.comparison.keep_models:
+                self.place.remove_run(folder / "run")  # was left where a process was killed behind its last line
             self.watching.ended(name, None)
             work.then()
             return
@@ -166,6 +171,8 @@ class Running:
             process = subprocess.Popen(
                 [sys.executable, "-m", "midus_workbench.cell_process", str(specification)],
                 env=self._environment(device),
+                stdin=subprocess.DEVNULL,
+                stdout=said,  # this process prints a report on its own
                 stderr=said,
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which passes it on
             )
@@ -198,6 +205,22 @@ class Running:
         self._running.clear()
 
 
+def check_base(comparison: Comparison, place: Workplace) -> None:
+    """See that what was measured of the base is what is asked for now.
+
+    Args:
+        comparison: What is asked for.
+        place: Where it is.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    before = read_result(place.root / BASE)
+    # Earlier results of bases do not say what was asked for.
+    if before is not None and before.request:
+        _refuse_changes(place.root / BASE, before.request, base_request(comparison), "Choose")
+
+
 def check_same(cell: Cell, comparison: Comparison, place: Workplace) -> None:
     """See that a cell that is done was asked for as it is now.
 
@@ -212,9 +235,13 @@ def check_same(cell: Cell, comparison: Comparison, place: Workplace) -> None:
     before = read_result(place.cell(cell))
     if before is None:
         return
-    changed = changed_keys(before.request, json.loads(json.dumps(cell.request(comparison))))
+    _refuse_changes(place.cell(cell), before.request, cell.request(comparison), "Give the arm another name, choose")
+
+
+def _refuse_changes(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
+    changed = changed_keys(before, json.loads(json.dumps(now)))
     if changed:
         raise ValueError(
-            f"{place.cell(cell)} was done with another {', '.join(changed)}; expected the same. Give the arm another name, choose "
-            "another output, or move that folder away."
+            f"{folder} was done with another {', '.join(changed)}; expected the same. {remedy} another output, or move that "
+            "folder away."
         )

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from midus_config.checkpoint_files import CONFIG_FILE
 from midus_workbench.cells import Cell
 
 BASE = "base"
@@ -30,10 +31,12 @@ class Workplace:
         """Remove what a training run wrote, and its folder if nothing else is in it.
 
         Args:
-            run: Folder of the run.
+            run: Folder of the run; it need not exist.
         """
         from midus_hf.training.written_files import remove_written
 
+        if not run.is_dir():
+            return
         remove_written(run, run)
         if not any(run.iterdir()):
             run.rmdir()
@@ -44,9 +47,13 @@ class Workplace:
         Args:
             name: `Cell.upscaled_name`.
         """
-        remove_upscaled(self.models / name)
+        model = self.models / name
+        if model.is_dir() and not _is_ours_alone(model):
+            return
+        # What says that the model is there goes first.
         for beside in (self.models / f"{name}.json", self.models / f".{name}.lock"):
             beside.unlink(missing_ok=True)
+        remove_upscaled(model)
         if self.models.is_dir() and not any(self.models.iterdir()):
             self.models.rmdir()
 
@@ -57,7 +64,14 @@ def remove_upscaled(folder: Path) -> None:
     Args:
         folder: Of the model; it need not exist.
     """
+    if folder.is_dir() and _is_ours_alone(folder):
+        # As long as its config is there, half of it is known as a model of ours, which `upscale --overwrite` replaces.
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        folder.rmdir()
+
+
+def _is_ours_alone(folder: Path) -> bool:
     from upscalers.landing.ownership import is_replaceable
 
-    if folder.is_dir() and is_replaceable(folder):
-        shutil.rmtree(folder)
+    return is_replaceable(folder)

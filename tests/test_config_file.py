@@ -124,6 +124,39 @@ def test_a_word_that_sets_nothing_is_refused(tmp_path, word, message):
         read_config(Settings, write(tmp_path, "model: m\ntext: t"), [word])
 
 
+@dataclasses.dataclass(kw_only=True)
+class Named:
+    texts: dict[str, Text]
+    free: dict[str, Any] | str | None = None
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("texts.a.column=body", Named(texts={"a": Text(path="a.txt", column="body")})),
+        ("texts.b.path=b.txt", Named(texts={"a": Text(path="a.txt"), "b": Text(path="b.txt")})),
+        ("free.x=1", Named(texts={"a": Text(path="a.txt")}, free={"x": 1})),
+        ("free.x.y.z=1", Named(texts={"a": Text(path="a.txt")}, free={"x": {"y": {"z": 1}}})),
+    ],
+)
+def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, expected):
+    assert read_config(Named, write(tmp_path, "texts: {a: a.txt}"), [word]) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("texts.a.b.c=1", "override is 'texts.a.b.c=1', but 'b' has no keys of its own."),
+        ("texts.a.path.c=1", "override is 'texts.a.path.c=1', but 'path' has no keys of its own."),
+        ("free.x.y=1", "but 'x' is 3, which has no name; give all of it, as free.x={...}."),
+        ("free.z.y=1", "but 'z' is a list; give all of it, as free.z=[...]."),
+    ],
+)
+def test_a_word_that_reaches_inside_what_has_no_keys_is_refused(tmp_path, word, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(Named, write(tmp_path, "texts: {a: a.txt}\nfree: {x: 3, z: [1]}"), [word])
+
+
 def test_a_file_that_is_no_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"which cannot be read \(No such file or directory\); give a YAML file"):
         read_mapping(tmp_path / "absent.yaml")

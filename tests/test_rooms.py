@@ -67,6 +67,7 @@ def test_a_room_imports_those_before_it_alone(room):
         "upscalers",
         "midus_hf",
         "clusters",
+        "midus_workbench",
         "midus_commands",
         "benchmarks",
         "demo",
@@ -83,7 +84,7 @@ def test_no_modules_import_one_another_in_a_circle(package):
         graph = {name: needed for name, needed in graph.items() if name not in free}
 
 
-PACKAGES = ("midus_config", "midus_hf", "upscalers", "clusters", "midus_commands")
+PACKAGES = ("midus_config", "midus_hf", "upscalers", "clusters", "midus_workbench", "midus_commands")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

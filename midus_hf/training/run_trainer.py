@@ -87,14 +87,23 @@ class InRun(AidsMemory):
 
         The last event of a run also tells what it cost: `trained_parameters` and `peak_memory_bytes`.
         """
-        if "train_loss" in logs and isinstance(self.model, nn.Module):
-            logs |= {"trained_parameters": trained_parameters(self.model), "peak_memory_bytes": peak_memory_bytes()}
-            logs["training_seconds"] = self.clock.seconds
+        if "train_loss" in logs:
+            logs |= self._costs()
         if "loss" in logs:
             logs["training_seconds"] = self.clock.seconds
             if self.clock.has_ended_training:
                 logs["ended_by_max_seconds"] = True
         super().log(logs, start_time)
+
+    def log_costs(self) -> None:
+        """Log what a run cost whose last step was taken before: the process that took it may have ended before it could say so."""
+        self.log(self._costs())
+
+    def _costs(self) -> dict[str, float]:
+        if not isinstance(self.model, nn.Module):
+            return {}
+        costs = {"trained_parameters": trained_parameters(self.model), "peak_memory_bytes": peak_memory_bytes()}
+        return {**costs, "training_seconds": self.clock.seconds}
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the held-out texts as `perplexity` does, and log `eval_loss` (nats per token) and `perplexity`.

@@ -105,6 +105,7 @@ class TrainingRun:
             trainer.state, seconds = before, 0.0
             if trainer.held_out and before.global_step not in trainer.held_out_losses():
                 trainer.evaluate()  # it ends here since it was resumed with less patience or fewer seconds
+            trainer.log_costs()
         else:
             output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
             seconds = output.metrics["train_runtime"]

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from midus_workbench.cells import rate_name
 from midus_workbench.learning import (
     Spread,
     Verdict,
@@ -16,6 +15,7 @@ from midus_workbench.learning import (
     verdict,
 )
 from midus_workbench.options import Comparison
+from midus_workbench.rates import rate_name
 from midus_workbench.results import Result
 
 _METRICS = ("acc_norm", "acc", "exact_match")
@@ -121,6 +121,11 @@ class Findings:
     def common_learning(self) -> float:
         """Nats that every arm learned at its best rate, all seeds: what the one that learned least did, and 0 at least."""
         return max(0.0, min(-change(result, self.domain) for arm in self.arms.values() for result in arm.best))
+
+    @property
+    def compares_forgetting(self) -> bool:
+        """Whether there is a learning that every arm has reached, and text outside the domain to tell what that cost."""
+        return bool(self.arms and self.retention) and self.common_learning > 0
 
     def at_equal_learning(self) -> list[AtEqualLearning]:
         """What each arm had forgotten at the common learning, the least first.

@@ -6,8 +6,9 @@ from typing import Any
 
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_workbench.arms import Arm
-from midus_workbench.cells import cells_of, rate_name
+from midus_workbench.cells import cells_of
 from midus_workbench.options import Comparison
+from midus_workbench.rates import rate_name
 from midus_workbench.report.words import short_count
 from midus_workbench.results import read_result
 from midus_workbench.workplace import Workplace

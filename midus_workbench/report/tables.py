@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from midus_hf.analysis.table_of_words import TableOfWords
-from midus_workbench.cells import rate_name
 from midus_workbench.learning import mean_loss, spread
+from midus_workbench.rates import rate_name
 from midus_workbench.report.findings import ArmFindings, Findings, metric_of
 from midus_workbench.report.words import short_count, with_spread
 from midus_workbench.results import Result
@@ -114,7 +114,7 @@ def tables(found: Findings) -> list[TableOfWords]:
         found: Of a comparison.
     """
     all_tables = [arms_table(found)]
-    if found.arms and found.retention and found.common_learning > 0:
+    if found.compares_forgetting:
         all_tables.append(equal_learning_table(found))
     all_tables += [tuned_table(found), controls_table(found), failures_table(found)]
     return [table for table in all_tables if table.rows]
@@ -137,7 +137,7 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
         found: Of a comparison.
         files: That were written.
     """
-    equal = {one.arm: one for one in found.at_equal_learning()} if found.arms and found.retention else {}
+    equal = {one.arm: one for one in found.at_equal_learning()} if found.compares_forgetting else {}
     arms = [
         {
             "arm": arm.name,
@@ -210,7 +210,8 @@ def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -
         before, after = arm.metric(task, before=True), arm.metric(task)
         row.append("" if before is None or after is None else f"{before.mean:.3f} → {with_spread(after, '{:.3f}')}")
     row.append(f"{spread([result.seconds for result in results]).mean:.0f}")
-    row.append(f"{spread([result.end.tokens / result.seconds for result in results if result.seconds]).mean:,.0f}")
+    speeds = [result.end.tokens / result.seconds for result in results if result.seconds]
+    row.append(f"{spread(speeds).mean:,.0f}" if speeds else "")
     row.append(f"{max(result.peak_memory_bytes for result in results) / 1e9:.2f}")
     starts = {result.starts_at_base for result in results}
     row.append("" if starts == {None} else "yes" if starts == {True} else "no")

@@ -24,7 +24,7 @@ def short_count(number: int) -> str:
         number: 0 or more.
     """
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
+        if float(f"{number:.3g}") >= size:
             return f"{number / size:.3g}{letter}"
     return str(number)
 
@@ -38,16 +38,23 @@ def sentences(found: Findings) -> list[str]:
     if not found.arms:
         return ["No run is done yet."]
     told = [_learned_most(found)]
-    equal = found.at_equal_learning() if found.retention and found.common_learning > 0 else []
+    equal = found.at_equal_learning() if found.compares_forgetting else []
     if len(equal) > 1:
         told.append(_forgot_least(found))
     told += _controls(found)
     seeds = {arm.domain_loss.count for arm in found.arms.values()}
     if seeds == {1}:
         told.append("One seed: nothing here says how much of a difference is chance.")
-    if found.missing or found.failures:
-        told.append(f"{found.missing} runs are not done, of which {len(found.failures)} failed.")
+    if found.missing:
+        told.append(_missing(found))
     return told
+
+
+def _missing(found: Findings) -> str:
+    failed = len(found.failures)
+    if found.missing == 1:
+        return f"1 run is not done{'; it failed' if failed else ''}."
+    return f"{found.missing} runs are not done{f', of which {failed} failed' if failed else ''}."
 
 
 def _learned_most(found: Findings) -> str:

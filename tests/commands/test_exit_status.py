@@ -17,6 +17,7 @@ MISSING_FILE = {
     "midus-flops": ["absent.json"],
     "midus-cluster": ["report", "--tree", "absent"],
     "midus-bank": ["list", "absent"],
+    "midus-compare": ["absent"],
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
@@ -29,6 +30,7 @@ WORK = {
     "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus-cluster": ("clusters.run.open_build", ["report", "--tree", "tree"]),
     "midus-bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
+    "midus-compare": ("midus_workbench.running.Running.run", ["compare.yaml"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}
@@ -42,6 +44,9 @@ def room(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text.")
     (tmp_path / "run.yaml").write_text("model: model\ncorpus: text.txt\noutput: out\n")
+    (tmp_path / "compare.yaml").write_text(
+        "base: model\noutput: out\narms: {full: {}}\ntrain: {corpus: text.txt, max_steps: 1}\ndomain: {text: text.txt}\n"
+    )
     (tmp_path / "sft.yaml").write_text("model: model\ndata: chats.jsonl\noutput: out\n")
 
 

@@ -1,0 +1,205 @@
+"""`midus-compare`: what it would run, what it reports, how it ends, and what it refuses."""
+
+import json
+import signal
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from workbench.small_comparison import HEADWISE, Measured, keys, write_room
+
+from midus_commands import compare as cli
+from midus_workbench import running
+
+ARMS = {
+    "hml": {"upscale": HEADWISE, "rates": [1e-2, 1e-3]},
+    "pro": {"upscale": {"method": "llama-pro"}, "fit": {"num_new_layers": [1, 2, 4]}},
+    "full": {},
+}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    return write_room(tmp_path_factory.mktemp("room"))
+
+
+@pytest.fixture
+def config(room, tmp_path):
+    told = keys(room, tmp_path / "out", ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
+    (tmp_path / "compare.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    return tmp_path / "compare.yaml"
+
+
+@pytest.fixture
+def run(as_command):
+    return as_command(cli.main, "midus-compare")
+
+
+@pytest.fixture
+def measured(room, tmp_path) -> Measured:
+    """The base and the first cell of `hml`, measured."""
+    measured = Measured(room, tmp_path / "out", ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
+    measured.measure_base()
+    measured.measure(measured.cells()[0])
+    return measured
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
+    done = run(config, "--dry-run", "--json")
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    hml, pro, full = told["arms"]
+    assert told["seeds"] == [0, 1]
+    assert {**hml, "new_parameters": 0, "trained_parameters": 0} == {
+        "arm": "hml", "method": "midus-hml", "fitted": None, "new_parameters": 0, "trained_parameters": 0,
+        "rates": ["0.01", "0.001"], "runs": 4, "done": 0,
+    }  # fmt: skip
+    assert pro["fitted"] == "num_new_layers=1" and (full["method"], full["trained_parameters"]) == (None, None)
+    table = run(config, "--dry-run").out
+    assert (
+        "Seeds 0, 1; null controls are added as arms end" in table
+        and "0 of 4" in table
+        and "as training says" in table
+    )
+    assert f"({pro['trained_parameters'] / 9000 - 1:+.1%})" in table
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_and_a_report_say_what_is_done(run, config, measured, tmp_path):
+    told = json.loads(run(config, "--dry-run", "--json").out)
+    assert [arm["done"] for arm in told["arms"]] == [1, 0, 0]
+    steps = list(measured.commands.steps)
+    done = run(config, "--report", "--json")
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    assert [arm["arm"] for arm in told["arms"]] == ["hml"] and (told["missing"], told["failed"]) == (7, {})
+    assert all((tmp_path / "out" / name).is_file() for name in ("report.md", "runs.csv"))
+    done = run(config, "--report")
+    assert done.status == 0 and "7 runs are not done." in done.out and "hml ends with the lowest loss" in done.out
+    assert done.out.splitlines()[-1] == f"report: {told['files'][-1]}"
+    assert measured.commands.steps == steps
+
+
+def test_words_after_the_file_win(run, config):
+    told = json.loads(run(config, "seeds=[7]", "arms.full.rates=[1,2,3]", "--dry-run", "--json").out)
+    assert told["seeds"] == [7] and [arm["runs"] for arm in told["arms"]] == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--jobs", "0"], "jobs is 0; expected at least 1."),
+        (["--devices", "x"], "devices is 'x'; expected numbers of GPUs, such as 0,1."),
+        (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
+        (["--devices", ""], "devices is ''; expected numbers of GPUs, such as 0,1."),
+        (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; give devices alone, each of which has a run."),
+        (["seeds=[]"], "seeds is empty; expected one or more."),
+        (["domain.plants=absent"], "domain.plants is 'absent', which does not exist; expected a file or a folder of text."),
+        (["arms.hml.upscale.method=hml"], "arms.hml.upscale: method 'hml' is unknown."),
+    ],
+    ids=["no jobs", "a device", "a list that ends", "no device", "jobs and devices", "seeds", "a text", "a method"],
+)  # fmt: skip
+@pytest.mark.parametrize("how", [[], ["--dry-run"], ["--report"]], ids=["run", "dry run", "report"])
+def test_a_wrong_request_is_told_in_one_line(run, config, tmp_path, how, words, message):
+    done = run(config, *how, *words)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith(f"midus-compare: {message}"), done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_of_nothing_says_so(run, config, tmp_path):
+    done = run(config, "--report")
+    assert (done.status, done.out) == (1, "")
+    assert done.err == f"midus-compare: {tmp_path / 'out'} holds no result yet: the base is measured first\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    """Cells end at once in place of being run, with words for those that fail."""
+    told = SimpleNamespace(failures={}, raises=None, started=[])
+
+    def run(self) -> None:
+        told.started.append((self.comparison, self.arms, len(self._free), list(self._free)))
+        self.failures = dict(told.failures)
+        if told.raises is not None:
+            raise told.raises
+
+    monkeypatch.setattr(running.Running, "run", run)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("failures", "words"),
+    [
+        ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory."),
+        ({"full/recipe/seed-0": "no memory", "b": "c"}, "2 runs failed, the first full/recipe/seed-0: no memory."),
+    ],
+    ids=["one", "two"],
+)
+@pytest.mark.parametrize("json_", [[], ["--json"]], ids=["words", "json"])
+def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
+    run, config, measured, cells, failures, words, json_
+):
+    cells.failures = failures
+    done = run(config, *json_)
+    assert done.status == 1
+    assert done.err.splitlines()[-1] == f"midus-compare: {words} The same command does again what failed."
+    if json_:
+        assert json.loads(done.out)["failed"] == failures
+    else:
+        assert f"7 runs are not done, of which {len(failures)} failed." in done.out
+
+
+def test_where_all_is_done_the_status_is_0(run, config, measured, cells):
+    done = run(config)
+    assert done.status == 0 and "What" not in done.err
+    assert len(cells.started) == 1 and cells.started[0][2:] == (1, [None])
+
+
+def test_where_the_base_fails_that_is_the_line(run, config, cells, tmp_path):
+    cells.failures = {"base": "midus-eval ended with status 2"}
+    done = run(config)
+    assert (done.status, done.out) == (1, "")
+    assert (
+        done.err.splitlines()[-1]
+        == f"midus-compare: {tmp_path / 'out'} holds no result yet: midus-eval ended with status 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "free"),
+    [(["--jobs", "3"], [None] * 3), (["--devices", "0, 2"], ["0", "2"]), (["--devices", "1", "--jobs", "1"], ["1"])],
+    ids=["jobs", "devices", "one of both"],
+)
+def test_jobs_and_devices_are_places_for_runs(run, config, measured, cells, words, free):
+    assert run(config, *words).status == 0
+    assert cells.started[0][3] == free
+
+
+def test_an_interrupted_comparison_is_130_and_says_that_it_goes_on(run, config, cells):
+    cells.raises = KeyboardInterrupt()
+    done = run(config)
+    assert (done.status, done.out) == (130, "")
+    assert done.err.splitlines()[-1] == "midus-compare: interrupted; the same command goes on"
+
+
+def test_a_terminated_comparison_is_143(run, config, cells, monkeypatch):
+    monkeypatch.setattr(running.Running, "run", lambda self: signal.raise_signal(signal.SIGTERM))
+    done = run(config)
+    assert (done.status, done.out) == (143, "")
+    assert done.err.splitlines()[-1] == "midus-compare: interrupted; the same command goes on"
+
+
+def test_the_configs_of_the_repository_are_comparisons():
+    from commands.command_lines import REPOSITORY
+
+    from midus_hf.config_file import read_config
+    from midus_workbench.options import Comparison
+
+    files = sorted((REPOSITORY / "configs" / "compare").glob("*.yaml"))
+    assert files
+    for file in files:
+        words = ["base=base", "domain.addresses=text", "retention.articles=text"]
+        comparison = read_config(Comparison, file, words)
+        assert comparison.seeds and comparison.trained_parameters

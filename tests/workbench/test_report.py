@@ -1,0 +1,343 @@
+"""What a comparison found, told: tables, sentences, JSON, CSV, a page and pictures, from results whose numbers are known."""
+
+import csv
+import importlib.util
+import json
+import math
+import re
+
+import pytest
+from workbench.made_results import BASE, DOMAIN, RETENTION, comparison, result
+
+from midus_workbench.options import TaskOptions
+from midus_workbench.report.findings import Findings, findings, metric_of
+from midus_workbench.report.tables import (
+    arms_table,
+    as_json,
+    as_markdown,
+    controls_table,
+    equal_learning_table,
+    short_table,
+    tables,
+    write_runs,
+)
+from midus_workbench.report.words import sentences, short_count, with_spread
+from midus_workbench.report.writing import write_report
+from midus_workbench.results import Point, Result
+
+HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
+FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]
+FULL_SLOW = [result("full", [0.25, 0.5], [0.0, 0.25], seed=seed, rate=1e-4) for seed in (0, 1)]
+NULL = [
+    result("hml+one-row", [0.25, learned], seed=seed, control="one-row", control_of="hml")
+    for seed, learned in ((0, 0.25), (1, 0.5))
+]
+
+
+def found(results, arms=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
+    told = comparison(arms, **changes)
+    base = BASE
+    if not told.retention:
+        base = without_retention(BASE)
+        results = [without_retention(one) for one in results]
+    return findings(told, base, results, failures or {}, missing)
+
+
+def without_retention(one: Result) -> Result:
+    curve = [Point(point.step, point.tokens, point.seconds, {DOMAIN: point.losses[DOMAIN]}) for point in one.curve]
+    return Result(**{**vars(one), "curve": curve})
+
+
+def rows_of(table) -> dict[str, dict[str, str]]:
+    return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+
+
+def test_the_table_of_arms_has_the_numbers_that_a_hand_computes():
+    rows = rows_of(arms_table(found([*HML, *FULL, *FULL_SLOW])))
+    # 3 - 0.5 and 3 - 0.75: 2.5 and 2.25; the sample deviation of two numbers is their distance by the root of 2.
+    assert list(rows) == ["base", "full", "hml"]
+    distance = 0.25 / math.sqrt(2)
+    assert rows["hml"] == {
+        "arm": "hml",
+        "rate": "0.001",
+        "new": "0",
+        "trains": "1k",
+        "domain loss": f"2.3750 ± {distance:.4f}",
+        "learned": f"+0.6250 ± {distance:.4f}",
+        "forgotten": f"+0.2500 ± {distance:.4f}",
+        RETENTION: f"2.2500 ± {distance:.4f}",
+        "seconds": "2",
+        "tokens/s": "100",
+        "memory, GB": "1.00",
+        "starts at base": "",
+    }
+    assert rows["full"]["rate"] == "0.001" and rows["full"]["domain loss"] == f"1.7500 ± {0.5 / math.sqrt(2):.4f}"
+    assert rows["base"]["domain loss"] == "3.0000" and rows["base"][RETENTION] == "2.0000"
+    assert {key for key, value in rows["base"].items() if value} == {"arm", "domain loss", RETENTION}
+
+
+def test_of_one_seed_there_is_no_spread():
+    one = found([HML[0], FULL[0]])
+    rows = rows_of(arms_table(one))
+    assert (rows["hml"]["domain loss"], rows["hml"]["learned"], rows["hml"]["forgotten"]) == (
+        "2.5000",
+        "+0.5000",
+        "+0.1250",
+    )
+    assert "One seed: nothing here says how much of a difference is chance." in sentences(one)
+    assert not any("One seed" in sentence for sentence in sentences(found([*HML, *FULL])))
+
+
+def test_the_short_table_is_the_same_in_fewer_columns():
+    one = found([*HML, *FULL])
+    short, long = rows_of(short_table(one)), rows_of(arms_table(one))
+    assert short_table(one).title == "Base: domain loss 3.0000"
+    for name, row in short.items():
+        assert row == {key: long[name][key] for key in row}
+
+
+def test_several_texts_count_alike():
+    texts = {"domain": {DOMAIN: "a", "roses": "b"}}
+    curve = [
+        Point(0, 0, None, {DOMAIN: 3.0, "roses": 1.0, RETENTION: 2.0}),
+        Point(1, 9, 1.0, {DOMAIN: 1.0, "roses": 2.0, RETENTION: 5.0}),
+    ]
+    one = findings(
+        comparison(["a"], **texts), Result("base", {}, 0, curve[:1]), [Result("a", {}, 0, curve, seconds=3.0)], {}
+    )
+    row = rows_of(arms_table(one))["a"]
+    assert (row["domain loss"], row["learned"], row["forgotten"], row["rate"]) == (
+        "1.5000",
+        "+0.5000",
+        "+3.0000",
+        "recipe",
+    )
+    assert row["tokens/s"] == "3"
+
+
+def test_forgetting_at_equal_learning_is_read_off_the_paths_of_the_rate_that_is_best_for_it():
+    one = found([*HML, *FULL, *FULL_SLOW])
+    assert one.common_learning == 0.5
+    rows = rows_of(equal_learning_table(one))
+    # Of hml the second seed is halfway from (0.25, 0) to (0.75, 0.375); full is better at its slow rate, with 0.25 of both.
+    assert rows["hml"]["change of the loss outside the domain"] == f"+0.1562 ± {0.0625 / math.sqrt(2):.4f}"
+    assert rows["full"] == {
+        "arm": "full",
+        "rate": "0.0001",
+        "change of the loss outside the domain": "+0.2500 ± 0.0000",
+    }
+    assert list(rows) == ["hml", "full"]
+    assert equal_learning_table(one).title == "Forgotten when 0.5000 nats were learned"
+    (told,) = [sentence for sentence in sentences(one) if "forgotten least" in sentence]
+    assert told.startswith("When every arm has learned 0.5000 nats") and ", hml has forgotten least" in told
+    assert "by +0.1562 ± 0.0442, that of full, the next, by +0.2500 ± 0.0000." in told
+
+
+def test_where_nothing_was_learned_forgetting_is_not_compared():
+    one = found([result("hml", [-0.5, -0.25], [0.0, 1.0]), *FULL])
+    assert one.common_learning == 0.0
+    assert "Forgotten" not in " ".join(table.title for table in tables(one))
+    assert not any("forgotten least" in sentence for sentence in sentences(one))
+    assert [arm["forgotten_at_equal_learning"] for arm in as_json(one, [])["arms"]] == [None, None]
+
+
+def test_without_texts_outside_nothing_is_said_of_forgetting():
+    one = found([*HML, *FULL], retention={})
+    for table in tables(one):
+        assert "forgotten" not in table.head and RETENTION not in table.head and "Forgotten" not in table.title
+    assert len(arms_table(one).rows[0]) == len(arms_table(one).head)
+    assert not any("forgot" in sentence for sentence in sentences(one))
+    told = as_json(one, [])
+    assert [arm["forgotten"] for arm in told["arms"]] == [None, None]
+
+
+def test_arms_stand_beside_their_null_controls():
+    one = found([*HML, *FULL, *NULL], arms=["hml", "full"])
+    # Lower by 0.25 with both seeds: the interval has no width.
+    assert rows_of(controls_table(one)) == {
+        "hml": {
+            "arm": "hml", "control": "one-row", "nats lower than the control": "+0.2500", "95 % interval": "± 0.0000",
+            "seeds": "2", "": "beats it",
+        }
+    }  # fmt: skip
+    told = as_json(one, [])["arms"][0]["controls"]
+    assert told == {"one-row": {"mean": 0.25, "deviation": 0.0, "count": 2, "verdict": "beats it"}}
+    assert "hml+one-row" not in rows_of(arms_table(one))
+    assert not any("null control" in sentence for sentence in sentences(one))
+
+
+def test_a_control_that_is_not_beaten_is_told():
+    better = [result("hml+one-row", [0.9], seed=seed, control="one-row", control_of="hml") for seed in (0, 1)]
+    wide = [
+        result("hml+random-slots", [learned], seed=seed, control="random-slots", control_of="hml")
+        for seed, learned in ((0, 0.5), (1, 0.1))
+    ]
+    told = sentences(found([*HML, *better, *wide], arms=["hml"]))
+    assert "hml does not beat its null control one-row." in told
+    assert "hml is not shown to beat its null control random-slots." in told
+
+
+def test_controls_at_a_rate_that_is_not_the_best_any_more_are_left_out():
+    faster = [result("hml", [0.9], seed=seed, rate=1e-2) for seed in (0, 1)]
+    assert controls_table(found([*HML, *faster, *NULL], arms=["hml"])).rows == []
+
+
+@pytest.mark.parametrize(("rise", "words"), [(0.5, "its addresses matter"), (0.0, "its addresses do not matter")])
+def test_shuffled_addresses_are_told_by_what_the_loss_rises(rise, words):
+    shuffled = [result("hml", [0.5], seed=0, shuffled={DOMAIN: 2.5 + rise, RETENTION: 2.0})]
+    (row,) = controls_table(found(shuffled, arms=["hml"])).rows
+    assert row == ["hml", "shuffled-addresses", f"{rise:+.4f}", "", "1", words]
+
+
+def test_tasks_are_told_before_and_after():
+    tasks = TaskOptions(names=["piqa", "mmlu"])
+    given = {
+        "tasks_before": {"piqa": {"acc": 0.25, "acc_norm": 0.5}},
+        "tasks": {"piqa": {"acc": 0.5, "acc_norm": 0.75}},
+    }
+    one = found(
+        [result("hml", [0.5], seed=0, **given), result("hml", [0.5], seed=1, **given)], arms=["hml"], tasks=tasks
+    )
+    row = rows_of(arms_table(one))["hml"]
+    assert (row["piqa"], row["mmlu"]) == ("0.500 → 0.750 ± 0.000", "")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [({"acc": 0.5, "acc_norm": 0.25}, 0.25), ({"acc": 0.5}, 0.5), ({"exact_match": 1.0}, 1.0), ({"ter": 3.0}, None), ({}, None)],
+    ids=str,
+)  # fmt: skip
+def test_which_metric_of_a_task_is_told(metrics, told):
+    assert metric_of(metrics) == told
+
+
+def test_arms_without_results_and_failures_are_told():
+    one = found(HML, failures={"full/0.001/seed-0": "midus-train | failed"}, missing=2)
+    assert list(rows_of(arms_table(one))) == ["base", "hml"]
+    (failed,) = [table for table in tables(one) if table.title == "Failed"]
+    assert failed.rows == [["full/0.001/seed-0", "midus-train | failed"]]
+    assert r"| full/0.001/seed-0 | midus-train \| failed |" in as_markdown(failed)
+    assert "2 runs are not done, of which 1 failed." in sentences(one)
+    told = as_json(one, [])
+    assert told["failed"] == {"full/0.001/seed-0": "midus-train | failed"} and told["missing"] == 2
+
+
+@pytest.mark.parametrize(
+    ("failures", "missing", "words"),
+    [({}, 1, "1 run is not done."), ({}, 3, "3 runs are not done."), ({"a": "b"}, 1, "1 run is not done; it failed.")],
+    ids=["one", "three", "one failed"],
+)
+def test_what_is_not_done_is_told_in_words(failures, missing, words):
+    assert words in sentences(found(HML, failures=failures, missing=missing))
+
+
+def test_where_no_run_is_done_the_report_says_so(tmp_path):
+    one = found([], missing=6)
+    assert sentences(one) == ["No run is done yet."]
+    assert list(rows_of(arms_table(one))) == ["base"]
+    assert [path.name for path in write_report(tmp_path, one, [])] == ["report.md", "runs.csv"]
+    told = as_json(one, [])
+    assert (told["arms"], told["common_learning"], told["base"]["losses"]) == ([], None, {DOMAIN: 3.0, RETENTION: 2.0})
+
+
+def test_json_has_the_numbers_of_the_tables():
+    told = as_json(found([*HML, *FULL, *FULL_SLOW, *NULL]), [])
+    hml, full = told["arms"]
+    distance = pytest.approx(0.25 / math.sqrt(2))
+    assert hml["domain_loss"] == {"mean": 2.375, "deviation": distance, "count": 2}
+    assert hml["learned"] == {"mean": 0.625, "deviation": distance, "count": 2} and hml["seeds"] == [0, 1]
+    assert hml["forgotten_at_equal_learning"]["mean"] == 0.15625
+    assert full["forgotten_at_equal_learning"]["mean"] == 0.25 and full["rate"] == "0.001"
+    assert told["common_learning"] == 0.5
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+
+
+def test_csv_has_a_row_for_each_run_and_moment(tmp_path):
+    write_runs(tmp_path / "runs.csv", [BASE, HML[0], NULL[0]], [DOMAIN, RETENTION])
+    with (tmp_path / "runs.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["arm"], row["step"]) for row in rows] == [
+        ("base", "0"), *(("hml", str(step)) for step in range(3)), *(("hml+one-row", str(step)) for step in range(3))
+    ]  # fmt: skip
+    assert rows[3] == {
+        "arm": "hml", "control_of": "", "control": "", "rate": "0.001", "seed": "0", "new_parameters": "0",
+        "trained_parameters": "1000", "step": "2", "tokens": "200", "seconds": "2.0", f"loss_{DOMAIN}": "2.5",
+        f"loss_{RETENTION}": "2.125",
+    }  # fmt: skip
+    assert (rows[4]["control_of"], rows[4]["control"], rows[1]["seconds"]) == ("hml", "one-row", "")
+
+
+def test_the_page_needs_no_other_file_and_says_what_the_tables_say(tmp_path):
+    pytest.importorskip("matplotlib")
+    one = found([*HML, *FULL, *FULL_SLOW, *NULL], arms=["hml", "full"], failures={"a<b": "1 & 2"}, missing=1)
+    files = write_report(tmp_path, one, [*HML, *FULL, *FULL_SLOW, *NULL])
+    assert [path.name for path in files] == ["report.md", "runs.csv", "report.html"]
+    page, markdown = files[2].read_text(), files[0].read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert not re.findall(r"(?:src|href)=(?!\"data:)|@import|url\(|<script", page)
+    assert "a&lt;b" in page and "1 &amp; 2" in page and "a<b" not in page
+    for table in tables(one):
+        assert f"**{table.title}**" in markdown
+        for row in table.rows[1:]:
+            assert f"| {' | '.join(row)} |" in markdown
+            assert (
+                "<tr>" + "".join(f"<td>{word}</td>" for word in row).replace("&", "&amp;") + "</tr>" in page
+                or "a<b" in row
+            )
+    for sentence in sentences(one):
+        assert f"- {sentence}" in markdown
+    assert markdown.startswith("# hml, full on base\n")
+
+
+def test_without_matplotlib_there_is_no_page(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert [path.name for path in write_report(tmp_path, found(HML), HML)] == ["report.md", "runs.csv"]
+
+
+CURVES = {
+    "several seeds": ([*HML, *FULL, *FULL_SLOW], {}),
+    "one seed": ([HML[0], FULL[0]], {}),
+    "no text outside": ([*HML, *FULL], {"retention": {}}),
+    "curves of different lengths": (
+        [result("hml", [0.1, 0.2, 0.3]), result("hml", [0.1], seed=1), result("full", [0.5])],
+        {},
+    ),
+    "the start alone": ([result("hml", []), result("full", [])], {}),
+    "eleven arms": ([result(f"arm-{number}", [0.1]) for number in range(11)], {}),
+}
+
+
+@pytest.mark.parametrize("curves", CURVES)
+def test_pictures_are_drawn_of_whatever_there_is(tmp_path, curves):
+    pytest.importorskip("matplotlib")
+    from midus_workbench.report.pictures import pictures
+
+    results, changes = CURVES[curves]
+    arms = list(dict.fromkeys(one.arm for one in results))
+    drawn = pictures(found(results, arms=arms, **changes))
+    expected = ["Learning against forgetting", "Loss of the domain by tokens", "Loss outside the domain by tokens"]
+    expected = [expected[1]] if "retention" in changes else expected
+    assert list(drawn) == [*expected, "Parameters, memory and time"]
+    assert all(picture.startswith(b"\x89PNG") for picture in drawn.values())
+    assert len(set(drawn.values())) == len(drawn)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (47584, "47.6k"), (999_499, "999k"), (999_500, "1M"), (8_890_000, "8.89M")]
+    + [(999_999_999, "1B"), (1_240_000_000, "1.24B"), (70_600_000_000, "70.6B")],
+)
+def test_parameters_are_counted_in_short(number, told):
+    assert short_count(number) == told
+
+
+def test_a_spread_is_told_behind_its_mean():
+    one = found([*HML, *FULL])
+    assert with_spread(one.arms["hml"].learned, "{:+.2f}") == "+0.62 ± 0.18"
+    assert with_spread(None) == ""
+
+
+def test_a_run_that_took_no_time_has_no_speed():
+    (_, row) = arms_table(found([result("hml", [0.5], seconds=0.0)], arms=["hml"])).rows
+    assert row[arms_table(found(HML)).head.index("tokens/s")] == ""
