@@ -19,12 +19,12 @@ class Arm:
         name: Of the arm.
         upscale: Keys of `upscale --config`; None where the base itself is trained.
         train: Keys of `midus-train`.
-        fine_tune: Keys of `midus-sft`; None where trained models are not fine-tuned.
         rates: At each of which it is trained.
         controls: Which null controls are put beside it; true for all that its memory has.
         new_parameters: Parameters that the base does not have.
         trained_parameters: Parameters that the method trains; None where only training knows.
         fitted: What was chosen to meet the budget of parameters, such as `num_new_layers=4`. Default: nothing.
+        fine_tune: Keys of `midus-sft`. Default: none, trained models are not fine-tuned.
         control: Which null control it is. Default: none.
         control_of: Of which arm. Default: none.
     """
@@ -32,12 +32,12 @@ class Arm:
     name: str
     upscale: Mapping[str, Any] | None
     train: Mapping[str, Any]
-    fine_tune: Mapping[str, Any] | None
     rates: Sequence[Rate]
     controls: Sequence[str] | bool
     new_parameters: int = 0
     trained_parameters: int | None = None
     fitted: str | None = None
+    fine_tune: Mapping[str, Any] | None = None
     control: str | None = None
     control_of: str | None = None
 

@@ -179,9 +179,10 @@ def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) ->
     if (run / "train_config.yaml").is_file():
         whole = any((checkpoint / "trainer_state.json").is_file() for checkpoint in run.glob("checkpoint-*"))
         keys = {**keys, "resume" if whole else "overwrite": True}
-    recipe = run.parent / f"{command}.yaml"
+    step = command.removeprefix("midus-")
+    recipe = run.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
-    return commands.run(command.removeprefix("midus-"), command, recipe).peak_rss_bytes
+    return commands.run(step, command, recipe).peak_rss_bytes
 
 
 def _fine_tune(cell: Cell, comparison: Comparison, run: Path, place: Workplace, commands: Commands) -> Measured:

@@ -66,9 +66,10 @@ class Forked(subprocess.Popen):
     """Forks in place of starting an interpreter."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
+        if args[1:2] != ["-m"] or args[2] not in FROM_HERE:  # a compiler, say
+            return super()._execute_child(args, *rest)  # type: ignore[misc]
         pass_fds, env, start_new_session = rest[3], rest[5], rest[20]
         streams = (rest[9], rest[12], rest[14])
-        assert args[1] == "-m" and args[2] in FROM_HERE, args
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:

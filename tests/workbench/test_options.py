@@ -23,7 +23,7 @@ FIT = {"upscale": {"method": "midus-hml"}, "fit": {"num_new_layers": [1, 2]}}
 REFUSED = {
     "no base": ({"base": None}, "base is None; expected a string."),
     "no arms": ({"arms": {}}, "arms is empty; expected one or more."),
-    "no domain": ({"domain": {}}, "domain is empty; expected one or more."),
+    "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected something by which learning is measured."),
     "no seeds": ({"seeds": []}, "seeds is empty; expected one or more."),
     "an arm's name": ({"arms": {"a/b": {}}}, f"arms has 'a/b'; {ARM_NAME}"),
     "an arm's first sign": ({"arms": {".a": {}}}, f"arms has '.a'; {ARM_NAME}"),
