@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.commands import run_command, run_once
 from benchmarks.small_tokenizer import small_tokenizer
+from benchmarks.split_articles import read_texts, split_articles
 from benchmarks.tracked import RESULTS, Run, append, this_run
-from material.articles import articles
 from midus_config.flops.model import estimate_flops
 from midus_config.memories.depth_attention import DepthAttentionOptions
 from midus_config.memory_entries import MemoryEntry
@@ -34,7 +34,6 @@ from midus_config.parameters import count_parameters
 DEPTH_FROM_SCRATCH_RESULTS = RESULTS / "depth_from_scratch.csv"
 _VOCABULARY, _TOKENS, _SEQUENCES = 2048, 128, 8
 _HIDDEN, _INNER, _HEADS, _KEY_VALUE_HEADS = 96, 256, 6, 2
-_SHORTEST = 200  # characters; half of the articles are a title and nothing else
 
 NORMS = {"pre": ("Llama", "llama"), "post": ("Olmo2", "olmo2")}
 """The class and the model type of the family that has its norms there."""
@@ -113,8 +112,8 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]
     """Every model's row, and whether it was not there before."""
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    train, held_out = _texts(work)
-    tokenizer = small_tokenizer(work / "tokenizer", _read(train), _VOCABULARY)
+    train, held_out = split_articles(work)
+    tokenizer = small_tokenizer(work / "tokenizer", read_texts(train), _VOCABULARY)
     for seed in map(int, arguments.seeds.split(",")):
         for arm in arguments.arms.split(","):
             config = config_of(*ARMS[arm], arguments.layers)
@@ -216,23 +215,6 @@ def _recipe(
 def _seconds(log: Path) -> float:
     events = map(json.loads, log.read_text(encoding="utf-8").splitlines())
     return max(event["train_runtime"] for event in events if "train_runtime" in event)
-
-
-def _texts(work: Path) -> tuple[Path, Path]:
-    """JSON lines to train on, and every tenth article, which is held out."""
-    long_ones = [text for text in _read(articles()) if len(text) >= _SHORTEST]
-    held_out = long_ones[::10]
-    train = [text for index, text in enumerate(long_ones) if index % 10]
-    return _write(work / "train.jsonl", train), _write(work / "held-out.jsonl", held_out)
-
-
-def _read(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _write(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
 
 
 if __name__ == "__main__":

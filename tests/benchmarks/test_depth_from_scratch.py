@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import depth_from_scratch
+from benchmarks import depth_from_scratch, split_articles
 from benchmarks.depth_from_scratch import ARMS, Row, config_of, table
 from benchmarks.tracked import read
 from midus_config.parameters import count_parameters
@@ -35,7 +35,7 @@ def commands(tmp_path, monkeypatch):
 
     monkeypatch.setattr(depth_from_scratch, "run_once", run_once)
     monkeypatch.setattr(depth_from_scratch, "run_command", run_command)
-    monkeypatch.setattr(depth_from_scratch, "articles", lambda: tmp_path / "articles.jsonl")
+    monkeypatch.setattr(split_articles, "articles", lambda: tmp_path / "articles.jsonl")
     monkeypatch.setattr(depth_from_scratch, "small_tokenizer", lambda folder, texts, vocabulary: folder)
     monkeypatch.setattr(depth_from_scratch, "DEPTH_FROM_SCRATCH_RESULTS", tmp_path / "rows.csv")
     return given
