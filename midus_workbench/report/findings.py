@@ -119,16 +119,20 @@ class Findings:
 
     @property
     def common_learning(self) -> float:
-        """Nats that every arm learned at its best rate, all seeds: what the one that learned least did, and 0 at least."""
-        return max(0.0, min(-change(result, self.domain) for arm in self.arms.values() for result in arm.best))
+        """Nats that half of the arms learned at their best rates with every seed, or more: 0 at least.
+
+        What the slowest arm learned may be next to nothing, and nothing has been forgotten there.
+        """
+        learned = sorted(min(-change(result, self.domain) for result in arm.best) for arm in self.arms.values())
+        return max(0.0, learned[(len(learned) - 1) // 2])
 
     @property
     def compares_forgetting(self) -> bool:
-        """Whether there is a learning that every arm has reached, and text outside the domain to tell what that cost."""
+        """Whether there is a learning that half of the arms have reached, and text outside the domain to tell what that cost."""
         return bool(self.arms and self.retention) and self.common_learning > 0
 
     def at_equal_learning(self) -> list[AtEqualLearning]:
-        """What each arm had forgotten at the common learning, the least first.
+        """What each arm that learned so much had forgotten at the common learning, the least first.
 
         Of its rates the one counts at which that was least; those at which a seed does not get there are left out.
         """

@@ -66,11 +66,12 @@ def _learned_most(found: Findings) -> str:
 
 
 def _forgot_least(found: Findings) -> str:
-    first, second, *_ = found.at_equal_learning()
+    first, second, *others = found.at_equal_learning()
     changes = [with_spread(one.forgotten, "{:+.4f}") for one in (first, second)]
+    learned = f"When {found.common_learning:.4f} nats are learned, as {2 + len(others)} of {len(found.arms)} arms did"
     return (
-        f"When every arm has learned {found.common_learning:.4f} nats, which is what the slowest did, {first.arm} has forgotten "
-        f"least: the loss outside the domain has changed by {changes[0]}, that of {second.arm}, the next, by {changes[1]}."
+        f"{learned}, {first.arm} has forgotten least: the loss outside the domain has changed by {changes[0]}, that of "
+        f"{second.arm}, the next, by {changes[1]}."
     )
 
 

@@ -1,6 +1,7 @@
 """What a comparison found, told: tables, sentences, JSON, CSV, a page and pictures, from results whose numbers are known."""
 
 import csv
+import dataclasses
 import importlib.util
 import json
 import math
@@ -129,8 +130,16 @@ def test_forgetting_at_equal_learning_is_read_off_the_paths_of_the_rate_that_is_
     assert list(rows) == ["hml", "full"]
     assert equal_learning_table(one).title == "Forgotten when 0.5000 nats were learned"
     (told,) = [sentence for sentence in sentences(one) if "forgotten least" in sentence]
-    assert told.startswith("When every arm has learned 0.5000 nats") and ", hml has forgotten least" in told
+    assert told.startswith("When 0.5000 nats are learned, as 2 of 2 arms did, hml has forgotten least")
     assert "by +0.1562 ± 0.0442, that of full, the next, by +0.2500 ± 0.0000." in told
+
+
+def test_arms_that_learned_less_than_half_of_them_did_are_not_compared():
+    slow = [dataclasses.replace(run, arm="moc", curve=run.curve[:1] * 2) for run in HML]
+    one = found([*HML, *FULL, *slow], arms=("hml", "full", "moc"))
+    assert one.common_learning == 0.5, "and not what moc learned, which is nothing"
+    assert list(rows_of(equal_learning_table(one))) == ["hml", "full"]
+    assert any("as 2 of 3 arms did" in sentence for sentence in sentences(one))
 
 
 def test_where_nothing_was_learned_forgetting_is_not_compared():
