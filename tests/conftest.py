@@ -20,6 +20,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Shells start what runs in the background so, and runs leave a signal ignored that was.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 if not torch.cuda.is_available():
     # Before anything imports a kernel: triton's interpreter runs it on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -17,6 +17,8 @@ MISSING_FILE = {
     "midus-flops": ["absent.json"],
     "midus-cluster": ["report", "--tree", "absent"],
     "midus-bank": ["list", "absent"],
+    "midus-analyze": ["heads", "model", "--tasks", "piqa", "--data", "absent"],
+    "midus-reproduce": ["midus", "1", "--root", "absent"],
     "midus-compare": ["absent"],
 }
 WORK = {
@@ -30,6 +32,8 @@ WORK = {
     "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
     "midus-cluster": ("clusters.run.open_build", ["report", "--tree", "tree"]),
     "midus-bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
+    "midus-analyze": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
+    "midus-reproduce": ("midus_workbench.reproduce.repository.Repository.tables", []),
     "midus-compare": ("midus_workbench.running.Running.run", ["compare.yaml"]),
 }
 """What does the work of a command, and a request for it."""
