@@ -25,6 +25,7 @@ KILLS = {
     "interrupt": (signal.SIGINT, False, {130}),
 }
 """A signal, whether the first process that the comparison started gets it, and how the comparison ends then."""
+MARKS = {kill: [] if kill in ("kill", "terminate") else [pytest.mark.product] for kill in KILLS}
 MOMENTS = [pytest.param(number, marks=[pytest.mark.product] if number else []) for number in range(10)]
 
 
@@ -135,7 +136,7 @@ def results(output: Path) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("number", MOMENTS)
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("kill", [pytest.param(kill, marks=MARKS[kill]) for kill in KILLS])
 def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, whole, tmp_path, kill, number):
     expected, seconds = whole
     signal_number, of_cell, endings = KILLS[kill]
