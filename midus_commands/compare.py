@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midus_commands.exit_status import FAILED, Ending, run_command
-from midus_commands.reading import show_report
+from midus_commands.reading import Json, show_report
+from midus_commands.runs import Devices, DryRun, Jobs, devices_of, fail_for
 
 if TYPE_CHECKING:
     from midus_workbench.arms import Arm
@@ -27,22 +28,13 @@ def midus_compare(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(help="Runs beside one another, which share the processor's cores.", metavar="N")
-    ] = 1,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="GPUs, such as 0,1, one for each run beside the others.  [default: all, for one run]", metavar="LIST"
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be run, and what is done already.")
-    ] = False,
+    jobs: Jobs = 1,
+    devices: Devices = None,
+    dry_run: DryRun = False,
     report_only: Annotated[
         bool, typer.Option("--report", help="Run nothing; write the report of what is done.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json_: Json = False,
 ) -> None:
     """Train methods on the same text from the same base, and tell what each learned and what it forgot.
 
@@ -74,45 +66,6 @@ def midus_compare(
                 failures = running.failures
     _report(comparison, arms, failures, json_)
     fail_for(failures)
-
-
-def devices_of(given: str | None, jobs: int) -> list[str]:
-    """The numbers of GPUs that `--devices` names.
-
-    Args:
-        given: Its words; None for none.
-        jobs: How many runs are asked for beside one another.
-
-    Raises:
-        ValueError: If it names something else, or another number of devices than of jobs.
-    """
-    if jobs < 1:
-        raise ValueError(f"jobs is {jobs}; expected at least 1.")
-    if given is None:
-        return []
-    numbers = [number.strip() for number in given.split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"devices is {given!r}; expected numbers of GPUs, such as 0,1.")
-    if jobs not in (1, len(numbers)):
-        raise ValueError(
-            f"jobs is {jobs}, and devices names {len(numbers)}; give devices alone, each of which has a run."
-        )
-    return numbers
-
-
-def fail_for(failures: dict[str, str]) -> None:
-    """End with the status of failed work where runs failed.
-
-    Args:
-        failures: Why, by their names.
-
-    Raises:
-        Ending: If there is one.
-    """
-    if failures:
-        name, why = next(iter(failures.items()))
-        words = f"one run failed, {name}" if len(failures) == 1 else f"{len(failures)} runs failed, the first {name}"
-        raise Ending(FAILED, f"{words}: {why}. The same command does again what failed.")
 
 
 def _show_plan(comparison: "Comparison", arms: "Sequence[Arm]", json_: bool) -> None:

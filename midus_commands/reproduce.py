@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_commands.compare import devices_of, fail_for
 from midus_commands.exit_status import run_command
-from midus_commands.reading import show_report
+from midus_commands.reading import Json, show_report
+from midus_commands.runs import Devices, DryRun, Jobs, devices_of, fail_for
 
 if TYPE_CHECKING:
     from midus_workbench.reproduce.repository import Repository
@@ -46,19 +46,10 @@ def midus_reproduce(
     root: Annotated[
         Path | None, typer.Option(help="Clone of the repository.  [default: that of this package]", metavar="DIR")
     ] = None,
-    jobs: Annotated[
-        int, typer.Option(help="Runs beside one another, which share the processor's cores.", metavar="N")
-    ] = 1,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            help="GPUs, such as 0,1, one for each run beside the others.  [default: all, for one run]", metavar="LIST"
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be run, and what is done already.")
-    ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    jobs: Jobs = 1,
+    devices: Devices = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
 ) -> None:
     """Do a table of a paper: upscale, train, fine-tune and evaluate each row, and put the paper's numbers beside ours.
 
