@@ -195,6 +195,9 @@ REFUSED = {
         "arms.a.fit names 'num_new_layers.n', but 'num_new_layers' of upscale has no keys of its own.",
     ),
     "a fit that the method refuses": ({"upscale": HEADWISE, "fit": {"options.n": [4, 0]}}, "arms.a.upscale with options.n=0: n is 0"),
+    "fine-tuning of one arm": (
+        {"fine_tune": {"max_steps": 3}}, "arms.a.fine_tune is given, and fine_tune of all is not; expected it, since"
+    ),
     "an absent file": ({"upscale": "absent.yaml"}, "config is 'absent.yaml', which cannot be read (No such file or directory)"),
 }  # fmt: skip
 
@@ -214,9 +217,12 @@ def test_what_is_refused_before_anything_runs(planned, tmp_path, refused):
         ({"domain": {"plants": "absent.txt"}}, "domain.plants is 'absent.txt', which does not exist; expected a file or a folder"),
         ({"retention": {"stars": "absent"}}, "retention.stars is 'absent', which does not exist; expected a file or a folder"),
         ({"base": "absent"}, "arms.a.upscale: "),
+        ({"domain": {}, "tasks": {"names": ["piqa"]}}, "domain is empty; expected held-out text by which learning is measured"),
+        ({"fine_tune": {"model": "m"}}, "fine_tune has 'model', which the comparison sets for each run; leave it out."),
+        ({"fine_tune": {"data": "d", "max_step": 3}}, "arms.a, as a run of midus-sft: config has no option 'max_step'."),
         ({"train": {"eval_text": "text"}}, "train has 'eval_text', which the comparison sets for each run; leave it out."),
     ],
-    ids=["domain", "retention", "base", "text of runs"],
+    ids=["domain", "retention", "base", "no domain", "model of tuning", "key of tuning", "text of runs"],
 )  # fmt: skip
 def test_what_is_refused_of_all_arms(planned, changes, message):
     with pytest.raises(ValueError) as told:
