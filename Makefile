@@ -27,9 +27,9 @@ test: test-newest test-oldest
 test-all: $(VENV)/installed material
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --product
 
-# Rehearsals of GPU runs, and kernels at all sizes in the interpreter, are left to test-oldest, whose versions are those of GPU machines;
-# here kernels are compiled, registered and used by models. test-all runs them too.
-AT_ALL_SIZES = chapter_segments depth_attention fused_depth gathered_products headwise_memory weighted_gather
+# Rehearsals of GPU runs, and kernels of the depth at all sizes in the interpreter, are left to test-oldest, whose versions are those of
+# GPU machines; here these kernels are compiled, registered and used by models. test-all runs them too.
+AT_ALL_SIZES = depth_attention fused_depth
 test-newest: $(VENV)/installed material
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/benchmarks/test_rehearsal.py \
 		$(AT_ALL_SIZES:%=--ignore=tests/ops/kernels/test_%.py)
