@@ -1,8 +1,10 @@
 """Locks on files and folders, which go with the process that holds them, however it ends."""
 
+import contextlib
 import fcntl
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 _HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
@@ -42,6 +44,24 @@ class Lock:
     def release(self) -> None:
         """Let others have it; again does nothing."""
         self._closing()
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[int]:
+    """Wait until no other process holds a file or folder, and hold it, together with processes that inherit the descriptor.
+
+    Args:
+        path: It is there.
+
+    Yields:
+        The descriptor. A process that is started with it holds the lock as well until it ends, unlike a child of who holds a `Lock`.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _forget_in_child() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from midus_config.locks import alone
 from midus_workbench.arms import Arm
 from midus_workbench.cells import Cell
 from midus_workbench.commands import Commands, StepFailed
@@ -14,7 +15,6 @@ from midus_workbench.dies_with_parent import ask_for_termination
 from midus_workbench.measuring import measure_base, measure_cell
 from midus_workbench.options import Comparison
 from midus_workbench.results import read_result
-from midus_workbench.waiting import alone
 from midus_workbench.workplace import BASE, Workplace
 
 SPECIFICATION = "cell.json"

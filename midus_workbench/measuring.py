@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
+from midus_config.locks import alone
 from midus_config.whole_files import whole_file
 from midus_workbench.cells import Cell
 from midus_workbench.commands import Commands
 from midus_workbench.nulls import SHUFFLED, Controls, available_controls, wanted
 from midus_workbench.options import Comparison
 from midus_workbench.results import Measured, Point, Result, read_result, write_result
-from midus_workbench.waiting import alone
 from midus_workbench.workplace import BASE, Workplace, remove_upscaled
 
 Tasks = Mapping[str, Mapping[str, float]]

@@ -3,7 +3,7 @@
 import subprocess
 import time
 
-from midus_workbench.waiting import alone
+from midus_config.locks import alone
 
 
 def test_who_inherits_a_lock_holds_it_until_it_ends(tmp_path):
