@@ -87,8 +87,8 @@ def _planned(name: str, options: ArmOptions, comparison: Comparison, shared: Map
         controls=comparison.controls if options.controls is None else options.controls,
     )
     if options.upscale is None:
-        # A base does not say what trains of it.
-        return dataclasses.replace(arm, train={"trainable": "all", **train})
+        # A base does not say what trains of it; adapters do.
+        return arm if train.get("adapters") else dataclasses.replace(arm, train={"trainable": "all", **train})
     keys = _keys(f"arms.{name}.upscale", options.upscale, OWN_UPSCALING_KEYS)
     sized = [
         (*_sizes(name, comparison.base, tried, word), tried, word)

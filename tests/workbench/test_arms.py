@@ -81,6 +81,16 @@ def test_what_trains_of_all_bases_may_be_told_to_all_arms(planned):
     assert found[0].train["trainable"] == [1]
 
 
+def test_the_arms_of_the_docs_are_planned(planned):
+    page = Path("docs/compare.md").read_text(encoding="utf-8")
+    shown = yaml.safe_load(page.split("```yaml\n", 1)[1].split("```", 1)[0])
+    arms = {name: options for name, options in shown["arms"].items() if "upscale" not in options}
+    arms["matched"]["train"]["trainable"] = [0, 1]
+    found = {arm.name: arm.train for arm in planned(arms)[1]}
+    assert found["lora"]["adapters"] == {"r": 32, "lora_alpha": 64} and "trainable" not in found["lora"]
+    assert found["full"]["trainable"] == "all" and found["matched"]["trainable"] == [0, 1]
+
+
 def test_rates_and_controls_of_an_arm_stand_in_place_of_those_of_all(planned):
     arms = {
         "a": {"upscale": HEADWISE},
