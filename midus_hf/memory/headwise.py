@@ -35,7 +35,7 @@ class HeadwiseMemory(RetrievalMemory):
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        query = attention_output.unflatten(-1, (self.num_heads, self.head_dim))
+        query = attention_output.view(*attention_output.shape[:-1], self.num_heads, self.head_dim)
         return self.addressed(self.normalised(query, track_statistics))
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ class HeadwiseMemory(RetrievalMemory):
             bank, transform = (bank, transform) if kept is None else (kept, None)
         by_head = None
         if residual is not None and self.gate == "none":
-            by_head = residual.unflatten(-1, (self.num_heads, self.value_dim))
+            by_head = residual.view(*residual.shape[:-1], self.num_heads, self.value_dim)
         output = headwise_memory(
             self.queries(attention_output),
             self.row_keys,
