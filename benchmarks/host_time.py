@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes that host memory
@@ -43,8 +44,8 @@ class Row(Run):
         family: Of the model.
         body: Of the memory's op.
         ratio: Of the memory block's time to the decoder block's, in the same rounds.
-        calls_decoder: Operations that PyTorch dispatches in the decoder block; a kernel is launched for most of them.
-        calls_memory: Those of the memory block, in which a kernel of Triton or a function in C is not counted.
+        decoder_launches: Operations of PyTorch in the decoder block that launch kernels on a GPU: neither views nor allocations.
+        memory_launches: Those of the memory block; a kernel of Triton, or a function in C, is not counted.
     """
 
     family: str
@@ -59,17 +60,21 @@ class Row(Run):
     add_us: float
     memory_attention_us: float
     memory_op_us: float
-    calls_decoder: int
-    calls_memory: int
+    decoder_launches: int
+    memory_launches: int
 
 
-class _Counting(torch.utils._python_dispatch.TorchDispatchMode):
+class _Counting(TorchDispatchMode):
+    """Counts operations that compute something, those of this project aside."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.launches = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
+        is_view = any(given.alias_info is not None for given in function._schema.returns)
+        if function.namespace == "aten" and not is_view and "empty" not in function.name():
+            self.launches += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -151,11 +156,11 @@ def measured(run: Run, family: str, body: str, rounds: int) -> Row:
         tasks = tasks_of(model)
         microseconds(tasks, 3)
         times = microseconds(tasks, rounds)
-        calls = {}
+        launches = {}
         for name in ("decoder", "memory"):
             with _Counting() as counting:
                 tasks[name]()
-            calls[name] = counting.calls
+            launches[name] = counting.launches
     pairs = zip(times["memory"], times["decoder"], strict=True)
     return Row(
         **asdict(run),
@@ -164,8 +169,8 @@ def measured(run: Run, family: str, body: str, rounds: int) -> Row:
         rounds=rounds,
         ratio=round(statistics.median(memory / decoder for memory, decoder in pairs), 3),
         **{f"{name}_us": round(statistics.median(taken), 1) for name, taken in times.items()},
-        calls_decoder=calls["decoder"],
-        calls_memory=calls["memory"],
+        decoder_launches=launches["decoder"],
+        memory_launches=launches["memory"],
     )
 
 
@@ -181,12 +186,13 @@ def main() -> None:
     print(
         "| body | memory block, us | decoder block, us | ratio | norm | attention | mlp | add | attention of memory block | memory |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for body in arguments.bodies.split(","):
         row = measured(run, arguments.family, body, arguments.rounds)
         print(
             f"| {body} | {row.memory_us:.0f} | {row.decoder_us:.0f} | {row.ratio:.2f} | {row.norm_us:.0f} | {row.attention_us:.0f} | "
-            f"{row.mlp_us:.0f} | {row.add_us:.1f} | {row.memory_attention_us:.0f} | {row.memory_op_us:.0f} |",
+            f"{row.mlp_us:.0f} | {row.add_us:.1f} | {row.memory_attention_us:.0f} | {row.memory_op_us:.0f} | "
+            f"{row.decoder_launches} | {row.memory_launches} |",
             flush=True,
         )
         if not arguments.no_append:

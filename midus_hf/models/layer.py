@@ -14,6 +14,9 @@ from midus_hf.models.carrying import given_at, skips_into, taken_at, taken_last_
 from midus_hf.models.depth_heads import DepthHeads, DepthPass
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
 
+_NOTHING = MemoryInputs()
+"""What a pass brings that brings nothing: nobody writes to it, since a layer that carries something is called with its own."""
+
 
 class HostLayer:
     """Mixin that turns a family's decoder layer into one that hosts memories.
@@ -137,16 +140,17 @@ class HostLayer:
         Returns:
             `[B, T, D]`; where the layer takes or gives anything, a tuple of it and of what it gives, in the order of its `gives`.
         """
-        memory_inputs = MemoryInputs() if memory_inputs is None else memory_inputs
+        memory_inputs = _NOTHING if memory_inputs is None else memory_inputs
         carried = dict(zip(self.takes, taken, strict=True))
         depth = None if self.depth is None else self.depth.begin(self, carried, kwargs.get("position_embeddings"))
+        inside_attention = self._inside_attention(memory_inputs, depth) if self.sites else {}
         attention_input = self._normalised(self.attention_norm, hidden_states)
         attention_output, _ = self.self_attn(
             hidden_states=attention_input,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            **self._inside_attention(memory_inputs, depth),
+            **inside_attention,
             **kwargs,
         )  # [B, T, D], or [B, T, H * d] without an output projection
         if self.is_inserted:

@@ -82,7 +82,8 @@ def headwise_memory(
             "expand is true with sparse_gradient; expected false or None, since an expanded bank is hit all over."
         )
     with without_autocast(query.device.type):
-        row_keys, column_keys, value_bank = (table.to(query.dtype) for table in (row_keys, column_keys, value_bank))
+        tables = (row_keys, column_keys, value_bank)
+        row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
         value_transform = None if value_transform is None else value_transform.to(query.dtype)
         if choices.backend == "reference":
             output = reference(query, row_keys, column_keys, value_bank, value_transform, k, temperature)
@@ -98,12 +99,12 @@ def headwise_memory(
             value_bank, value_transform = expand_values(value_bank, value_transform), None
         added = None
         if residual is not None and value_transform is None:
-            added = residual.reshape(tokens, heads, residual.shape[-1])
-        flat_query = query.reshape(tokens, heads, query.shape[-1])
+            added = _shaped(residual, (tokens, heads, value_bank.shape[-1]))
+        flat_query = _shaped(query, (tokens, heads, query.shape[-1]))
         output = _looked_up(flat_query, row_keys, column_keys, value_bank, added, k, temperature, choices)  # [S, H, v]
         if value_transform is not None:
             output = _transformed(output, value_transform)
-        output = output.reshape(*query.shape[:-1], output.shape[-1])
+        output = _shaped(output, (*query.shape[:-1], output.shape[-1]))
         return output if added is not None else _added(residual, output)
 
 
@@ -162,6 +163,11 @@ def _gathered_sparsely(
         slots = slots + _first_slots(len(row_keys), row_keys.shape[1], slots.device)
     weights = (scores / temperature).softmax(dim=-1)
     return weighted_gather(value_bank, slots, weights, sparse_gradient=True, backend=choices.backend)
+
+
+def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor in this shape: to ask PyTorch for the one that it has takes several times as long as to see that it has it."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def _added(residual: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:

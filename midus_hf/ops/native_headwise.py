@@ -68,7 +68,10 @@ def native_output(
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
-    output = (bank if residual is None else residual).new_empty((tokens, heads, width))
+    if residual is None:
+        output = bank.new_empty((tokens, heads, width))
+    else:
+        output = torch.empty_like(residual, memory_format=torch.contiguous_format)
     slots, weights = (None, None) if kept is None else kept
     call = LOOKUP_CALL.pack(
         query.data_ptr(),
