@@ -11,6 +11,7 @@ turn, round after round; the ratio is the median of the rounds' own ratios.
 
 import argparse
 import contextlib
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -101,17 +102,18 @@ def model_of(family: str) -> PreTrainedModel:
 def tasks_of(model: PreTrainedModel) -> Tasks:
     """Both blocks and their parts, each called with one token."""
     decoder, block = model.model.layers
+    norm = getattr(decoder, block.attention_norm or block.mlp_norm or block.attention_output_norm)
     hidden_states = torch.randn(1, 1, HEADS * HEAD_WIDTH)
     position = torch.tensor([[7]])
     layer_type = getattr(decoder, "layer_type", None) or getattr(decoder.self_attn, "layer_type", None)
     rotary = model.model.rotary_emb
-    takes_type = "layer_type" in rotary.forward.__code__.co_varnames
+    takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
     rotation = rotary(hidden_states, position, layer_type) if takes_type else rotary(hidden_states, position)
     told = {"attention_mask": None, "position_ids": position, "past_key_values": None, "position_embeddings": rotation}
     return {
         "decoder": lambda: decoder(hidden_states, **told),
         "memory": lambda: block(hidden_states, **told),
-        "norm": lambda: decoder.input_layernorm(hidden_states),
+        "norm": lambda: norm(hidden_states),
         "attention": lambda: decoder.self_attn(hidden_states=hidden_states, **told),
         "mlp": lambda: decoder.mlp(hidden_states),
         "add": lambda: hidden_states + hidden_states,

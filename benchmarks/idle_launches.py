@@ -54,7 +54,12 @@ def idle_launches() -> Iterator[None]:
     """Let ops take their kernels for CPU tensors, compiled for an H100 and prepared as ever, but never run: outputs are not filled.
 
     What PyTorch itself would spend on launching is not in it either, on any side.
+
+    Raises:
+        SystemExit: If triton interprets kernels, which then are not compiled.
     """
+    if backend.interprets_kernels():
+        raise SystemExit("TRITON_INTERPRET is 1, so kernels are interpreted; unset it, or choose other bodies.")
     with (
         patch.object(driver, "_active", _IdleDriver()),
         patch.object(backend, "interprets_kernels", lambda: True),
