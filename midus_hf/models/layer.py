@@ -63,6 +63,7 @@ class HostLayer:
         self.gives = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
         self.takes_last = taken_last_at(memories, layer_idx)
         self.depth: DepthHeads | None = None
+        self.is_plain_block = False
         if self.is_inserted:
             self._become_block(config, memories)
         if "inside-attention" in self.sites.values():
@@ -97,6 +98,9 @@ class HostLayer:
             self.self_attn.drop_output_projection()
         self.memory = build_memory(options, memories.sizes, entry.layers.index(self.layer_idx), len(entry.layers))
         self.classes[""] = type(self.memory)
+        asks = self.memory.inputs or self.memory.asks or type(self.memory).inputs or type(self.memory).asks
+        changes = self.normalises_output or self.adds_block_input or self.sites or self.takes or self.gives
+        self.is_plain_block = self.attention_norm is not None and not (asks or changes)
 
     def __call__(
         self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any
@@ -140,6 +144,17 @@ class HostLayer:
         Returns:
             `[B, T, D]`; where the layer takes or gives anything, a tuple of it and of what it gives, in the order of its `gives`.
         """
+        if (
+            self.is_plain_block
+        ):  # what follows would do the same, and take the host twice as long as all but attention and memory
+            attention_output, _ = self.self_attn(
+                hidden_states=getattr(self, self.attention_norm)(hidden_states),
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )  # [B, T, H * d], or [B, T, D] with an output projection
+            return self.memory(attention_output, hidden_states)
         memory_inputs = _NOTHING if memory_inputs is None else memory_inputs
         carried = dict(zip(self.takes, taken, strict=True))
         depth = None if self.depth is None else self.depth.begin(self, carried, kwargs.get("position_embeddings"))

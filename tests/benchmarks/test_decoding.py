@@ -121,7 +121,7 @@ def test_a_capture_takes_the_path_of_its_warm_up(model, monkeypatch):
         for is_capture in [False] * warm_up + [True]:
             steps.append([])
             with monkeypatch.context() as patched, Noting():
-                patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capture)
+                patched.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capture=is_capture: is_capture)
                 step()
         return step
 
