@@ -144,9 +144,8 @@ class HostLayer:
         Returns:
             `[B, T, D]`; where the layer takes or gives anything, a tuple of it and of what it gives, in the order of its `gives`.
         """
-        if (
-            self.is_plain_block
-        ):  # what follows would do the same, and take the host twice as long as all but attention and memory
+        # The general way below gives the same, but takes a twentieth of a decoding step's block longer on the host.
+        if self.is_plain_block:
             attention_output, _ = self.self_attn(
                 hidden_states=getattr(self, self.attention_norm)(hidden_states),
                 attention_mask=attention_mask,
