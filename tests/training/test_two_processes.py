@@ -22,7 +22,8 @@ ALSO_LOGGED = {"midus-hml": ["balance_loss", "memory_used_share", "memory_perple
 
 
 @pytest.mark.parametrize(
-    "method", [method if method == "midus-hml" else pytest.param(method, marks=pytest.mark.product) for method in METHODS]
+    "method",
+    [method if method == "midus-hml" else pytest.param(method, marks=pytest.mark.product) for method in METHODS],
 )
 def test_two_processes_train_as_one(method, corpus, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.yaml", save_method(method, tmp_path), corpus, **OPTIONS[method])
