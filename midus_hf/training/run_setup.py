@@ -35,6 +35,7 @@ from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
+from midus_hf.training.trains_sharded import check_deepspeed
 from midus_hf.training.trains_tables import memories_of_few_rows
 
 Chosen = tuple[Any, RenderableType]
@@ -68,6 +69,7 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
     Raises:
         ValueError: If the request is wrong.
     """
+    check_deepspeed()
     checkpoint = check_output(config)
     check_held_out(config)
     check_reporting(config.report_to)
@@ -163,6 +165,8 @@ def make_run(
         usage_every=config.usage_every,
         **trainer_options,
     )
+    if request.checkpoint is not None:
+        trainer.check_checkpoint(request.checkpoint)
     return TrainingRun(
         config,
         request.checkpoint,

@@ -148,7 +148,10 @@ class TrainingRun:
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
         output = Path(self.config.output)
-        restore_dtypes(self.model, self.dtypes)
+        if self.trainer.is_fsdp_enabled:
+            self.trainer.saved_dtypes = self.dtypes
+        else:
+            restore_dtypes(self.model, self.dtypes)
         self.trainer.merge_adapters()
         self.model.config.use_cache = self.use_cache
         try:
