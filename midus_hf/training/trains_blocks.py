@@ -18,7 +18,9 @@ GROUP = "blocks"
 
 
 class TrainsBlocks(TrainsSharded):
-    """Mixin for a `Trainer` of any kind, as `TrainsSharded`, which it includes: blocks that passes fetch get gradients, and AdamW updates them with moments of their own.
+    """Mixin for a `Trainer` of any kind, as `TrainsSharded`, which it includes: blocks that passes fetch get gradients.
+
+    AdamW updates them with moments of their own.
 
     Where several processes train, each has the mean of the gradients of all before a step, so that blocks which some of them fetched
     stay equal in all.

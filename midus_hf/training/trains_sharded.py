@@ -86,8 +86,8 @@ class TrainsSharded(AnyTrainer):
         if is_sharded != self.is_fsdp_enabled:
             kinds = ("hold whole models", "share parameters by FSDP")
             raise ValueError(
-                f"{checkpoint} was saved by processes that {kinds[is_sharded]}, and these {kinds[not is_sharded]}; go on with it as it "
-                "was begun, or start a new run."
+                f"{checkpoint} was saved by processes that {kinds[is_sharded]}, and these {kinds[not is_sharded]}; go on with it as "
+                "it was begun, or start a new run."
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

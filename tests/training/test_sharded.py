@@ -85,6 +85,19 @@ def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
 
 
 @pytest.mark.product
+def test_more_processes_share_what_two_have_saved(whole, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(whole, output)
+    for later in (4, 6):
+        shutil.rmtree(output / f"checkpoint-{later}")
+    words = [whole.with_name("recipe.yaml"), "batch_size=1", "resume=true", f"output={output}"]
+    run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+    assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
+    assert largest_difference(weights(output), weights(whole)) < 1e-4
+
+
+@pytest.mark.product
 def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(whole, tmp_path, capsys):
     recipe = whole.with_name("recipe.yaml")
     assert main([str(recipe), "resume=true", f"output={whole}"]) == 2
