@@ -53,8 +53,9 @@ class TrainsSharded(AnyTrainer):
                     f"accelerate was started with {name}, which does not shard on {self.args.device.type}: all processes would hold "
                     "whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
                 )
-        if self.is_fsdp_enabled:
-            self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            self._prepare_fsdp(plugin)
 
     def _prepare_fsdp(self, plugin: Any) -> None:
         if plugin.fsdp_version != 2:
