@@ -327,6 +327,38 @@ def test_a_run_that_was_measured_goes_with_the_next_one_but_for_a_person_s_files
     assert [path.name for path in run.iterdir()] == ["note.txt"]
 
 
+def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place):
+    refused = []
+
+    class StartsAnother(Watched):
+        def began(self, name: str) -> None:
+            with pytest.raises(ValueError) as told:
+                place.run([arm("b")])
+            refused.append(str(told.value))
+
+    place.run([arm("a")], watching=StartsAnother(place.folder))
+    assert (
+        refused
+        == [
+            f"output is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or choose "
+            "another output; --jobs has runs beside one another."
+        ]
+        * 2
+    )
+    assert place.names() == ["base", "a/0.001/seed-0"]
+    place.run([arm("b")])
+    assert place.names() == ["b/0.001/seed-0"]
+
+
+def test_where_a_file_system_has_no_locks_nobody_is_refused(place, monkeypatch):
+    def no_lock(path):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr("midus_workbench.running.Lock", no_lock)
+    place.run([arm("a")])
+    assert place.names() == ["base", "a/0.001/seed-0"]
+
+
 class Interrupts(Watched):
     """Ctrl-C comes when a cell has noted that it began."""
 
