@@ -337,14 +337,11 @@ def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place):
             refused.append(str(told.value))
 
     place.run([arm("a")], watching=StartsAnother(place.folder))
-    assert (
-        refused
-        == [
-            f"output is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or choose "
-            "another output; --jobs has runs beside one another."
-        ]
-        * 2
+    message = (
+        f"output is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
+        "choose another output; --jobs has runs beside one another."
     )
+    assert refused == [message, message]
     assert place.names() == ["base", "a/0.001/seed-0"]
     place.run([arm("b")])
     assert place.names() == ["b/0.001/seed-0"]
