@@ -216,6 +216,13 @@ def test_arms_that_learned_less_than_half_of_them_did_are_not_compared():
     assert any("as 2 of 3 arms did" in sentence for sentence in sentences(one))
 
 
+def test_a_rate_at_which_a_seed_is_missing_or_never_learned_so_much_is_not_the_one_that_forgot_least():
+    missing = [result("full", [0.5], [-9.0], seed=0, rate=1e-2)]
+    slow = [result("full", [learned], [-9.0], seed=seed, rate=1e-5) for seed, learned in ((0, 0.5), (1, 0.125))]
+    one = found([*HML, *FULL, *FULL_SLOW, *missing, *slow])
+    assert rows_of(equal_learning_table(one))["full"]["rate"] == "0.0001"
+
+
 def test_where_nothing_was_learned_forgetting_is_not_compared():
     one = found([result("hml", [-0.5, -0.25], [0.0, 1.0]), *FULL])
     assert one.common_learning == 0.0
