@@ -79,11 +79,10 @@ def tuned_table(found: Findings) -> TableOfWords:
         tuned = [result.tuned for result in arm.best if result.tuned is not None]
         if tuned:
             losses = [with_spread(spread([one.losses[name] for one in tuned])) for name in texts]
-            metrics = [[metric_of(one.tasks.get(task, {})) for one in tuned] for task in tasks]
-            told = [
-                with_spread(spread([number or 0.0 for number in one]), "{:.3f}") if None not in one else ""
-                for one in metrics
-            ]
+            told = []
+            for task in tasks:
+                numbers = [number for one in tuned if (number := metric_of(one.tasks.get(task, {}))) is not None]
+                told.append(with_spread(spread(numbers), "{:.3f}") if len(numbers) == len(tuned) else "")
             rows.append([arm.name, arm.rate, *losses, *told])
     return TableOfWords("After fine-tuning", ["arm", "rate", *texts, *tasks], rows)
 

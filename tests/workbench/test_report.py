@@ -20,11 +20,12 @@ from midus_workbench.report.tables import (
     equal_learning_table,
     short_table,
     tables,
+    tuned_table,
     write_runs,
 )
 from midus_workbench.report.words import sentences, short_count, with_spread
 from midus_workbench.report.writing import write_report
-from midus_workbench.results import Point, Result
+from midus_workbench.results import Measured, Point, Result
 
 HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
 FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]
@@ -299,6 +300,47 @@ def test_shuffled_addresses_are_told_by_what_the_loss_rises(rises, interval, wor
 def test_earlier_results_of_shuffled_addresses_are_held_against_the_run_s_own_end():
     runs = [result("hml", [0.5], shuffled={DOMAIN: 2.75, RETENTION: 2.0})]
     assert rows_of(controls_table(found(runs, arms=["hml"])))["hml"]["nats lower than the control"] == "+0.2500"
+
+
+@pytest.mark.parametrize(
+    ("starts", "told"),
+    [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
+    ids=str,
+)
+def test_whether_an_arm_starts_at_the_base_is_told(starts, told):
+    runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
+    assert rows_of(arms_table(found(runs, arms=["hml"])))["hml"]["starts at base"] == told
+
+
+def test_of_three_arms_the_second_is_the_one_that_follows():
+    told = sentences(found([*HML, *FULL, result("moc", [0.125])], arms=("hml", "full", "moc")))
+    assert "full ends with the lowest loss of the domain, 1.7500 ± 0.3536 nats per token; hml follows" in told[0]
+    told = sentences(found([*HML, *FULL, result("moc", [0.5], [0.75])], arms=("hml", "full", "moc")))
+    assert any(sentence.startswith("When 0.5000 nats are learned, as 3 of 3 arms did, hml has") for sentence in told)
+
+
+def test_a_task_that_was_asked_on_one_side_alone_is_not_told():
+    tasks = TaskOptions(names=["piqa", "mmlu"])
+    runs = [result("hml", [0.5], tasks_before={"mmlu": {"acc": 0.5}}, tasks={"piqa": {"acc": 0.5}})]
+    row = rows_of(arms_table(found(runs, arms=["hml"], tasks=tasks)))["hml"]
+    assert (row["piqa"], row["mmlu"]) == ("", "")
+
+
+def test_of_fine_tuned_models_losses_and_tasks_are_told_by_a_hand_s_numbers():
+    tasks = TaskOptions(names=["piqa", "mmlu"])
+    metrics = [{"piqa": {"acc": 0.0}, "mmlu": {"acc": 0.5}}, {"piqa": {"acc": 0.5}}]
+    runs = [
+        result("hml", [0.5], seed=seed, tuned=Measured({DOMAIN: 2.0 + seed, RETENTION: 1.0}, metrics[seed]))
+        for seed in (0, 1)
+    ]
+    rows = rows_of(tuned_table(found([*runs, *FULL], arms=["hml", "full"], tasks=tasks)))
+    spread_of = f"{1 / math.sqrt(2):.4f}"
+    assert rows == {
+        "hml": {
+            "arm": "hml", "rate": "0.001", DOMAIN: f"2.5000 ± {spread_of}", RETENTION: "1.0000 ± 0.0000",
+            "piqa": "0.250 ± 0.354", "mmlu": "",
+        }
+    }  # fmt: skip
 
 
 def test_tasks_are_told_before_and_after():
