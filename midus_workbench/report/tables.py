@@ -10,6 +10,7 @@ from typing import Any
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_workbench.learning import mean_loss, spread
 from midus_workbench.rates import rate_name
+from midus_workbench.report.cautions import cautions
 from midus_workbench.report.findings import ArmFindings, Findings, metric_of
 from midus_workbench.report.words import short_count, with_spread
 from midus_workbench.results import Result
@@ -158,6 +159,7 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
         "base": {"losses": dict(found.base.end.losses), "tasks": found.base.tasks},
         "common_learning": found.common_learning if found.arms else None,
         "arms": arms,
+        "cautions": cautions(found) if found.arms else [],
         "failed": dict(found.failures),
         "missing": found.missing,
         "files": list(map(str, files)),

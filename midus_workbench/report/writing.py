@@ -19,7 +19,7 @@ _HOW_TO_READ = (
     "measurements, at the rate at which it was least. A null control is the same memory with its addressing taken away, trained at "
     "the arm's best rate, which need not be its own. Losses of the base, and those after fine-tuning or shuffling, are of weights "
     "as they are saved; the others are of the precision of training, so that small differences between the two kinds may be "
-    "roundings."
+    "roundings. Seconds and tokens per second are those of this machine with whatever ran beside."
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 from workbench.made_results import BASE, DOMAIN, RETENTION, comparison, result
 
 from midus_workbench.options import TaskOptions
+from midus_workbench.report.cautions import cautions
 from midus_workbench.report.findings import Findings, findings, metric_of
 from midus_workbench.report.tables import (
     arms_table,
@@ -403,6 +404,7 @@ def test_json_has_the_numbers_of_the_tables():
     assert hml["forgotten_at_equal_learning"]["mean"] == 0.15625
     assert full["forgotten_at_equal_learning"]["mean"] == 0.25 and full["rate"] == "0.001"
     assert told["common_learning"] == 0.5
+    assert told["cautions"] == cautions(found([*HML, *FULL, *FULL_SLOW])) and len(told["cautions"]) == 2
     assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
