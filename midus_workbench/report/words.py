@@ -77,8 +77,10 @@ def _forgot_least(found: Findings) -> str:
     first, second, *others = found.at_equal_learning()
     changes = [with_spread(one.forgotten, "{:+.4f}") for one in (first, second)]
     learned = f"When {found.common_learning:.4f} nats are learned, as {2 + len(others)} of {len(found.arms)} arms did"
+    # Where the loss fell for both of them, nobody has forgotten anything.
+    least = "has forgotten least" if second.forgotten.mean > 0 else "has gained most outside as well"
     return (
-        f"{learned}, {first.arm} has forgotten least: the loss outside the domain has changed by {changes[0]}, that of "
+        f"{learned}, {first.arm} {least}: the loss outside the domain has changed by {changes[0]}, that of "
         f"{second.arm}, the next, by {changes[1]}.{_between(paired(first.by_seed, second.by_seed))}"
     )
 

@@ -210,6 +210,17 @@ def test_forgetting_at_equal_learning_is_read_off_the_paths_of_the_rate_that_is_
     assert "by +0.1562 ± 0.0442, that of full, the next, by +0.2500 ± 0.0000." in told
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [((-0.5, 0.5), "has forgotten least"), ((0.25, 0.5), "has forgotten least"), ((-0.5, -0.25), "has gained most outside as well")],
+    ids=str,
+)  # fmt: skip
+def test_where_nobody_forgot_nobody_is_said_to_have(changes, words):
+    runs = [result(name, [0.5], [change]) for name, change in zip(("hml", "full"), changes, strict=True)]
+    told = between(sentences(found(runs)), "When 0.5000 nats are learned")
+    assert f"hml {words}: the loss outside the domain has changed by {changes[0]:+.4f}, that of full" in told
+
+
 def test_arms_that_learned_less_than_half_of_them_did_are_not_compared():
     slow = [dataclasses.replace(run, arm="moc", curve=run.curve[:1] * 2) for run in HML]
     one = found([*HML, *FULL, *slow], arms=("hml", "full", "moc"))
