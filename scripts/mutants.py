@@ -86,7 +86,7 @@ NEAREST_TO_UPSCALERS = {
     "contract": "options default_count recipe_check dense/identity_declared",
     "model_card": "base_card provenance strip",
     "options": "options command_line",
-    "output_folder": "output_folder ownership",
+    "output_folder": "output_folder ownership progress",
     "ownership": "ownership output_folder",
     "placements": "placements default_count whole_periods",
     "plan": "plan dense/layer_tables stacking",
