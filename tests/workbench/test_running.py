@@ -11,6 +11,7 @@ import pytest
 import midus_workbench
 from midus_workbench.arms import Arm
 from midus_workbench.cells import Cell, cells_of
+from midus_workbench.collecting import collect
 from midus_workbench.options import ArmOptions, Comparison
 from midus_workbench.results import read_result
 from midus_workbench.running import Running
@@ -199,6 +200,18 @@ def test_what_fails_stops_nothing_else_and_is_done_again(place):
     place.behave()
     running, _ = place.run(arms)
     assert place.names() == ["b/0.001/seed-0"] and running.failures == {}
+
+
+def test_what_is_not_done_is_counted_controls_included(place):
+    failed = ["a+one-row/0.001/seed-1", "b/0.001/seed-0", "b/0.001/seed-1"]
+    place.behave(**{name: {"fails": "no"} for name in failed})
+    arms = [arm("a", upscale=UPSCALE, controls=True), arm("b")]
+    place.run(arms, seeds=[0, 1])
+    base, results, missing = collect(place.comparison(seeds=[0, 1]), arms)
+    assert base is not None and base.arm == "base"
+    assert [(one.arm, one.seed) for one in results] == [("a", 0), ("a", 1), ("a+one-row", 0)] and missing == len(
+        failed
+    )
 
 
 def test_without_a_base_nothing_else_runs(place):
