@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from midus_hf.analysis.table_of_words import TableOfWords
     from midus_hf.analysis.text_rows import TextRows
 
+Texts = Annotated[
+    list[str],
+    typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
+]
 Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
 Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
 Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
@@ -54,6 +58,47 @@ def load_to_read(name: str, dtype: str, device: str | None) -> "tuple[PreTrained
 
     check_dtype(dtype)
     return load_on(name, dtype, device)
+
+
+def check_limit(limit: int | None) -> None:
+    """See that a number of documents is one.
+
+    Raises:
+        ValueError: If it is less than 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; expected at least 1.")
+
+
+def named_documents(texts: Sequence[str], column: str, encoding: str, limit: int | None) -> dict[str, list[str]]:
+    """The documents of each text, by its name; of a folder it is told what was not read.
+
+    Args:
+        texts: `NAME=PATH`.
+        column: Of rows of JSON and Parquet.
+        encoding: Of plain text and JSON lines.
+        limit: Documents of each.
+
+    Raises:
+        ValueError: If a text is not of that form, named twice, or cannot be read.
+    """
+    from midus_hf.documents import describe_files, read_documents
+
+    check_limit(limit)
+    paths: dict[str, str] = {}
+    for given in texts:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise ValueError(f"text is {given!r}; expected NAME=PATH, such as code=code.jsonl.")
+        if name in paths:
+            raise ValueError(f"text {name!r} is given twice; expected each name once.")
+        paths[name] = path
+    documents = {}
+    for name, path in paths.items():
+        if (line := describe_files(path)) is not None:
+            print(line, file=sys.stderr)
+        documents[name] = read_documents(path, column, encoding)[:limit]
+    return documents
 
 
 def rows_of(
@@ -133,6 +178,25 @@ def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_:
         console.print(table)
 
 
+def check_file(option: str, path: Path | None, suffix: str) -> None:
+    """See that a file can be written.
+
+    Args:
+        option: That names it, for messages.
+        path: Of the file; None where none is asked for.
+        suffix: That it shall end in.
+
+    Raises:
+        ValueError: If it ends in something else, or its folder does not exist.
+    """
+    if path is None:
+        return
+    if path.suffix != suffix:
+        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
+
+
 def check_picture(option: str, path: Path | None, suffix: str) -> None:
     """See that a file with pictures can be written.
 
@@ -150,7 +214,4 @@ def check_picture(option: str, path: Path | None, suffix: str) -> None:
         raise ValueError(
             f"{option} has pictures, which need matplotlib; install it with pip install 'midus-hf[report]'."
         )
-    if path.suffix != suffix:
-        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
+    check_file(option, path, suffix)

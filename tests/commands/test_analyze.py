@@ -1,10 +1,12 @@
-"""`midus-analyze heads`: tables, JSON, a picture, and what it refuses."""
+"""`midus-analyze heads` and `layers`: tables, JSON, pictures, and what they refuse."""
 
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from analysis.memory_models import write_text
+from analysis.upscaled_folders import acting, loaded, saved_pair
 from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
 
@@ -28,6 +30,23 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     return folder
+
+
+@pytest.fixture(scope="module")
+def upscaled(tmp_path_factory):
+    """A base and a model with memory blocks that act, both with a tokenizer."""
+    folder = tmp_path_factory.mktemp("upscaled")
+    base, made = saved_pair("llama", "midus-hml", folder)
+    trained = folder / "trained"
+    acting(loaded(made)).save_pretrained(trained)
+    for checkpoint in (base, made, trained):
+        tiny_tokenizer().save_pretrained(checkpoint)
+    return SimpleNamespace(base=base, made=made, trained=trained)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return f"words={write_text(tmp_path_factory.mktemp('text') / 'text.txt', 60)}"
 
 
 @pytest.fixture
@@ -61,3 +80,36 @@ def test_what_is_wrong_with_a_request_is_refused(run, model, words, message):
     done = run("heads", model, *words)
     assert (done.status, done.out) == (2, "")
     assert message in done.err and done.err.count("\n") == 1
+
+
+def test_what_layers_do_is_told_as_json_csv_and_a_picture(run, upscaled, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["layers", upscaled.trained, "--text", text, "--sequence-length", 20]
+    files = ["--picture", tmp_path / "layers.png", "--csv", tmp_path / "layers.csv"]
+    done = run(*words, "--json", *files)
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    assert told["model"] == str(upscaled.trained) and told["base"] == []
+    assert [row["part"] for row in told["parts"]] == ["block 1", "block 4"]
+    assert told["texts"]["words"]["tokens"] == 57
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "layers.csv").read_text().count("\n") == 4
+    table = run(*words, "--all").out
+    assert "all of them" in table and "layer 3 of the base" in table and "loss of the base's layers" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layers", "MODEL", "--text", "a.txt"], "text is 'a.txt'; expected NAME=PATH, such as code=code.jsonl."),
+        (["layers", "MODEL", "TEXT", "--csv", "a.txt"], "csv is 'a.txt'; expected a file ending in .csv."),
+        (["layers", "MODEL", "TEXT", "--csv", "/absent/a.csv"], "csv is '/absent/a.csv', in a folder that does not"),
+        (["layers", "MODEL", "TEXT", "--limit", "0"], "limit is 0; expected at least 1."),
+        (["layers", "BASE", "TEXT"], "this llama model has no layer and no memory that was added to a base; expected"),
+    ],
+)
+def test_what_is_wrong_with_a_request_to_look_inside_is_refused(run, upscaled, text, words, message):
+    replaced = {"MODEL": [upscaled.made], "BASE": [upscaled.base], "TEXT": ["--text", text]}
+    done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    assert done.err.splitlines()[-1].startswith(f"midus-analyze: {message}"), done.err
