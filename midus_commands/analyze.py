@@ -90,6 +90,7 @@ def heads(
 
 
 app.command()(inside.layers)
+app.command()(inside.drift)
 
 
 def main() -> None:

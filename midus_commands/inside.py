@@ -1,7 +1,7 @@
-"""What `midus-analyze` tells of a model and what was added to it: `layers`."""
+"""What `midus-analyze` tells of a model and what was added to it: `layers` and `drift`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from midus_commands.reading import (
     MaxTokens,
     SequenceLength,
     Texts,
+    adding,
     check_file,
     check_picture,
     load_to_read,
@@ -25,6 +26,11 @@ from midus_commands.reading import (
     token_bar,
     working,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from midus_hf.analysis.drift import LogitsOfBase
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model that upscale made.")]
 
@@ -69,3 +75,95 @@ def layers(
         csv.write_text(as_csv(found), encoding="utf-8")
     if picture is not None:
         picture.write_bytes(draw_layers(found))
+
+
+def drift(
+    model: Model,
+    text: Texts,
+    base: Annotated[
+        str,
+        typer.Option(
+            help="Folder or hub id of the base, or self: the model with all that was added switched off.",
+            metavar="BASE",
+        ),
+    ] = "self",
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    limit: Limit = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 4,
+    top: Annotated[int, typer.Option(help="Rows to show of each text, those that moved farthest.", metavar="N")] = 5,
+    page: Annotated[
+        Path | None, typer.Option(help="Write these rows, coloured (.html).  [default: none]", metavar="FILE")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    json_: Json = False,
+) -> None:
+    """Measure how far what a model predicts of texts moved from its base: divergence, first choices, loss, and where most."""
+    with working():
+        check_file("page", page, ".html")
+        if top < 1:
+            raise ValueError(f"top is {top}; expected at least 1.")
+        documents = named_documents(text, column, encoding, limit)
+        if base == "self":
+            _check_base_within(model)
+        from midus_hf.analysis import drift as found_drift
+
+        loaded, tokenizer = load_to_read(model, dtype, device)
+        of_base = found_drift.base_within(loaded) if base == "self" else _other(base, loaded, tokenizer, dtype, device)
+        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
+        with token_bar() as show:
+            told = adding(show, sum(of_text.num_tokens for of_text in rows))
+            found = found_drift.drift(loaded, of_base, rows, most_shown=top, batch_size=batch_size, progress=told)
+    from midus_hf.analysis.drift_report import as_json, drift_table, moved_table, write_drift_page
+
+    words = "its base, which is the model without what was added" if base == "self" else base
+    compared = {"model": model, "base": base}
+    tables = [drift_table(found), moved_table(found, tokenizer)]
+    show_report({**compared, "texts": as_json(found, tokenizer)}, tables, json_)
+    if page is not None:
+        write_drift_page(page, {**compared, "base": words}, found, tokenizer)
+
+
+def _check_base_within(model: str) -> None:
+    """See that a model without what was added is its base: its weights are those that the record has a digest of.
+
+    Raises:
+        ValueError: If they are not, or nobody knows.
+    """
+    from upscalers.request.errors import RequestError
+    from upscalers.runs.base_confirmation import keeps_base
+
+    try:
+        kept = keeps_base(model)
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+    if not kept:
+        why = (
+            "are not those that it was upscaled from: trained since, or cast"
+            if kept is False
+            else "are of no known base"
+        )
+        raise ValueError(
+            f"base is 'self', but the base's weights in {model!r} {why}; expected the base itself. Give its folder as base."
+        )
+
+
+def _other(
+    name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | None
+) -> "LogitsOfBase":
+    """The base as a model of its own, of the same tokens.
+
+    Raises:
+        ValueError: If it cannot be loaded, or reads text as other tokens.
+    """
+    from midus_hf.analysis.drift import other_base
+
+    base, of_base = load_to_read(name, dtype, device)
+    if of_base.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"base is {name!r}, whose tokenizer has other tokens than the model's; expected one tokenizer."
+        )
+    return other_base(model, base)

@@ -152,17 +152,29 @@ def read_rows(
     return losses
 
 
-def _row_sums(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The summed loss of each row of a batch."""
+def inputs_of(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What a model is called with for a batch of rows, by keyword: without a cache, padded on the right.
+
+    Args:
+        model: A causal language model.
+        rows: Token ids `[T]` of each.
+    """
     inputs = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(model.device)
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     mask = torch.arange(inputs.shape[1], device=model.device) < lengths[:, None]
-    given = {} if bool(mask.all()) else {"attention_mask": mask.long()}
+    given: dict[str, Any] = {"input_ids": inputs, "use_cache": False}
+    if not bool(mask.all()):
+        given["attention_mask"] = mask.long()
     decoder: Any = extract_model_from_parallel(model, keep_torch_compile=False).get_decoder()
     if "prompt_mask" in getattr(decoder, "memory_input_names", ()):
         given["prompt_mask"] = mask  # a row is a prompt as a whole
+    return given
+
+
+def _row_sums(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The summed loss of each row of a batch."""
     with torch.no_grad():
-        logits = model(input_ids=inputs, use_cache=False, **given).logits
+        logits = model(**inputs_of(model, rows)).logits
     for row, of_row in zip(rows, logits, strict=True):
         predicted = of_row[: len(row) - 1].to(torch.promote_types(of_row.dtype, torch.float32))
         losses = F.cross_entropy(predicted, row[1:].to(predicted.device), reduction="none")

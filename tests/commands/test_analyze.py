@@ -1,4 +1,4 @@
-"""`midus-analyze heads` and `layers`: tables, JSON, pictures, and what they refuse."""
+"""`midus-analyze`: heads, layers and drift: tables, JSON, pictures, and what they refuse."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 from analysis.memory_models import write_text
 from analysis.upscaled_folders import acting, loaded, saved_pair
 from tiny import save_tiny_model
-from training.tiny_run import tiny_tokenizer
+from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
 from midus_commands import analyze
 
@@ -98,6 +98,42 @@ def test_what_layers_do_is_told_as_json_csv_and_a_picture(run, upscaled, text, t
     assert "all of them" in table and "layer 3 of the base" in table and "loss of the base's layers" in table
 
 
+def test_how_far_predictions_moved_is_told_of_a_base_within_and_of_another(run, upscaled, text, tmp_path):
+    words = ["drift", upscaled.trained, "--text", text, "--sequence-length", 20]
+    told = {}
+    for base in ("self", upscaled.base):
+        done = run(*words, "--base", base, "--json", "--top", 2)
+        assert done.status == 0, done.err
+        told[str(base)] = json.loads(done.out)["texts"]
+    assert told["self"] == told[str(upscaled.base)]
+    assert told["self"]["words"]["divergence"] > 0 and len(told["self"]["words"]["worst"]) == 2
+    page = tmp_path / "drift.html"
+    table = run(*words, "--page", page).out
+    assert "KL(base || model)" in table and "What moved farthest" in table
+    assert "compared with its base, which is the model without what was added" in page.read_text()
+    unmoved = run("drift", upscaled.made, "--text", text).out
+    assert " 0.00000 " in unmoved and "+0.00000" in unmoved and "What moved farthest" not in unmoved
+
+
+def test_a_base_that_trained_or_has_other_tokens_is_refused(run, upscaled, text, tmp_path):
+    model = loaded(upscaled.trained)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "all-trained")
+    tiny_tokenizer().save_pretrained(tmp_path / "all-trained")
+    done = run("drift", tmp_path / "all-trained", "--text", text)
+    assert done.status == 2 and "are not those that it was upscaled from: trained since, or cast; expected" in done.err
+    del model.config.upscale["base_sha256"]
+    model.save_pretrained(tmp_path / "all-trained")
+    done = run("drift", tmp_path / "all-trained", "--text", text)
+    assert done.status == 2 and "are of no known base; expected the base itself. Give its folder as base." in done.err
+    loaded(upscaled.base).save_pretrained(tmp_path / "other")
+    letter_tokenizer().save_pretrained(tmp_path / "other")
+    done = run("drift", upscaled.trained, "--text", text, "--base", tmp_path / "other")
+    assert (
+        done.status == 2 and "whose tokenizer has other tokens than the model's; expected one tokenizer." in done.err
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -105,6 +141,12 @@ def test_what_layers_do_is_told_as_json_csv_and_a_picture(run, upscaled, text, t
         (["layers", "MODEL", "TEXT", "--csv", "a.txt"], "csv is 'a.txt'; expected a file ending in .csv."),
         (["layers", "MODEL", "TEXT", "--csv", "/absent/a.csv"], "csv is '/absent/a.csv', in a folder that does not"),
         (["layers", "MODEL", "TEXT", "--limit", "0"], "limit is 0; expected at least 1."),
+        (["drift", "MODEL", "TEXT", "--top", "0"], "top is 0; expected at least 1."),
+        (["drift", "MODEL", "TEXT", "--page", "a.png"], "page is 'a.png'; expected a file ending in .html."),
+        (
+            ["drift", "BASE", "TEXT"],
+            "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled",
+        ),
         (["layers", "BASE", "TEXT"], "this llama model has no layer and no memory that was added to a base; expected"),
     ],
 )
@@ -112,4 +154,5 @@ def test_what_is_wrong_with_a_request_to_look_inside_is_refused(run, upscaled, t
     replaced = {"MODEL": [upscaled.made], "BASE": [upscaled.base], "TEXT": ["--text", text]}
     done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
     assert (done.status, done.out) == (2, "")
-    assert done.err.splitlines()[-1].startswith(f"midus-analyze: {message}"), done.err
+    last = done.err.splitlines()[-1]
+    assert last.startswith("midus-analyze: ") and message in last, done.err
