@@ -91,6 +91,7 @@ def heads(
 
 app.command()(inside.layers)
 app.command()(inside.drift)
+app.command()(inside.values)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""What `midus-analyze` tells of a model and what was added to it: `layers` and `drift`."""
+"""What `midus-analyze` tells of a model and what was added to it: `layers`, `drift` and `values`."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -125,6 +126,69 @@ def drift(
     show_report({**compared, "texts": as_json(found, tokenizer)}, tables, json_)
     if page is not None:
         write_drift_page(page, {**compared, "base": words}, found, tokenizer)
+
+
+def values(
+    model: Model,
+    layer: Annotated[int, typer.Option(help="Index of the decoder layer.", metavar="N")],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file or folder: its most used slots are shown. May be given again.  [default: none]",
+            metavar="NAME=PATH",
+        ),
+    ] = None,
+    slot: Annotated[
+        str | None, typer.Option(help="Their numbers, such as 3,7-9.  [default: the most used ones]", metavar="LIST")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="One of several.  [default: all]", metavar="N")] = None,
+    most: Annotated[int, typer.Option(help="Slots to show, if they are not named.", metavar="N")] = 10,
+    top: Annotated[int, typer.Option(help="Tokens per slot.", metavar="N")] = 10,
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    limit: Limit = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 4,
+    memory: Annotated[
+        str | None, typer.Option(help="One of several memories of the layer.  [default: the only one]", metavar="NAME")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    json_: Json = False,
+) -> None:
+    """Show the tokens nearest to what slots of a memory add, read through the model's own head: a probe, and no proof."""
+    with working():
+        if not text and slot is None:
+            raise ValueError(
+                "neither text nor slot is given; expected one: slots by number, or a text to see which are used."
+            )
+        documents = named_documents(text or [], column, encoding, limit)
+        from midus_hf.analysis.slot_tokens import memory_of_slots, slot_tokens, slots_table
+        from midus_hf.analysis.text_rows import read_rows
+        from midus_hf.analysis.usage import record_usage
+        from upscalers.chapters.numbers import parse_numbers
+
+        loaded, tokenizer = load_to_read(model, dtype, device)
+        hosted = memory_of_slots(loaded, layer, memory)
+        numbers = None if slot is None else parse_numbers(slot, hosted.module.num_slots, "slot")
+        usage = None
+        if documents:
+            rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
+            with token_bar() as show, record_usage(loaded) as usage:
+                told = adding(show, sum(of_text.num_tokens for of_text in rows))
+                for of_text in rows:
+                    read_rows(loaded, of_text, batch_size=batch_size, progress=told)
+        found = slot_tokens(
+            loaded, tokenizer, layer, head=head, slots=numbers, usage=usage, most=most, top=top, memory=memory
+        )
+    report = {
+        "model": model,
+        "layer": layer,
+        "memory": hosted.name,
+        "slots": [dataclasses.asdict(of_slot) for of_slot in found],
+    }
+    show_report(report, [slots_table(found, hosted.place)], json_)
 
 
 def _check_base_within(model: str) -> None:

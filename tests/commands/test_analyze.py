@@ -1,4 +1,4 @@
-"""`midus-analyze`: heads, layers and drift: tables, JSON, pictures, and what they refuse."""
+"""`midus-analyze`: heads, layers, drift and values: tables, JSON, pictures, and what they refuse."""
 
 import json
 from collections.abc import Callable
@@ -115,6 +115,18 @@ def test_how_far_predictions_moved_is_told_of_a_base_within_and_of_another(run, 
     assert " 0.00000 " in unmoved and "+0.00000" in unmoved and "What moved farthest" not in unmoved
 
 
+def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, upscaled, text):
+    done = run("values", upscaled.trained, "--layer", 1, "--text", text, "--most", 3, "--top", 2, "--json")
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    assert (told["layer"], told["memory"], len(told["slots"])) == (1, "", 3)
+    assert told["slots"][0]["share"] >= told["slots"][2]["share"] > 0
+    assert all(len(of_slot["tokens"]) == 2 for of_slot in told["slots"])
+    table = run("values", upscaled.trained, "--layer", 4, "--slot", "2,5-6", "--head", 3).out
+    assert "a probe, no proof" in table and "'w" in table
+    assert run("values", upscaled.made, "--layer", 4, "--slot", "0").out.count("adds nothing") == 4
+
+
 def test_a_base_that_trained_or_has_other_tokens_is_refused(run, upscaled, text, tmp_path):
     model = loaded(upscaled.trained)
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
@@ -141,6 +153,13 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, upscaled, text,
         (["layers", "MODEL", "TEXT", "--csv", "a.txt"], "csv is 'a.txt'; expected a file ending in .csv."),
         (["layers", "MODEL", "TEXT", "--csv", "/absent/a.csv"], "csv is '/absent/a.csv', in a folder that does not"),
         (["layers", "MODEL", "TEXT", "--limit", "0"], "limit is 0; expected at least 1."),
+        (
+            ["values", "MODEL", "--layer", "1"],
+            "neither text nor slot is given; expected one: slots by number, or a text",
+        ),
+        (["values", "MODEL", "--layer", "0", "--slot", "0"], "layer is 0; expected one with a memory of slots: 1, 4."),
+        (["values", "MODEL", "--layer", "1", "--slot", "16"], "slot is '16'; expected numbers from 0 to 15"),
+        (["values", "MODEL", "--layer", "1", "TEXT", "--top", "0"], "top is 0; expected at least 1."),
         (["drift", "MODEL", "TEXT", "--top", "0"], "top is 0; expected at least 1."),
         (["drift", "MODEL", "TEXT", "--page", "a.png"], "page is 'a.png'; expected a file ending in .html."),
         (
