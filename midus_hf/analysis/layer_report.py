@@ -99,6 +99,7 @@ def draw_layers(found: LayerEffects) -> bytes:
         axes.axvline(0, color="#333333", linewidth=0.8)
         axes.set_title(f"{text}: loss {loss:.4f} as it is", fontsize=9)
         axes.set_xlabel("loss without it, less loss as it is (nats per token)", fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     panels[0].invert_yaxis()
