@@ -15,6 +15,7 @@ from midus_commands.reading import (
     Json,
     Limit,
     MaxTokens,
+    Retriever,
     SequenceLength,
     Texts,
     adding,
@@ -46,6 +47,7 @@ def layers(
     sequence_length: SequenceLength = None,
     max_tokens: MaxTokens = None,
     batch_size: BatchSize = 4,
+    retriever: Retriever = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw a bar per part (.png).  [default: none]", metavar="FILE")
     ] = None,
@@ -66,7 +68,7 @@ def layers(
 
         loaded, tokenizer = load_to_read(model, dtype, device)
         added_parts(loaded)
-        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
+        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             found = layer_effects(loaded, rows, with_base=all_, batch_size=batch_size, progress=show)
     from midus_hf.analysis.layer_report import as_csv, as_json, draw_layers, layers_table
@@ -94,6 +96,7 @@ def drift(
     sequence_length: SequenceLength = None,
     max_tokens: MaxTokens = None,
     batch_size: BatchSize = 4,
+    retriever: Retriever = None,
     top: Annotated[int, typer.Option(help="Rows to show of each text, those that moved farthest.", metavar="N")] = 5,
     page: Annotated[
         Path | None, typer.Option(help="Write these rows, coloured (.html).  [default: none]", metavar="FILE")
@@ -114,7 +117,7 @@ def drift(
 
         loaded, tokenizer = load_to_read(model, dtype, device)
         of_base = found_drift.base_within(loaded) if base == "self" else _other(base, loaded, tokenizer, dtype, device)
-        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
+        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             told = adding(show, sum(of_text.num_tokens for of_text in rows))
             found = found_drift.drift(loaded, of_base, rows, most_shown=top, batch_size=batch_size, progress=told)

@@ -1,6 +1,7 @@
 """What commands that let a model read texts have in common: options, loading, progress, and how tables are shown."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from midus_hf.analysis.table_of_words import TableOfWords
     from midus_hf.analysis.text_rows import TextRows
+    from midus_hf.evaluation.fetching import PathFinder
 
 Texts = Annotated[
     list[str],
@@ -34,6 +36,12 @@ SequenceLength = Annotated[
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of each text to read.  [default: all]", metavar="N")]
+Retriever = Annotated[
+    str | None,
+    typer.Option(
+        help="Tree of topics by which texts fetch blocks of models with a bank.  [default: none]", metavar="TREE"
+    ),
+]
 BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
 Device = Annotated[
@@ -107,15 +115,52 @@ def rows_of(
     documents: dict[str, list[str]],
     sequence_length: int | None,
     max_tokens: int | None,
+    retriever: str | None = None,
 ) -> "list[TextRows]":
-    """Texts as rows of tokens that a model was made for, in the order of their names."""
+    """Texts as rows of tokens that a model was made for, in the order of their names.
+
+    Args:
+        model: That reads them.
+        tokenizer: Of the model.
+        documents: Of each text.
+        sequence_length: Tokens of a row.
+        max_tokens: Of each text.
+        retriever: Tree of topics, by which rows of a document fetch blocks. Default: nothing is fetched.
+
+    Raises:
+        ValueError: As `text_rows`; if a retriever is given and the model fetches nothing.
+    """
     from midus_hf.analysis.text_rows import text_rows
+    from midus_hf.evaluation.fetching import fetches_blocks
 
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return [
+    rows = [
         text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
         for name, of_text in documents.items()
     ]
+    if retriever is None:
+        if fetches_blocks(model):
+            print(
+                "texts fetch nothing from the model's bank; give --retriever with its tree of topics", file=sys.stderr
+            )
+        return rows
+    if not fetches_blocks(model):
+        raise ValueError(f"retriever is {retriever!r}, and the texts of this model fetch no blocks; leave it out.")
+    from midus_hf.retrieval.memory_retriever import MemoryRetriever
+
+    found = MemoryRetriever.load(retriever, device=str(model.device))
+    return [_with_paths(of_text, documents[of_text.name], found.paths) for of_text in rows]
+
+
+def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFinder") -> "TextRows":
+    """Rows that fetch by the path of the whole document; those of documents without rows are not looked for."""
+    import torch
+
+    read = sorted(set(rows.documents))
+    found = find_paths([documents[number] for number in read])
+    paths = torch.zeros(len(documents), found.shape[1], dtype=torch.int64)
+    paths[read] = found.cpu()
+    return dataclasses.replace(rows, paths=paths)
 
 
 @contextlib.contextmanager

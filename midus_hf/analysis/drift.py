@@ -170,7 +170,8 @@ def _of_text(
     for first in range(0, len(text.rows), batch_size):
         rows = text.rows[first : first + batch_size]
         with torch.no_grad():
-            compared = list(_compared(rows, model(**inputs_of(model, rows)).logits, logits_of_base(rows)))
+            logits = model(**inputs_of(model, rows, text.fetched_by(first, batch_size))).logits
+            compared = list(_compared(rows, logits, logits_of_base(rows)))
         for number, (row, parts) in enumerate(zip(rows, compared, strict=True), start=first):
             sums.append(parts.double().sum(-1))
             divergence, _, base_loss, loss, base_choice, choice = parts

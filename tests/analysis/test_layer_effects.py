@@ -3,18 +3,22 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from analysis.upscaled_folders import METHODS, acting, loaded, saved_pair
+from models.hierarchical_models import fill
 from peft import LoraConfig, get_peft_model
 from tiny import prompt, save_tiny_model, tiny_model
 from training.tiny_run import save_native
 
 from midus_hf.analysis.added_parts import Part, added_parts, switched_off
+from midus_hf.analysis.drift import base_within, drift
 from midus_hf.analysis.layer_effects import layer_effects
 from midus_hf.analysis.layer_report import as_csv, as_json, draw_layers, layers_table
 from midus_hf.analysis.text_rows import TextRows, read_rows
+from midus_hf.banks.memory_bank import MemoryBank
 from upscalers import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
@@ -125,6 +129,29 @@ def test_losses_are_those_of_the_model_without_each_part(tmp_path):
         difference = row.losses["text"] - found.losses["text"]
         assert row.effects["text"].difference == pytest.approx(difference, abs=1e-9) and difference
         assert row.effects["text"].standard_error > 0
+
+
+def test_rows_fetch_by_the_path_of_their_document(tmp_path):
+    base = save_tiny_model("llama", tmp_path / "base")
+    options = {"sizes": [3, 2], "branching": 3}
+    upscale(base=base, method="hier-ffn", output=tmp_path / "model", options=options, verify=False)
+    layout = loaded(tmp_path / "model").banks.of("hier-ffn").layout
+    bank = MemoryBank(tmp_path / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    fill(bank)
+    bank.close()
+    model = loaded(tmp_path / "model")
+    paths = torch.tensor([[0, 1], [1, 4], [2, 6]])
+    rows = replace(TEXT, paths=paths)
+    found = layer_effects(model, [rows], batch_size=2)
+    for number, row in enumerate(TEXT.rows):
+        with torch.no_grad():
+            logits_of_row = model(row[None], memory_ids=paths[number : number + 1], use_cache=False).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(logits_of_row, row[1:], reduction="sum").item()
+        assert read_rows(model, rows, batch_size=2).sums[number].item() == pytest.approx(expected, rel=1e-5)
+    assert found.without_all.losses["text"] == read_rows(loaded(base), TEXT, batch_size=2).mean
+    assert len(found.parts) == 4 and all(row.effects["text"].difference for row in found.parts)
+    assert drift(model, base_within(model), [rows], batch_size=2)[0].divergence > 0
+    assert drift(model, base_within(model), [TEXT], batch_size=2)[0].divergence == 0, "nothing was fetched"
 
 
 def test_a_layer_of_the_base_is_left_out_by_itself():

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 from analysis.memory_models import write_text
 from analysis.upscaled_folders import acting, loaded, saved_pair
+from models.hierarchical_models import fill
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
 from tiny import save_tiny_model
 from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
 from midus_commands import analyze
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.retrieval import TreeOrigin
+from upscalers import upscale
 
 QUESTIONS = [
     {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
@@ -113,6 +119,26 @@ def test_how_far_predictions_moved_is_told_of_a_base_within_and_of_another(run, 
     assert "compared with its base, which is the model without what was added" in page.read_text()
     unmoved = run("drift", upscaled.made, "--text", text).out
     assert " 0.00000 " in unmoved and "+0.00000" in unmoved and "What moved farthest" not in unmoved
+
+
+def test_texts_fetch_by_a_retriever(run, upscaled, text, tmp_path):
+    options = {"sizes": [3, 2], "branching": 3}
+    upscale(base=upscaled.base, method="hier-ffn", output=tmp_path / "model", options=options, verify=False)
+    layout = loaded(tmp_path / "model").banks.of("hier-ffn").layout
+    bank = MemoryBank(tmp_path / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    fill(bank)
+    bank.close()
+    bert = save_tiny_bert(tmp_path / "bert")
+    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
+    words = ["drift", tmp_path / "model", "--text", text, "--json"]
+    without = run(*words)
+    assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in without.err
+    assert json.loads(without.out)["texts"]["words"]["divergence"] == 0
+    fetched = run(*words, "--retriever", tmp_path / "tree")
+    assert fetched.status == 0, fetched.err
+    assert json.loads(fetched.out)["texts"]["words"]["divergence"] > 0
+    parts = json.loads(run("layers", *words[1:], "--retriever", tmp_path / "tree").out)["parts"]
+    assert len(parts) == 4 and all(row["texts"]["words"]["difference"] for row in parts)
 
 
 def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, upscaled, text):
