@@ -112,11 +112,13 @@ def drift(
             raise ValueError(f"top is {top}; expected at least 1.")
         documents = named_documents(text, column, encoding, limit)
         if base == "self":
-            _check_base_within(model)
+            check_base_within(model)
         from midus_hf.analysis import drift as found_drift
 
         loaded, tokenizer = load_to_read(model, dtype, device)
-        of_base = found_drift.base_within(loaded) if base == "self" else _other(base, loaded, tokenizer, dtype, device)
+        of_base = (
+            found_drift.base_within(loaded) if base == "self" else load_other(base, loaded, tokenizer, dtype, device)
+        )
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             told = adding(show, sum(of_text.num_tokens for of_text in rows))
@@ -194,7 +196,7 @@ def values(
     show_report(report, [slots_table(found, hosted.place)], json_)
 
 
-def _check_base_within(model: str) -> None:
+def check_base_within(model: str) -> None:
     """See that a model without what was added is its base: its weights are those that the record has a digest of.
 
     Raises:
@@ -218,7 +220,7 @@ def _check_base_within(model: str) -> None:
         )
 
 
-def _other(
+def load_other(
     name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | None
 ) -> "LogitsOfBase":
     """The base as a model of its own, of the same tokens.

@@ -14,11 +14,12 @@ from midus_hf.analysis.table_of_words import TableOfWords
 _MOST_TOKENS, _CONTEXT = 3, 8
 """Which are told of a row on a terminal, and how many tokens stand in front of each."""
 
-_HOW_TO_READ = (
+HOW_TO_READ = (
     "KL(base || model) tells how far the distribution over the next token moved from the base's, whatever the next token is; the "
     "change of loss tells of the token that came. A token is the redder the farther its prediction moved: 1 - exp(-KL) of the full "
     "colour. Point at it to see what base and model find likeliest there."
 )
+"""What a page says of passages."""
 
 
 def drift_table(found: Sequence[TextDrift]) -> TableOfWords:
@@ -115,15 +116,26 @@ def write_drift_page(
         found: From `drift`.
         tokenizer: Of the model.
     """
-    passages = {
+    what = f"{report['model']} compared with {report['base']}."
+    write_page(
+        path, "How far predictions moved", [what, HOW_TO_READ], [drift_table(found)], {}, passages_of(found, tokenizer)
+    )
+
+
+def passages_of(found: Sequence[TextDrift], tokenizer: PreTrainedTokenizerBase) -> dict[str, Sequence[ColouredToken]]:
+    """The rows that moved farthest, coloured by how far each prediction in them moved, by what they are.
+
+    Args:
+        found: From `drift`.
+        tokenizer: Of the model.
+    """
+    return {
         f"{of_text.text}, document {row.document}: KL {row.mean:.4f} ({number} of {len(of_text.worst)})": _passage(
             row, tokenizer
         )
         for of_text in found
         for number, row in enumerate(of_text.worst, start=1)
     }
-    what = f"{report['model']} compared with {report['base']}."
-    write_page(path, "How far predictions moved", [what, _HOW_TO_READ], [drift_table(found)], {}, passages)
 
 
 def _passage(row: MovedRow, tokenizer: PreTrainedTokenizerBase) -> list[ColouredToken]:

@@ -72,14 +72,9 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
     Raises:
         ValueError: If the model has none, the layer none or several, or it is offloaded.
     """
-    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    found = [
-        HostedSlots(index, attached, block, memory, module)
-        for index, block in enumerate(bare.get_decoder().layers)
-        for attached, memory in _memories(block)
-        for module in innermost(memory, AddsSlots)[-1:]
-    ]
+    found = memories_of_slots(model)
     if not found:
+        bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
         raise ValueError(
             f"this {bare.config.model_type} model has no memory whose slots add values; expected one upscaled with memory of type "
             "headwise, product-key, linear or ultramem."
@@ -93,6 +88,21 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
         names = ", ".join(hosted.name for hosted in here)
         raise ValueError(f"layer {layer} has memories {names}; expected one of them. Pass memory.")
     return here[0]
+
+
+def memories_of_slots(model: nn.Module) -> list[HostedSlots]:
+    """All memories that retrieve slots and add their values, in the order of layers.
+
+    Args:
+        model: As for `memory_of_slots`.
+    """
+    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    return [
+        HostedSlots(index, attached, block, memory, module)
+        for index, block in enumerate(bare.get_decoder().layers)
+        for attached, memory in _memories(block)
+        for module in innermost(memory, AddsSlots)[-1:]
+    ]
 
 
 def _memories(block: Any) -> Iterator[tuple[str, nn.Module]]:

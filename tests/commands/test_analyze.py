@@ -1,4 +1,4 @@
-"""`midus-analyze`: heads, layers, drift and values: tables, JSON, pictures, and what they refuse."""
+"""`midus-analyze`: heads, layers, drift, values and a page of them: tables, JSON, pictures, and what they refuse."""
 
 import json
 from collections.abc import Callable
@@ -139,6 +139,24 @@ def test_texts_fetch_by_a_retriever(run, upscaled, text, tmp_path):
     assert json.loads(fetched.out)["texts"]["words"]["divergence"] > 0
     parts = json.loads(run("layers", *words[1:], "--retriever", tmp_path / "tree").out)["parts"]
     assert len(parts) == 4 and all(row["texts"]["words"]["difference"] for row in parts)
+
+
+def test_one_page_joins_what_is_told(run, upscaled, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["page", upscaled.trained, "--text", text, "--sequence-length", 20, "--output"]
+    done = run(*words, tmp_path / "page.html")
+    assert (done.status, done.out) == (0, ""), done.err
+    page = (tmp_path / "page.html").read_text()
+    for title in ("How far predictions moved", "Loss without a part", "What moved farthest", "slots add in layer 4"):
+        assert title in page
+    assert page.count("data:image/png;base64,") == 1 and page.count('class="passage"') == 3
+    other = run(*words, tmp_path / "other.html", "--base", upscaled.base)
+    assert other.status == 0, other.err
+    assert (tmp_path / "other.html").read_text().replace(str(upscaled.base), "BASE").split("</p>")[1:] == page.split(
+        "</p>"
+    )[1:]
+    done = run(*words, tmp_path / "page.txt")
+    assert done.status == 2 and "expected a file ending in .html." in done.err
 
 
 def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, upscaled, text):
