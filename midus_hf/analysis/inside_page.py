@@ -16,7 +16,9 @@ _OF_PARTS = (
     "A part is worth to a text what its loss grows by without it. Parts can stand in for one another, so effects of single ones "
     "need not add up to that of all."
 )
-_OF_VALUES = "What a slot adds is read through the model's final norm and head, as if it were all that is there: a probe, and no proof."
+_OF_VALUES = (
+    "What a slot adds is read through the model's final norm and head, as if it were all there is: a probe, no proof."
+)
 
 
 def write_inside_page(
