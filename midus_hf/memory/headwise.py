@@ -38,8 +38,8 @@ class HeadwiseMemory(RetrievalMemory):
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        query = attention_output.unflatten(-1, (self.num_heads, self.head_dim))
-        return self.addressed(self.normalised(query, track_statistics))
+        by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)
+        return self.addressed(self.normalised(by_head, track_statistics))
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
@@ -60,16 +60,17 @@ class HeadwiseMemory(RetrievalMemory):
         Returns:
             `[B, T, D]`.
         """
-        bank: torch.Tensor = self.value_bank
-        transform: torch.Tensor | None = getattr(self, "value_transform", None)
-        if self.kept is not None:
-            kept = self.kept.serve(self, attention_output)
-            bank, transform = (bank, transform) if kept is None else (kept, None)
+        bank = None if self.kept is None else self.kept.serve(self, attention_output)
+        transform: torch.Tensor | None = None
+        if bank is None:
+            bank, transform = self.value_bank, getattr(self, "value_transform", None)
+        shape = attention_output.shape[:-1]
+        flat = attention_output.reshape(shape.numel(), self.num_heads, self.head_dim)  # [S, H, d], S = B * T
         by_head = None
         if residual is not None and self.gate == "none":
-            by_head = residual.unflatten(-1, (self.num_heads, self.value_dim))
+            by_head = residual.reshape(shape.numel(), self.num_heads, self.value_dim)
         output = headwise_memory(
-            self.queries(attention_output),
+            self.addressed(self.normalised(flat)),
             self.row_keys,
             self.column_keys,
             bank,
@@ -78,9 +79,11 @@ class HeadwiseMemory(RetrievalMemory):
             residual=by_head,
             temperature=self.temperature,
             backend=backend,
-        )  # [B, T, H, D / H]
-        output = self.gated(attention_output, output).flatten(-2)
-        return output if residual is None or self.gate == "none" else (residual + output).to(residual.dtype)
+        )  # [S, H, D / H]
+        if self.gate == "none":
+            return output.reshape(*shape, self.num_heads * self.value_dim)
+        output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
+        return output if residual is None else (residual + output).to(residual.dtype)
 
     def slot_outputs(
         self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None

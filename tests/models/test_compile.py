@@ -58,6 +58,8 @@ def test_a_step_through_a_static_cache_is_one_graph(family, values):
             logits.append(forward(input_ids=prompt(1), past_key_values=cache, use_cache=True).logits)
     assert torch.equal(logits[0], logits[1])
     assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op.startswith("call")]
+    assert sum("headwise_lookup" in name for name in called) == 1
 
 
 def test_inductor_compiles_the_whole_model_for_training():
