@@ -1,8 +1,10 @@
 """The head-wise memory layer (HML) of MIDUS."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from midus_config.memories.headwise import HeadwiseOptions
 from midus_config.model_sizes import ModelSizes
@@ -26,6 +28,7 @@ class HeadwiseMemory(RetrievalMemory):
     column_keys: torch.Tensor
     value_transform: torch.Tensor
     kept: KeptValues | None = None
+    values_by_head = True
 
     def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
@@ -81,6 +84,26 @@ class HeadwiseMemory(RetrievalMemory):
             return output.reshape(*shape, self.num_heads * self.value_dim)
         output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
         return output if residual is None else (residual + output).to(residual.dtype)
+
+    def slot_outputs(
+        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What slots add where a head reads them alone: its value in the head's share of the residual stream, and zeros elsewhere.
+
+        Args:
+            slots: `[S]`, int64.
+            head: That reads them.
+            tables: Not asked for.
+
+        Returns:
+            `[S, 1, D]`, in front of the gate.
+        """
+        rows = self.value_bank[head, slots] if self.values == "own" else self.value_bank[slots]  # [S, v]
+        if self.values == "expanded":
+            rows = nn.functional.linear(rows, self.value_transform[head])
+        by_head = rows.new_zeros(len(rows), 1, self.num_heads, self.value_dim)
+        by_head[:, 0, head] = rows
+        return by_head.flatten(-2)
 
     def extra_repr(self) -> str:
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}

@@ -147,6 +147,7 @@ def test_steps_that_do_nothing_are_found_out(model, monkeypatch):
             decoding.take(5)
 
 
+@pytest.mark.product
 @pytest.mark.skipif(not shutil.which("g++") and not shutil.which("c++"), reason="compiling takes a C++ compiler")
 def test_a_compiled_step_is_measured_on_a_cpu(model_arguments, tmp_path, capsys):
     chosen = ["--methods", "midus-hml", "--phases", "generate", "--decoding", "compiled", "--generate-batches", "2"]
