@@ -20,6 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+ENVIRONMENT = os.environ
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what runs in the background so, and runs leave a signal ignored that was.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,6 +66,13 @@ def no_waiting_for_disks():
     """What tests write need not outlast a loss of power: an upscaled model forces ninety files and folders to the disk."""
     with patch.object(os, "fsync", lambda file: None):
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_environment():
+    """`datasets` leaves a copy of `os.environ` in its place, and rich goes on reading the first one."""
+    yield
+    os.environ = ENVIRONMENT  # noqa: B003 - put back as it was, not emptied
 
 
 @pytest.fixture(scope="module", autouse=True)
