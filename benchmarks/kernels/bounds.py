@@ -1,0 +1,33 @@
+"""What kernels of the papers' shapes may need at most on sm_90, with every triton that is supported: held against regressions."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that may be found, some 4 % above what was.
+
+    Args:
+        registers: Registers a thread.
+        instructions: That one warp executes.
+        alu: Of these those of the ALU.
+    """
+
+    registers: int
+    instructions: int
+    alu: int
+
+
+TARGET = "sm_90"
+
+BOUNDS: dict[tuple[str, str], Bound] = {
+    ("forward_kernel", "llama-3.2-1b"): Bound(132, 3690, 2510),
+    ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
+    ("query_gradient_kernel", "llama-3.2-1b"): Bound(106, 1840, 750),
+    ("query_gradient_kernel", "llama-3.1-8b"): Bound(168, 3700, 1370),
+    ("key_gradient_kernel", "llama-3.2-1b"): Bound(99, 23060, 13230),
+    ("key_gradient_kernel", "llama-3.1-8b"): Bound(133, 25730, 14560),
+    ("segment_sums_kernel", "llama-3.2-1b"): Bound(102, 915, 445),
+    ("segment_sums_kernel", "llama-3.1-8b"): Bound(166, 1300, 555),
+}
+"""By kernel and case; of a kernel that is launched several times for a case the first launch."""
