@@ -23,6 +23,8 @@ TARGET = "sm_90"
 BOUNDS: dict[tuple[str, str], Bound] = {
     ("forward_kernel", "llama-3.2-1b"): Bound(132, 3690, 2510),
     ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
+    ("packed_forward_kernel", "llama-3.2-1b"): Bound(103, 1600, 855),
+    ("packed_forward_kernel", "llama-3.1-8b"): Bound(175, 2155, 957),
     ("query_gradient_kernel", "llama-3.2-1b"): Bound(106, 1840, 750),
     ("query_gradient_kernel", "llama-3.1-8b"): Bound(168, 3700, 1370),
     ("key_gradient_kernel", "llama-3.2-1b"): Bound(99, 23060, 13230),

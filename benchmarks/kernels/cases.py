@@ -14,6 +14,7 @@ from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
@@ -96,6 +97,8 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
     output, slots, weights = triton_forward(query, keys, keys, bank, query, k, 1.0)
+    if packs(dtype, n, k):
+        packed_forward(query, keys, keys, bank, query, k, 1.0)
     triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
     for atomic in (False, True):
         rows = slots.flatten(0, 1).long()

@@ -12,6 +12,7 @@ from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gra
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library
+from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
@@ -27,13 +28,15 @@ def lookup(
     residual: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
     k: int,
     temperature: float,
+    exact: bool,
     selection: str,
     backward: str,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
     if backend == "triton" and selection == "two-stage":
-        return triton_forward(query, row_keys, column_keys, bank, residual, k, temperature)
+        forward = packed_forward if not exact and packs(query.dtype, row_keys.shape[1], k) else triton_forward
+        return forward(query, row_keys, column_keys, bank, residual, k, temperature)
     backend = _at_hand(backend)
     if backend == "native" and selection == "two-stage":
         return native_lookup(query, row_keys, column_keys, bank, residual, k, temperature)
@@ -85,7 +88,7 @@ def lookup_few(
 
 
 @headwise_lookup_op.register_fake
-def _(query, row_keys, column_keys, bank, residual, k, temperature, selection, backward, backend):  # type: ignore[no-untyped-def]
+def _(query, row_keys, column_keys, bank, residual, k, temperature, exact, selection, backward, backend):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
@@ -184,7 +187,7 @@ def _score_gradients(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, row_keys, column_keys, bank, residual, _, ctx.temperature, _, ctx.way, ctx.body = inputs
+    query, row_keys, column_keys, bank, residual, _, ctx.temperature, _, _, ctx.way, ctx.body = inputs
     ctx.adds = residual is not None
     _, slots, weights = output
     ctx.save_for_backward(query, row_keys, column_keys, bank, slots, weights)
@@ -197,7 +200,7 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
         gradient, *ctx.saved_tensors, ctx.temperature, any(needs[:3]), needs[3], ctx.way, ctx.body
     )
     wanted = (part if need else None for part, need in zip(gradients, needs, strict=True))
-    return *wanted, gradient if ctx.adds else None, None, None, None, None, None
+    return *wanted, gradient if ctx.adds else None, None, None, None, None, None, None
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)

@@ -12,7 +12,7 @@ from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
 
-_HEADS_TOGETHER = 8
+HEADS_TOGETHER = 8
 """Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
 
 
@@ -226,7 +226,7 @@ def triton_forward(
                 query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
                 output, slots, weights,
                 tokens, heads, n, half, width, query.stride(0), query.stride(1), _bank_stride(bank), 1.0 / temperature,
-                ADDS=residual is not None, WIDE=_wide(query, row_keys), TOGETHER=_HEADS_TOGETHER, K=k, **tile,
+                ADDS=residual is not None, WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
     return output, slots, weights
 
@@ -261,7 +261,7 @@ def triton_score_gradients(
         query_gradient_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
             gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores,
             tokens, heads, n, half, width, _bank_stride(bank), 1.0 / temperature,
-            TOGETHER=_HEADS_TOGETHER, K=k, **tile,
+            TOGETHER=HEADS_TOGETHER, K=k, **tile,
         )  # fmt: skip
         key_gradient_kernel[(2 * heads, triton.cdiv(n, stretch), splits)](
             query, slots, into_scores, partial,
@@ -279,7 +279,7 @@ def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:
     return tile | {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "VP": lanes}
 
 
-def _wide(query: torch.Tensor, keys: torch.Tensor) -> bool:
+def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether products are of float32: for such tensors, for tensors of two dtypes, and in the interpreter."""
     return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()
 

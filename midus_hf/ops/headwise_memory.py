@@ -103,7 +103,7 @@ def headwise_memory(
         elif decodes:
             output = lookup_few(flat_query, *tables, k, temperature)
         else:
-            ways = (choices.selection, choices.backward, choices.backend)
+            ways = (choices.exact, choices.selection, choices.backward, choices.backend)
             output, _, _ = headwise_lookup_op(flat_query, *tables, added, k, temperature, *ways)  # [S, H, v]
         if value_transform is not None:
             output = _transformed(output, value_transform)

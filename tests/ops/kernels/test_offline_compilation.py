@@ -17,6 +17,7 @@ from benchmarks.kernels import bounds
 ROOT = Path(__file__).parents[3]
 KERNELS = {
     "forward_kernel",
+    "packed_forward_kernel",
     "query_gradient_kernel",
     "key_gradient_kernel",
     "segment_sums_kernel",
