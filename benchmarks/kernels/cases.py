@@ -16,7 +16,12 @@ from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
 from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.product_key_triton import triton_select
-from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
+from midus_hf.ops.row_sums_triton import (
+    triton_bank_gradient,
+    triton_row_sums,
+    triton_weight_gradients,
+    triton_weighted_rows,
+)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -100,9 +105,9 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     if packs(dtype, n, k):
         packed_forward(query, keys, keys, bank, query, k, 1.0)
     triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
-    for atomic in (False, True):
-        rows = slots.flatten(0, 1).long()
-        triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=atomic)
+    triton_bank_gradient(output, slots, weights, bank.shape)
+    rows = slots.flatten(0, 1).long()
+    triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
     triton_select(_sized(TOKENS * heads, n), _sized(TOKENS * heads, n), k)
 
 

@@ -16,6 +16,7 @@ from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
+from midus_hf.ops.row_sums_triton import triton_bank_gradient
 
 _FEW_SCORES = 4096
 
@@ -129,6 +130,8 @@ def headwise_lookup_backward_op(
         )
     if wants_bank and backend == "native" and backward == "sorted":
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
+    elif wants_bank and backend == "triton" and backward == "sorted":
+        into_bank = triton_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants_bank:
         flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
         by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
