@@ -67,7 +67,7 @@ FAMILIES = {
         ),
     )
 }
-"""The families that host memory: what most tests run on."""
+"""What most tests run on."""
 
 NATIVE_FAMILIES = FAMILIES | {
     family.name: family
@@ -76,7 +76,7 @@ NATIVE_FAMILIES = FAMILIES | {
         TinyFamily("olmo2", Olmo2Config, {"tie_word_embeddings": False}),
     )
 }
-"""The families that methods take which add layers of the family's own kind."""
+"""All that methods take."""
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
