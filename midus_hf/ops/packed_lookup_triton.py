@@ -79,8 +79,8 @@ def packed_forward_kernel(
     tokens, token_stride, head_stride, scale,
     HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_EVEN: tl.constexpr,
     HAS_OWN_BANKS: tl.constexpr, ADDS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, BITS: tl.constexpr,
-    RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    DP: tl.constexpr, VP: tl.constexpr,
+    RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks."""
     block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
@@ -117,14 +117,19 @@ def packed_forward_kernel(
     store_tile(slots + entries, slot_tile, valid[:, None] & (ranks < K)[None, :], IS_EVEN and K == KP)
     store_tile(weights + entries, share_tile, valid[:, None] & (ranks < K)[None, :], IS_EVEN and K == KP)
     # All rows of one rank lie behind those of another, so that each thread has every rank of the tokens that it has.
-    asked_slots = tl.reshape(tl.trans(slot_tile), [KP * BT])
-    row_mask = tl.reshape(tl.broadcast_to((ranks < K)[:, None] & valid[None, :], [KP, BT]), [KP * BT])
-    row_mask = row_mask[:, None] & (lanes < WIDTH)[None, :]
     bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
-    asked_rows = bank_of_head + (asked_slots[:, None] * WIDTH + lanes[None, :])  # [KP * BT, VP]
-    found = load_tile(asked_rows, row_mask, IS_EVEN and K == KP and VP == WIDTH).to(tl.float32)
-    weighed = found * tl.reshape(tl.trans(share_tile), [KP * BT])[:, None]
-    gathered = tl.sum(tl.reshape(weighed, [KP, BT, VP]), axis=0)  # [BT, VP]
+    for start in tl.static_range(0, KP, GROUP):
+        asked_slots = tl.reshape(tl.trans(stacked(chosen[start : start + GROUP])), [GROUP * BT])
+        there_is = (start + tl.arange(0, GROUP) < K)[:, None] & valid[None, :]
+        row_mask = tl.reshape(there_is, [GROUP * BT])[:, None] & (lanes < WIDTH)[None, :]
+        asked_rows = bank_of_head + (asked_slots[:, None] * WIDTH + lanes[None, :])  # [GROUP * BT, VP]
+        found = load_tile(asked_rows, row_mask, IS_EVEN and K == KP and VP == WIDTH).to(tl.float32)
+        weighed = found * tl.reshape(tl.trans(stacked(shares[start : start + GROUP])), [GROUP * BT])[:, None]
+        of_group = tl.sum(tl.reshape(weighed, [GROUP, BT, VP]), axis=0)  # [BT, VP]
+        if start == 0:
+            gathered = of_group
+        else:
+            gathered += of_group
     there = (first * HEADS + head) * WIDTH + token[:, None] * (HEADS * WIDTH) + lanes[None, :]
     lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
     if ADDS:
@@ -171,11 +176,13 @@ def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:
     ranks = power_of_two(k)
     columns = max(16, power_of_two(n), 4 * ranks)
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
+    tokens = max(16, min(64, 8192 // max(dims, lanes)))
     return {
+        "GROUP": max(1, min(ranks, 32768 // (tokens * lanes))),  # ranks whose rows registers hold at once
         "BITS": (columns - 1).bit_length(),
         "RANK_BITS": (ranks - 1).bit_length(),
         "KP": ranks,
-        "BT": max(16, min(64, 8192 // max(dims, lanes))),
+        "BT": tokens,
         "BN": columns,
         "DP": dims,
         "VP": lanes,
