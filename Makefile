@@ -14,7 +14,8 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECOD
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled for all targets with the newest triton, and with the oldest, which is that of a GPU's machine, for its own.
-OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks -k 'not sm_80 and not sm_100 and not gfx942'
+# Of the benchmarks, what walks through a run on a GPU.
+OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py) -k 'not sm_80 and not sm_100 and not gfx942'
 
 .PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
 
@@ -25,17 +26,19 @@ test: test-newest test-oldest
 
 # Every family with every other parameter of a test, where `make test` takes pairs.
 test-all: $(VENV)/installed material
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --product
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) --product
 
-# Rehearsals of GPU runs, and kernels of the depth at all sizes in the interpreter, are left to test-oldest, whose versions are those of
-# GPU machines; here these kernels are compiled, registered and used by models. test-all runs them too.
-AT_ALL_SIZES = depth_attention fused_depth
+# Rehearsals of GPU runs, and what kernels compute in the interpreter, are left to test-oldest, whose versions are those of GPU machines;
+# here kernels are compiled and registered. test-all runs them too.
+HERE = %/test_offline_compilation.py %/test_registration.py
+IN_THE_INTERPRETER = $(filter-out $(HERE),$(wildcard tests/ops/kernels/test_*.py))
+# What a file's tests share is made once: all of them run in one process.
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test-newest: $(VENV)/installed material
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/benchmarks/test_rehearsal.py \
-		$(AT_ALL_SIZES:%=--ignore=tests/ops/kernels/test_%.py)
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(patsubst %,--ignore=%,tests/benchmarks/test_rehearsal.py $(IN_THE_INTERPRETER))
 
 test-oldest: $(OLDEST)/installed
-	$(TEST_ENV) $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS)
 
 material: $(VENV)/installed
 	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses

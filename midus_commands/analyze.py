@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from midus_commands import inside, inside_page
 from midus_commands.exit_status import WRONG_REQUEST, Ending, run_command
 from midus_commands.reading import Device, Dtype, Json, check_picture, load_to_read, show_report, working
 
@@ -86,6 +87,12 @@ def heads(
     show_report(report, [layers_table(name, one, not signed) for name, one in found.items()], json_)
     if picture is not None:
         picture.write_bytes(draw_heads(found, not signed))
+
+
+app.command()(inside.layers)
+app.command()(inside.drift)
+app.command()(inside.values)
+app.command()(inside_page.page)
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """What `midus-chapters` does with a model that runs: `stats`, `ablate` and `nearest`."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +17,11 @@ from midus_commands.reading import (
     Limit,
     MaxTokens,
     SequenceLength,
+    Texts,
     adding,
+    check_limit,
     load_to_read,
+    named_documents,
     rows_of,
     show_report,
     sizes_of,
@@ -33,10 +35,6 @@ if TYPE_CHECKING:
     from midus_hf.analysis.text_rows import RowLosses
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with chapters.")]
-Texts = Annotated[
-    list[str],
-    typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
-]
 Layers = Annotated[str | None, typer.Option(help="Their numbers, such as 3,7-9.  [default: all]", metavar="LIST")]
 OneMemory = Annotated[
     str | None, typer.Option(help="One of several memories of chapters.  [default: the only one]", metavar="NAME")
@@ -190,28 +188,12 @@ def _documents(
     texts: Sequence[str], column: str, encoding: str, limit: int | None, output: Path | None
 ) -> dict[str, list[str]]:
     """The documents of each text. What can be checked without them is checked first."""
-    from midus_hf.documents import describe_files, read_documents
-
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; expected at least 1.")
+    check_limit(limit)
     if output is not None:
         from midus_hf.analysis.chapter_report import check_output
 
         check_output(output)
-    paths: dict[str, str] = {}
-    for given in texts:
-        name, equals, path = given.partition("=")
-        if not (name and equals and path):
-            raise ValueError(f"text is {given!r}; expected NAME=PATH, such as code=code.jsonl.")
-        if name in paths:
-            raise ValueError(f"text {name!r} is given twice; expected each name once.")
-        paths[name] = path
-    documents = {}
-    for name, path in paths.items():
-        if (line := describe_files(path)) is not None:
-            print(line, file=sys.stderr)
-        documents[name] = read_documents(path, column, encoding)[:limit]
-    return documents
+    return named_documents(texts, column, encoding, limit)
 
 
 def _numbers(

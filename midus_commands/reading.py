@@ -1,6 +1,7 @@
 """What commands that let a model read texts have in common: options, loading, progress, and how tables are shown."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
     from midus_hf.analysis.table_of_words import TableOfWords
     from midus_hf.analysis.text_rows import TextRows
+    from midus_hf.evaluation.fetching import PathFinder
 
+Texts = Annotated[
+    list[str],
+    typer.Option(help="A file or folder to read, and what to call it. May be given again.", metavar="NAME=PATH"),
+]
 Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
 Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
 Limit = Annotated[int | None, typer.Option(help="Documents per text.  [default: all]", metavar="N")]
@@ -30,6 +36,12 @@ SequenceLength = Annotated[
     ),
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of each text to read.  [default: all]", metavar="N")]
+Retriever = Annotated[
+    str | None,
+    typer.Option(
+        help="Tree of topics by which texts fetch blocks of models with a bank.  [default: none]", metavar="TREE"
+    ),
+]
 BatchSize = Annotated[int, typer.Option(help="Rows per forward pass.", metavar="N")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")]
 Device = Annotated[
@@ -56,21 +68,99 @@ def load_to_read(name: str, dtype: str, device: str | None) -> "tuple[PreTrained
     return load_on(name, dtype, device)
 
 
+def check_limit(limit: int | None) -> None:
+    """See that a number of documents is one.
+
+    Raises:
+        ValueError: If it is less than 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; expected at least 1.")
+
+
+def named_documents(texts: Sequence[str], column: str, encoding: str, limit: int | None) -> dict[str, list[str]]:
+    """The documents of each text, by its name; of a folder it is told what was not read.
+
+    Args:
+        texts: `NAME=PATH`.
+        column: Of rows of JSON and Parquet.
+        encoding: Of plain text and JSON lines.
+        limit: Documents of each.
+
+    Raises:
+        ValueError: If a text is not of that form, named twice, or cannot be read.
+    """
+    from midus_hf.documents import describe_files, read_documents
+
+    check_limit(limit)
+    paths: dict[str, str] = {}
+    for given in texts:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise ValueError(f"text is {given!r}; expected NAME=PATH, such as code=code.jsonl.")
+        if name in paths:
+            raise ValueError(f"text {name!r} is given twice; expected each name once.")
+        paths[name] = path
+    documents = {}
+    for name, path in paths.items():
+        if (line := describe_files(path)) is not None:
+            print(line, file=sys.stderr)
+        documents[name] = read_documents(path, column, encoding)[:limit]
+    return documents
+
+
 def rows_of(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     documents: dict[str, list[str]],
     sequence_length: int | None,
     max_tokens: int | None,
+    retriever: str | None = None,
 ) -> "list[TextRows]":
-    """Texts as rows of tokens that a model was made for, in the order of their names."""
+    """Texts as rows of tokens that a model was made for, in the order of their names.
+
+    Args:
+        model: That reads them.
+        tokenizer: Of the model.
+        documents: Of each text.
+        sequence_length: Tokens of a row.
+        max_tokens: Of each text.
+        retriever: Tree of topics, by which rows of a document fetch blocks. Default: nothing is fetched.
+
+    Raises:
+        ValueError: As `text_rows`; if a retriever is given and the model fetches nothing.
+    """
     from midus_hf.analysis.text_rows import text_rows
+    from midus_hf.evaluation.fetching import fetches_blocks
 
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return [
+    rows = [
         text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
         for name, of_text in documents.items()
     ]
+    if retriever is None:
+        if fetches_blocks(model):
+            print(
+                "texts fetch nothing from the model's bank; give --retriever with its tree of topics", file=sys.stderr
+            )
+        return rows
+    if not fetches_blocks(model):
+        raise ValueError(f"retriever is {retriever!r}, and the texts of this model fetch no blocks; leave it out.")
+    from midus_hf.retrieval.memory_retriever import MemoryRetriever
+
+    found = MemoryRetriever.load(retriever, device=str(model.device))
+    return [_with_paths(of_text, documents[of_text.name], found.paths) for of_text in rows]
+
+
+def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFinder") -> "TextRows":
+    """Rows that fetch by the path of the whole document; those of documents without rows are not looked for."""
+    import torch
+
+    read = sorted(set(rows.documents))
+    found = find_paths([documents[number] for number in read])
+    paths = torch.zeros(len(documents), found.shape[1], dtype=torch.int64)
+    paths[read] = found.cpu()
+    return dataclasses.replace(rows, paths=paths)
 
 
 @contextlib.contextmanager
@@ -133,6 +223,25 @@ def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_:
         console.print(table)
 
 
+def check_file(option: str, path: Path | None, suffix: str) -> None:
+    """See that a file can be written.
+
+    Args:
+        option: That names it, for messages.
+        path: Of the file; None where none is asked for.
+        suffix: That it shall end in.
+
+    Raises:
+        ValueError: If it ends in something else, or its folder does not exist.
+    """
+    if path is None:
+        return
+    if path.suffix != suffix:
+        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
+
+
 def check_picture(option: str, path: Path | None, suffix: str) -> None:
     """See that a file with pictures can be written.
 
@@ -150,7 +259,4 @@ def check_picture(option: str, path: Path | None, suffix: str) -> None:
         raise ValueError(
             f"{option} has pictures, which need matplotlib; install it with pip install 'midus-hf[report]'."
         )
-    if path.suffix != suffix:
-        raise ValueError(f"{option} is {str(path)!r}; expected a file ending in {suffix}.")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, in a folder that does not exist; create it first.")
+    check_file(option, path, suffix)

@@ -45,15 +45,17 @@ def midus_usage(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Let a model read a text and say which of its memory slots are retrieved, and how evenly."""
+    """Let a model read a text and say which of its memory slots are retrieved and which chapters opened, and how evenly."""
     from rich.console import Console
     from tqdm import tqdm
 
+    from midus_hf.analysis.chapter_usage import record_chapter_usage
     from midus_hf.analysis.report import draw_usage, usage_table
-    from midus_hf.analysis.usage import record_usage, uncounted_memories
+    from midus_hf.analysis.usage import record_usage, summarise, uncounted_memories
     from midus_hf.documents import describe_files, read_documents
     from midus_hf.evaluation.perplexity import perplexity
     from midus_hf.evaluation.settings import check_dtype
+    from midus_hf.memory.protocols import RetrievesSlots
 
     check_dtype(dtype)
     if output is not None:
@@ -64,7 +66,14 @@ def midus_usage(
     # Libraries that print must not come between the caller and the result.
     with contextlib.redirect_stdout(sys.stderr):
         loaded, tokenizer = load_on(model, dtype, device)
-        with record_usage(loaded) as usage, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+        uncounted = uncounted_memories(loaded)
+        has_chapters = uncounted.pop("chapters", None) is not None
+        with contextlib.ExitStack() as stack, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+            recorded = []
+            if not has_chapters or any(isinstance(module, RetrievesSlots) for module in loaded.modules()):
+                recorded.append(stack.enter_context(record_usage(loaded)))
+            if has_chapters:
+                recorded.append(stack.enter_context(record_chapter_usage(loaded)))
 
             def show_progress(done: int, total: int) -> None:
                 bar.total = total
@@ -79,7 +88,8 @@ def midus_usage(
                 batch_size=batch_size,
                 progress=show_progress,
             )
-    memories, uncounted = usage.summary(), uncounted_memories(loaded)
+    counts = {place: of_memory for usage in recorded for place, of_memory in usage.counts.items()}
+    memories = summarise(dict(sorted(counts.items())))
     for memory_type, of_type in uncounted.items():
         listed = ", ".join(map(str, of_type))
         print(f"not counted: memory of type {memory_type} in layers {listed}, which has no slots", file=sys.stderr)
@@ -97,7 +107,7 @@ def midus_usage(
         console.print(usage_table(memories))
         console.print(f"{result.tokens:,} tokens of {text}, perplexity {result.perplexity:.4f}")
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
-        draw_usage(usage.counts, output)
+        draw_usage(counts, output)
 
 
 def _check_output(path: Path) -> None:

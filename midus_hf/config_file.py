@@ -88,10 +88,10 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override is {override!r}; expected key=value.")
-    *outer, last = key.split(".")
     kind: Any = cls
-    for depth, name in enumerate(outer, start=1):
-        path = ".".join(outer[:depth])
+    path, (name, rest) = "", _first_key(values, key)
+    while rest:
+        path = f"{path}.{name}" if path else name
         alternatives = alternatives_of(_hint_within(kind, name))
         inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
         named = next((each for each in alternatives if each is Any or typing.get_origin(each) is dict), None)
@@ -109,10 +109,19 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
                 )
             values[name] = inner or {}
         kind, values = inner_class or named, values[name]
+        name, rest = _first_key(values, rest)
     try:
-        values[last] = yaml.safe_load(text)
+        values[name] = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"override is {override!r}, whose value is not YAML; quote it.") from error
+
+
+def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
+    """The first key of a path, and what follows it: the longest that is there, since names may have dots, else what a dot ends."""
+    parts = path.split(".")
+    known = [size for size in range(1, len(parts) + 1) if ".".join(parts[:size]) in values]
+    size = max(known, default=1)
+    return ".".join(parts[:size]), ".".join(parts[size:])
 
 
 def _hint_within(kind: Any, name: str) -> Any:

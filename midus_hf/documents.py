@@ -264,6 +264,20 @@ def rows_of(path: Path, encoding: str = "utf-8") -> Iterator[tuple[RowPlace, Any
     return None
 
 
+def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
+    """Whether a row of a file, or of the files of a folder, has a column; plain text has none.
+
+    Args:
+        path: As in `find_files`.
+        column: Its name.
+        encoding: Of JSON lines. Default: `"utf-8"`.
+
+    Raises:
+        DocumentError: If a file cannot be read.
+    """
+    return any(column in row for file in find_files(path) for _, row in rows_of(file, encoding) or ())
+
+
 def _read_file(path: Path, column: str, encoding: str) -> Iterator[str]:
     rows = rows_of(path, encoding)
     if rows is None:

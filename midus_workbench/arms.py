@@ -136,8 +136,12 @@ def _check_upscaling(name: str, keys: Mapping[str, Any]) -> None:
         "max_shard_size",
         "verify",
         "allow_nan",
-        "revision",
     )
+    if "revision" in keys:
+        raise ValueError(
+            f"arms.{name}.upscale has 'revision', but what is measured and trained beside it would be another revision of the base; "
+            "leave it out, and give a folder with that revision as base."
+        )
     for key in keys:
         if key not in known:
             raise ValueError(f"arms.{name}.upscale has no option {key!r}. {near_matches(str(key), list(known))}")

@@ -1,6 +1,7 @@
 """What was learned and what was forgotten: of one run, of several seeds, and where runs have learned equally much."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +20,31 @@ def mean_loss(point: Point, texts: Sequence[str]) -> float:
     return statistics.fmean(point.losses[name] for name in texts)
 
 
-def change(result: Result, texts: Sequence[str]) -> float:
-    """What the mean loss of some texts rose by from the start of a run to its end: above 0 is forgotten, below 0 learned.
+def origin(result: Result, base: Result) -> Point:
+    """What the losses of a run are held against: its own start, or the base where it does not start there.
+
+    An upscaled model that does not compute what its base computes has lost something before training; to make up for that is no
+    learning. Where a run does start at the base, its own start counts: it was measured in the precision of training, as its end was.
 
     Args:
         result: Of a run.
-        texts: Their names.
+        base: What was measured of the base.
     """
-    return mean_loss(result.end, texts) - mean_loss(result.start, texts)
+    return base.end if result.new_parameters and not result.starts_at_base else result.start
+
+
+def path(result: Result, base: Result, domain: Sequence[str], retention: Sequence[str]) -> list[tuple[float, float]]:
+    """Nats that a run had learned and forgotten at each moment of its curve: how far its losses lay below and above their origin.
+
+    Args:
+        result: Of a run.
+        base: What was measured of the base.
+        domain: Names of texts.
+        retention: Names of texts.
+    """
+    zero = origin(result, base)
+    loss, kept = mean_loss(zero, domain), mean_loss(zero, retention)
+    return [(loss - mean_loss(point, domain), mean_loss(point, retention) - kept) for point in result.curve]
 
 
 def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -55,26 +73,20 @@ def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
     return whole[best][0].rate
 
 
-def change_at(result: Result, learned: float, domain: Sequence[str], retention: Sequence[str]) -> float | None:
-    """What the loss of retention texts had risen by when a run had learned so much, between measurements on a straight line.
+def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> float | None:
+    """What a run had forgotten when it had first learned so much, between measurements on a straight line.
 
     Args:
-        result: Of a run.
-        learned: Nats by which the loss of the domain had fallen from its start.
-        domain: Names of texts.
-        retention: Names of texts.
+        learned: Nats, above 0.
+        moments: From `path`.
 
     Returns:
-        None if the run never learned so much.
+        None if the run never learned so much: nothing is told of what was not reached.
     """
-    start, kept = mean_loss(result.start, domain), mean_loss(result.start, retention)
-    before = (0.0, 0.0)
-    for point in result.curve[1:]:
-        here = (start - mean_loss(point, domain), mean_loss(point, retention) - kept)
-        if here[0] >= learned:
-            share = 1.0 if here[0] == before[0] else (learned - before[0]) / (here[0] - before[0])
-            return before[1] + max(share, 0.0) * (here[1] - before[1])
-        before = here
+    for before, here in itertools.pairwise(moments):
+        if before[0] < learned <= here[0]:
+            share = (learned - before[0]) / (here[0] - before[0])
+            return before[1] + share * (here[1] - before[1])
     return None
 
 
@@ -98,6 +110,11 @@ class Spread:
         if self.deviation is None:
             return None
         return student_quantile(self.count - 1) * self.deviation / math.sqrt(self.count)
+
+    @property
+    def is_above_zero(self) -> bool:
+        """Whether the 95 % confidence interval of the mean lies above 0; one number has none."""
+        return self.half_interval is not None and self.mean > self.half_interval
 
 
 def spread(numbers: Sequence[float]) -> Spread:
@@ -156,6 +173,20 @@ class Verdict:
     words: str
 
 
+def paired(lower: Mapping[int, float], higher: Mapping[int, float]) -> Spread | None:
+    """The differences of numbers of the same seed each.
+
+    Args:
+        lower: By seed; what is subtracted.
+        higher: By seed.
+
+    Returns:
+        None if they have no seed in common.
+    """
+    seeds = sorted(set(lower) & set(higher))
+    return spread([higher[seed] - lower[seed] for seed in seeds]) if seeds else None
+
+
 def verdict(control: str, arm: Mapping[int, float], null: Mapping[int, float]) -> Verdict | None:
     """Compare an arm with a control, seed by seed.
 
@@ -169,14 +200,24 @@ def verdict(control: str, arm: Mapping[int, float], null: Mapping[int, float]) -
     Returns:
         None if they have no seed in common.
     """
-    seeds = sorted(set(arm) & set(null))
-    if not seeds:
+    advantage = paired(arm, null)
+    if advantage is None:
         return None
-    advantage = spread([null[seed] - arm[seed] for seed in seeds])
-    if advantage.mean <= 0:
-        words = "does not beat it"
-    elif advantage.half_interval is None:
-        words = "one seed"
-    else:
-        words = "beats it" if advantage.mean > advantage.half_interval else "not shown to beat it"
+    words = in_words(advantage, "beats it", "does not beat it", "not shown to beat it")
     return Verdict(control, advantage, words)
+
+
+def in_words(difference: Spread, above: str, not_above: str, unclear: str) -> str:
+    """What may be said of a difference of several seeds; of a single one above 0 that it is one.
+
+    Args:
+        difference: Of numbers of the same seed each.
+        above: Where its 95 % interval lies above 0.
+        not_above: Where its mean is 0 or below.
+        unclear: Where the interval reaches 0.
+    """
+    if difference.mean <= 0:
+        return not_above
+    if difference.count == 1:
+        return "one seed"
+    return above if difference.is_above_zero else unclear

@@ -80,6 +80,11 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     tasks_before: Tasks = base.tasks
     if report is not None and not starts_at_base:
         tasks_before = _ask(model, comparison, "tasks-before", commands)
+    shuffled = unshuffled = None
+    if SHUFFLED in wanted(arm, controls):
+        # Measured as the shuffled model is: the curve is of the precision of training.
+        unshuffled = _losses(run, comparison, arm.train, commands, "unshuffled")
+        shuffled = _shuffled(cell, comparison, run, commands)
     result = Result(
         arm=arm.name,
         rate=dict(cell.rate),
@@ -88,7 +93,8 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         tasks_before=tasks_before,
         tasks=_ask(run, comparison, "tasks", commands),
         tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, place, commands),
-        shuffled=_shuffled(cell, comparison, run, commands) if SHUFFLED in wanted(arm, controls) else None,
+        shuffled=shuffled,
+        unshuffled=unshuffled,
         controls=controls,
         control=arm.control,
         control_of=arm.control_of,
@@ -222,9 +228,17 @@ def _losses(
     given = [word for option, value in options.items() if value is not None for word in (option, value)]
     for name, path in comparison.texts.items():
         words: list[Any] = [model, "--json", "--text", path, *given]
+        words += ["--apart"] if _has_paths(path, read_as) else []  # as a run measures documents with paths
         report = json.loads(_evaluated(words, comparison, f"{step}-{name}", commands))
         losses[name] = math.log(report["models"][0]["perplexity"]["perplexity"])
     return losses
+
+
+def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
+    from midus_hf.documents import has_column
+
+    column = corpus.get("path_column")
+    return column is not None and has_column(text, column, corpus.get("encoding") or "utf-8")
 
 
 def _evaluated(words: list[Any], comparison: Comparison, step: str, commands: Commands) -> str:

@@ -53,6 +53,7 @@ class Result:
         tasks_before: Metrics by task, of the model that training began with.
         tasks: Metrics by task, of the trained model.
         shuffled: Losses of the trained model after the rows of its value tables were permuted, by text; None if that was not done.
+        unshuffled: Its losses before that, measured in the same way; None if that was not done.
         tuned: Losses by text, and metrics by task, after fine-tuning; None where that was not done.
         controls: Null controls that its memory has, by name, with what each changes.
         control: Which null control it is; None if none.
@@ -73,6 +74,7 @@ class Result:
     tasks_before: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     shuffled: Mapping[str, float] | None = None
+    unshuffled: Mapping[str, float] | None = None
     tuned: Measured | None = None
     controls: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     control: str | None = None

@@ -1,5 +1,6 @@
 """All cells of a comparison, several at a time: what is done is left, what was interrupted goes on, what fails is told."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from midus_config.locks import Lock
 from midus_workbench.arms import Arm
 from midus_workbench.cell_process import FAILURE, specify
 from midus_workbench.cells import Cell, cells_of, changed_keys
@@ -87,8 +89,12 @@ class Running:
         """Do what is not done yet.
 
         Raises:
-            ValueError: If a cell was done with another request.
+            ValueError: If a cell was done with another request, or another comparison runs in the same output.
         """
+        with _alone_in(self.place.root):
+            self._run()
+
+    def _run(self) -> None:
         check_base(self.comparison, self.place)
         for arm in self.arms:
             cells = cells_of(arm, self.comparison)
@@ -203,6 +209,27 @@ class Running:
         for process in self._running:
             process.wait()
         self._running.clear()
+
+
+@contextlib.contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Hold the output of a comparison; where the file system has no locks nobody is refused."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock = None
+    try:
+        lock = Lock(output)
+    except BlockingIOError:
+        raise ValueError(
+            f"output is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
+            "output; --jobs has runs beside one another."
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def check_base(comparison: Comparison, place: Workplace) -> None:

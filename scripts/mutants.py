@@ -41,6 +41,8 @@ FOLDERS = [
     *(f"upscalers/{room}" for room in ENGINE_ROOMS),
     "upscalers/methods/contract.py",
     *(f"midus_config/{name}.py" for name in ("checkpoint_files", "locks", "whole_files", "whole_folder")),
+    "midus_workbench/learning.py",
+    "midus_workbench/report",
 ]
 
 OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
@@ -57,6 +59,9 @@ NEAREST = {
     "midus_config/locks.py": "tests/config/test_locks.py",
     "midus_config/whole_files.py": "tests/test_whole_files.py",
     "midus_config/whole_folder.py": "tests/upscalers/test_output_folder.py tests/upscalers/test_ownership.py",
+    "midus_workbench": "tests/workbench --ignore=tests/workbench/test_killed_comparisons.py",
+    "midus_workbench/learning.py": "tests/workbench/test_learning.py tests/workbench/test_report.py",
+    "midus_workbench/report": "tests/workbench/test_report.py",
     "upscalers/chapters": "tests/upscalers/chapters",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }
@@ -81,7 +86,7 @@ NEAREST_TO_UPSCALERS = {
     "contract": "options default_count recipe_check dense/identity_declared",
     "model_card": "base_card provenance strip",
     "options": "options command_line",
-    "output_folder": "output_folder ownership",
+    "output_folder": "output_folder ownership progress",
     "ownership": "ownership output_folder",
     "placements": "placements default_count whole_periods",
     "plan": "plan dense/layer_tables stacking",

@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+import pytest
+
 FAMILY_FIXTURES = ("family", "native_family")
 
 
@@ -33,6 +35,22 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
         return row == column % num_rows if num_columns >= num_rows else column == row % num_columns
 
     return [item for item, axis in zip(items, axes, strict=True) if stays(axis)]
+
+
+def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that takes long: those that are kept run by default, and the others with the product.
+
+    Args:
+        kept: Some of the values.
+        values: All of them, in their order.
+    """
+    kept, values = list(kept), list(values)
+    assert all(value in values for value in kept)
+    return [value if value in kept else _of_the_product(value) for value in values]
+
+
+def _of_the_product(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.product)
 
 
 def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:

@@ -144,6 +144,29 @@ def test_words_reach_inside_groups_that_have_names_of_their_own(tmp_path, word, 
 
 
 @pytest.mark.parametrize(
+    ("word", "column"),
+    [
+        ("texts.a.b.column=body", {"a.b": "body"}),
+        ("texts.a.b.c.column=body", {"a.b.c": "body"}),
+        ("texts.a.column=body", {"a": "body"}),
+        ("texts.d.column=body", {"d": "body"}),
+    ],
+)
+def test_words_reach_names_with_dots_that_are_in_the_file(tmp_path, word, column):
+    path = write(tmp_path, "texts: {a: {path: t}, a.b: {path: t}, a.b.c: {path: t}, d: {path: t}}")
+    found = {name: text.column for name, text in read_config(Named, path, [word]).texts.items()}
+    assert found == {**dict.fromkeys(("a", "a.b", "a.b.c", "d"), "text"), **column}
+
+
+def test_a_whole_value_under_a_name_with_dots_is_replaced(tmp_path):
+    path = write(tmp_path, "texts: {}\nfree: {options.n: [1], options: {m: 2}}")
+    assert read_config(Named, path, ["free.options.n=[2]", "free.options.m=3"]).free == {
+        "options.n": [2],
+        "options": {"m": 3},
+    }
+
+
+@pytest.mark.parametrize(
     ("word", "message"),
     [
         ("texts.a.b.c=1", "override is 'texts.a.b.c=1', but 'b' has no keys of its own."),

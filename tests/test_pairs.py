@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from pairs import keep_pairs, wanted_by_tests
+import pytest
+from pairs import by_default, keep_pairs, wanted_by_tests
 
 
 @dataclass
@@ -73,3 +74,15 @@ def test_a_fixture_knows_the_parameters_of_the_tests_that_ask_for_it():
     assert wanted_by_tests(request, "family", "size") == [(2, 1), (3, 1)]
     assert wanted_by_tests(request, "size") == [(1,)]
     assert wanted_by_tests(request, "family") == [(2,), (3,), (4,)]
+
+
+def test_parameters_that_are_not_kept_run_with_the_product():
+    first, (pair,), third = (
+        by_default([1, "last"], [1, (2, 3), "last"])[0],
+        by_default([], [(2, 3)]),
+        by_default([1], [1, "last"])[1],
+    )
+    assert first == 1 and pair.values == (2, 3) and third.values == ("last",)
+    assert [mark.name for other in (pair, third) for mark in other.marks] == ["product"] * 2
+    with pytest.raises(AssertionError):
+        by_default([4], [1])

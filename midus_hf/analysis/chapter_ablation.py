@@ -1,7 +1,6 @@
 """What texts lose without a chapter: a map of causes, where shares of reads are one of correlations."""
 
 import contextlib
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,23 +12,11 @@ from transformers import PreTrainedModel
 from midus_hf.analysis.chapter_edits import swap_chapters, zero_chapters
 from midus_hf.analysis.chapter_interventions import close_chapters, hosts_of, swap_in_layers, zero_in_layers
 from midus_hf.analysis.chapter_records import ChapterRecords, record_chapters
+from midus_hf.analysis.loss_effects import Effect, effect_between
 from midus_hf.analysis.memory_place import MemoryPlace
-from midus_hf.analysis.text_rows import RowLosses, TextRows, read_rows
+from midus_hf.analysis.text_rows import TextRows, read_rows
 
 Mode = Literal["zero", "swap-random", "drop"]
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What an intervention does to the loss on a text.
-
-    Args:
-        difference: Loss with it minus loss without, in nats per predicted token.
-        standard_error: Of the difference, from how it varies over rows. None for one row.
-    """
-
-    difference: float
-    standard_error: float | None
 
 
 @dataclass(frozen=True)
@@ -153,7 +140,9 @@ def ablate(
         else:
             with intervention(chapter):
                 effects = {
-                    text.name: _effect(usual[text.name], read_rows(model, text, batch_size=batch_size, progress=told))
+                    text.name: effect_between(
+                        usual[text.name], read_rows(model, text, batch_size=batch_size, progress=told)
+                    )
                     for text in texts
                 }
         ablated.append(AblatedChapter(chapter, shares[chapter], partners.get(chapter), effects))
@@ -188,14 +177,3 @@ def _read_shares(records: ChapterRecords, name: str, layers: Sequence[int]) -> l
     counts = [of_text[MemoryPlace(layer, name)] for of_text in records.counts.values() for layer in layers]
     reads = torch.stack([of_place.reads.cpu() for of_place in counts]).sum(0)
     return (reads / torch.stack([of_place.sums["tokens"].cpu() for of_place in counts]).sum()).tolist()
-
-
-def _effect(usual: RowLosses, without: RowLosses) -> Effect:
-    """The difference of losses per token; its error is that of a ratio over rows that were drawn at random."""
-    tokens, differences = usual.tokens.double(), without.sums - usual.sums
-    mean = (differences.sum() / tokens.sum()).item()
-    rows = len(tokens)
-    if rows < 2:
-        return Effect(mean, None)
-    scatter = (differences - mean * tokens).square().sum().item()
-    return Effect(mean, math.sqrt(scatter * rows / (rows - 1)) / tokens.sum().item())

@@ -10,24 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.analysis.chapter_interventions import hosts_of
-
-_MOST_LOGITS = 1 << 26
-"""Logits that are held at a time: 256 MB in float32."""
-
-
-@dataclass(frozen=True)
-class NearToken:
-    """A token of the vocabulary.
-
-    Args:
-        token: Its text.
-        id: Its number.
-        logit: That the model's head gives it, less the mean over the vocabulary.
-    """
-
-    token: str
-    id: int
-    logit: float
+from midus_hf.analysis.vocabulary_head import NearToken, VocabularyHead, check_top
 
 
 @dataclass(frozen=True)
@@ -77,14 +60,13 @@ def nearest_tokens(
     Raises:
         ValueError: As `hosts_of`, or if `top` is less than 1.
     """
-    if top < 1:
-        raise ValueError(f"top is {top}; expected at least 1.")
+    check_top(top)
     hosts = hosts_of(model, chapters or (), layers, memory)
     bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     decoder = bare.get_decoder()
     tables = {id(reader): shared for reader, shared in decoder.table_readers()}
     numbers = list(range(hosts[0].num_chapters)) if chapters is None else list(chapters)
-    head = _Head(decoder.norm, bare.get_output_embeddings(), tokenizer, top)
+    head = VocabularyHead.of(model, tokenizer, top)
     return [
         _near(hosted.layer, chapter, hosted.memory, tables.get(id(hosted.memory), {}), head, each_row)
         for hosted in hosts
@@ -92,33 +74,9 @@ def nearest_tokens(
     ]
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The model's final norm and head, and the words for what they give."""
-
-    norm: nn.Module
-    output: Any
-    tokenizer: PreTrainedTokenizerBase
-    top: int
-
-    def logits(self, added: torch.Tensor) -> torch.Tensor:
-        """Logits `[M, V]`, float32 at least, less their mean, of what is added `[M, D]`."""
-        logits = self.output(self.norm(added.to(self.output.weight.device)))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits - logits.mean(-1, keepdim=True)
-
-    def nearest(self, logits: torch.Tensor) -> list[NearToken]:
-        """The tokens with the highest of logits `[V]`."""
-        best = logits.topk(min(self.top, len(logits)))
-        return [
-            NearToken(str(self.tokenizer.decode([number])), number, logit)
-            for number, logit in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-
-
 @torch.no_grad()
 def _near(
-    layer: int, chapter: int, memory: Any, tables: Mapping[str, torch.Tensor], head: _Head, each_row: bool
+    layer: int, chapter: int, memory: Any, tables: Mapping[str, torch.Tensor], head: VocabularyHead, each_row: bool
 ) -> NearChapter:
     device = next(memory.parameters()).device
     added = memory.token_outputs(torch.tensor([chapter], device=device), tables=tables)[0]  # [M, D]
@@ -127,8 +85,7 @@ def _near(
         return NearChapter(layer, chapter, 0.0, [], [[] for _ in added] if each_row else [])
     sums: list[torch.Tensor] = []
     rows: list[list[NearToken]] = []
-    for part in added.split(max(1, _MOST_LOGITS // head.output.weight.shape[0])):
-        logits = head.logits(part)
+    for logits in head.logits(added):
         sums.append(logits.sum(0))
         rows += [head.nearest(of_row) for of_row in logits] if each_row else []
     return NearChapter(layer, chapter, norms.mean().item(), head.nearest(torch.stack(sums).sum(0) / len(added)), rows)

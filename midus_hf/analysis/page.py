@@ -2,8 +2,9 @@
 
 import base64
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from midus_hf.analysis.table_of_words import TableOfWords
 
@@ -15,11 +16,26 @@ table {{ border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: 
 th, td {{ padding: .3rem .6rem; border-bottom: 1px solid #d8dbe0; text-align: right; vertical-align: top; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; }}
+.passage {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #d8dbe0; padding-left: .8rem; }}
 </style>
 <h1>{title}</h1>
 {body}
 </html>
 """
+
+
+class ColouredToken(NamedTuple):
+    """A token of a passage.
+
+    Args:
+        text: As it is read.
+        strength: Of its colour, from 0 to 1.
+        hint: What is told where it is pointed at; empty for nothing.
+    """
+
+    text: str
+    strength: float = 0.0
+    hint: str = ""
 
 
 def write_page(
@@ -28,6 +44,7 @@ def write_page(
     paragraphs: Iterable[str],
     tables: Iterable[TableOfWords],
     pictures: Mapping[str, bytes],
+    passages: Mapping[str, Sequence[ColouredToken]] | None = None,
 ) -> None:
     """Write a page.
 
@@ -37,6 +54,7 @@ def write_page(
         paragraphs: Of text.
         tables: Behind them.
         pictures: PNG, by what they show, behind the tables.
+        passages: Of a text, by what they show, behind the pictures. Default: none.
     """
     parts = [f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs]
     parts += [_table(table) for table in tables]
@@ -44,7 +62,19 @@ def write_page(
         encoded = base64.b64encode(picture).decode()
         escaped = html.escape(words)
         parts.append(f'<h2>{escaped}</h2>\n<img alt="{escaped}" src="data:image/png;base64,{encoded}">')
+    parts += [_passage(words, tokens) for words, tokens in (passages or {}).items()]
     path.write_text(_PAGE.format(title=html.escape(title), body="\n".join(parts)), encoding="utf-8")
+
+
+def _passage(title: str, tokens: Iterable[ColouredToken]) -> str:
+    spans = [
+        html.escape(token.text)
+        if not token.hint
+        else f'<span style="background: rgba(214, 39, 40, {token.strength:.2f})" title="{html.escape(token.hint)}">'
+        f"{html.escape(token.text)}</span>"
+        for token in tokens
+    ]
+    return f'<h2>{html.escape(title)}</h2>\n<p class="passage">{"".join(spans)}</p>'
 
 
 def _table(table: TableOfWords) -> str:

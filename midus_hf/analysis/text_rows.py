@@ -23,16 +23,27 @@ class TextRows:
         name: Of the text.
         rows: Token ids `[T]` of each.
         documents: The number of the document that each is of.
+        paths: `[documents, p]`, int64, by which the rows of each document fetch blocks. Default: nothing is fetched.
     """
 
     name: str
     rows: list[torch.Tensor]
     documents: list[int]
+    paths: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
         return sum(map(len, self.rows))
+
+    def fetched_by(self, first: int, count: int) -> torch.Tensor | None:
+        """The paths of some rows, `[count, p]`; None where nothing is fetched.
+
+        Args:
+            first: The first of them.
+            count: How many.
+        """
+        return None if self.paths is None else self.paths[self.documents[first : first + count]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ def read_rows(
             rows = text.rows[first : first + batch_size]
             if records is not None:
                 records.begin(text.name, text.documents[first : first + batch_size])
-            sums += list(_row_sums(model, rows))
+            sums += list(_row_sums(model, rows, text.fetched_by(first, batch_size)))
             if progress is not None:
                 progress(sum(map(len, rows)))
     finally:
@@ -152,17 +163,36 @@ def read_rows(
     return losses
 
 
-def _row_sums(model: PreTrainedModel, rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The summed loss of each row of a batch."""
+def inputs_of(
+    model: PreTrainedModel, rows: Sequence[torch.Tensor], paths: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """What a model is called with for a batch of rows, by keyword: without a cache, padded on the right.
+
+    Args:
+        model: A causal language model.
+        rows: Token ids `[T]` of each.
+        paths: `[B, p]`, by which each fetches blocks. Default: nothing is fetched.
+    """
     inputs = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(model.device)
     lengths = torch.tensor([len(row) for row in rows], device=model.device)
     mask = torch.arange(inputs.shape[1], device=model.device) < lengths[:, None]
-    given = {} if bool(mask.all()) else {"attention_mask": mask.long()}
+    given: dict[str, Any] = {"input_ids": inputs, "use_cache": False}
+    if not bool(mask.all()):
+        given["attention_mask"] = mask.long()
     decoder: Any = extract_model_from_parallel(model, keep_torch_compile=False).get_decoder()
     if "prompt_mask" in getattr(decoder, "memory_input_names", ()):
         given["prompt_mask"] = mask  # a row is a prompt as a whole
+    if paths is not None:
+        given["memory_ids"] = paths
+    return given
+
+
+def _row_sums(
+    model: PreTrainedModel, rows: Sequence[torch.Tensor], paths: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """The summed loss of each row of a batch."""
     with torch.no_grad():
-        logits = model(input_ids=inputs, use_cache=False, **given).logits
+        logits = model(**inputs_of(model, rows, paths)).logits
     for row, of_row in zip(rows, logits, strict=True):
         predicted = of_row[: len(row) - 1].to(torch.promote_types(of_row.dtype, torch.float32))
         losses = F.cross_entropy(predicted, row[1:].to(predicted.device), reduction="none")

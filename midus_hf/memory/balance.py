@@ -1,5 +1,7 @@
 """A loss that is small when a memory's queries spread over all of its keys."""
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -9,7 +11,11 @@ _MOST_SCORES = 1 << 24
 """Scores held at a time: 64 MB in float32."""
 
 
-def balance_loss(memory: ScoresSubKeys, attention_output: torch.Tensor) -> torch.Tensor:
+def balance_loss(
+    memory: ScoresSubKeys,
+    attention_output: torch.Tensor,
+    mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """How unevenly the tokens of a batch select sub-keys: Switch Transformer's loss (Fedus et al. 2021, equation 4).
 
     For every head and side, `n * sum_i f_i P_i`: `f_i` is the share of the tokens' selections of their k best sub-keys
@@ -22,9 +28,13 @@ def balance_loss(memory: ScoresSubKeys, attention_output: torch.Tensor) -> torch
     Args:
         memory: Whose keys are selected. What its batch norm has learned stays as it is.
         attention_output: `[B, T, W]`, what the memory reads; every token counts, so padding should have none.
+        mean_over_processes: Gives the mean of a tensor over the processes that share the batch, all of which call it. Default:
+            none, one process has the whole batch.
 
     Returns:
-        A scalar, float32 (float64 for a float64 memory), differentiable in the keys and in `attention_output`.
+        A scalar, float32 (float64 for a float64 memory), differentiable in the keys and in `attention_output`. Of several processes,
+        the mean of their results is the loss of the whole batch, and the mean of their gradients its gradient: the f_i are those of
+        all tokens, the P_i of a process are the sum over its own, over the mean number of tokens of a process.
     """
     query = memory.queries(attention_output, track_statistics=False).flatten(0, -3)  # [S, H, query_width]
     tokens, heads, _ = query.shape
@@ -35,11 +45,24 @@ def balance_loss(memory: ScoresSubKeys, attention_output: torch.Tensor) -> torch
         sums = checkpoint(_side_sums, memory, part, use_reentrant=False, preserve_rng_state=False)
         totals = sums if totals is None else [(p + q, f + g) for (p, f), (q, g) in zip(totals, sums, strict=True)]
     assert totals is not None
+    selections = [of_side for _, of_side in totals]
+    mean_tokens: torch.Tensor | int = tokens
+    if mean_over_processes is not None:
+        *selections, mean_tokens = _means([*selections, selections[0].new_tensor(tokens)], mean_over_processes)
     losses = [
-        probabilities.shape[-1] * ((selections / (tokens * memory.k)) * (probabilities / tokens)).sum(-1).mean()
-        for probabilities, selections in totals
+        probabilities.shape[-1] * ((chosen / (mean_tokens * memory.k)) * (probabilities / mean_tokens)).sum(-1).mean()
+        for (probabilities, _), chosen in zip(totals, selections, strict=True)
     ]
     return torch.stack(losses).mean()
+
+
+def _means(
+    tensors: list[torch.Tensor], mean_over_processes: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """The mean of each tensor, in one message."""
+    means = mean_over_processes(torch.cat([tensor.flatten() for tensor in tensors]))
+    parts = means.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _side_sums(memory: ScoresSubKeys, query: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,8 +1,10 @@
 """The head-wise memory layer (HML) of MIDUS."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from midus_config.memories.headwise import HeadwiseOptions
 from midus_config.model_sizes import ModelSizes
@@ -26,6 +28,7 @@ class HeadwiseMemory(RetrievalMemory):
     column_keys: torch.Tensor
     value_transform: torch.Tensor
     kept: KeptValues | None = None
+    values_by_head = True
 
     def __init__(self, options: HeadwiseOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
@@ -35,8 +38,8 @@ class HeadwiseMemory(RetrievalMemory):
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
-        query = attention_output.unflatten(-1, (self.num_heads, self.head_dim))
-        return self.addressed(self.normalised(query, track_statistics))
+        by_head = attention_output.reshape(*attention_output.shape[:-1], self.num_heads, self.head_dim)
+        return self.addressed(self.normalised(by_head, track_statistics))
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return product_key_topk(query, self.row_keys, self.column_keys, self.k)
@@ -57,16 +60,17 @@ class HeadwiseMemory(RetrievalMemory):
         Returns:
             `[B, T, D]`.
         """
-        bank: torch.Tensor = self.value_bank
-        transform: torch.Tensor | None = getattr(self, "value_transform", None)
-        if self.kept is not None:
-            kept = self.kept.serve(self, attention_output)
-            bank, transform = (bank, transform) if kept is None else (kept, None)
+        bank = None if self.kept is None else self.kept.serve(self, attention_output)
+        transform: torch.Tensor | None = None
+        if bank is None:
+            bank, transform = self.value_bank, getattr(self, "value_transform", None)
+        shape = attention_output.shape[:-1]
+        flat = attention_output.reshape(shape.numel(), self.num_heads, self.head_dim)  # [S, H, d], S = B * T
         by_head = None
         if residual is not None and self.gate == "none":
-            by_head = residual.unflatten(-1, (self.num_heads, self.value_dim))
+            by_head = residual.reshape(shape.numel(), self.num_heads, self.value_dim)
         output = headwise_memory(
-            self.queries(attention_output),
+            self.addressed(self.normalised(flat)),
             self.row_keys,
             self.column_keys,
             bank,
@@ -75,9 +79,31 @@ class HeadwiseMemory(RetrievalMemory):
             residual=by_head,
             temperature=self.temperature,
             backend=backend,
-        )  # [B, T, H, D / H]
-        output = self.gated(attention_output, output).flatten(-2)
-        return output if residual is None or self.gate == "none" else (residual + output).to(residual.dtype)
+        )  # [S, H, D / H]
+        if self.gate == "none":
+            return output.reshape(*shape, self.num_heads * self.value_dim)
+        output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
+        return output if residual is None else (residual + output).to(residual.dtype)
+
+    def slot_outputs(
+        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What slots add where a head reads them alone: its value in the head's share of the residual stream, and zeros elsewhere.
+
+        Args:
+            slots: `[S]`, int64.
+            head: That reads them.
+            tables: Not asked for.
+
+        Returns:
+            `[S, 1, D]`, in front of the gate.
+        """
+        rows = self.value_bank[head, slots] if self.values == "own" else self.value_bank[slots]  # [S, v]
+        if self.values == "expanded":
+            rows = nn.functional.linear(rows, self.value_transform[head])
+        by_head = rows.new_zeros(len(rows), 1, self.num_heads, self.value_dim)
+        by_head[:, 0, head] = rows
+        return by_head.flatten(-2)
 
     def extra_repr(self) -> str:
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}

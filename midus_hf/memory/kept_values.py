@@ -65,6 +65,7 @@ class KeptValues:
 
     def __init__(self, parameters: tuple[str, ...], derive: Callable[..., torch.Tensor]):
         self._parameters, self._derive = parameters, derive
+        self._getters = tuple(map(attrgetter, parameters))
         self._derived: torch.Tensor | None = None
         self._sources: tuple[torch.Tensor, ...] = ()
 
@@ -105,9 +106,11 @@ class KeptValues:
             return None
         if not torch.compiler.is_compiling():
             # `torch.func.functional_call` may have put others in their place for this pass.
-            sources = self._sources_of(module, tables or {})
-            if any(now is not then for now, then in zip(sources, self._sources, strict=True)):
-                return None
+            for name, getter, then in zip(self._parameters, self._getters, self._sources, strict=True):
+                if module._parameters.get(name) is then:
+                    continue  # seen at once, which counts where a pass has one token
+                if (tables[name] if tables and name in tables else getter(module)) is not then:
+                    return None
         return kept
 
     def _sources_of(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

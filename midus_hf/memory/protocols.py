@@ -27,6 +27,20 @@ class RetrievesSlots(Protocol):
 
 
 @runtime_checkable
+class AddsSlots(RetrievesSlots, Protocol):
+    """A memory of whose slots it can be told what each adds."""
+
+    values_by_head: bool
+    """Whether what a slot adds depends on the head that reads it."""
+
+    def slot_outputs(
+        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What each of slots `[S]` adds where a head reads it alone, with a weight of 1 and gates left out, `[S, E, D]`: for each of
+        E projections that it may be read through."""
+
+
+@runtime_checkable
 class ReadsFewRows(Protocol):
     """A memory that reads few rows of large tables, those of its values: training may change how."""
 

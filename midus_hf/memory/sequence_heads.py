@@ -81,6 +81,10 @@ class SequenceHeads:
     def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)
 
+    def alone(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What heads read of the sequence, `[B, T, H, d]`, as the model's own attention gives it, and its weights if it gives any."""
+        return self._own()
+
     def log_sum(self) -> torch.Tensor:
         """The logarithm of the sum of the exponentials of scores, `[B, H, T]`, to look at beside a pass: nothing is drawn at random.
 

@@ -1,5 +1,7 @@
 """What the memories share that MIDUS compares head-wise memory with: one table of values for all heads."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ class SharedValueMemory(RetrievalMemory):
     """
 
     query_projection: nn.Linear
+    values_by_head = False
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         query = self.query_projection(attention_output)  # [B, T, D]
@@ -41,6 +44,21 @@ class SharedValueMemory(RetrievalMemory):
         output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2), backend=backend)  # [B, T, D]
         output = self.gated(attention_output, output)
         return output if residual is None else (residual + output).to(residual.dtype)
+
+    def slot_outputs(
+        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What slots add where a head reads them alone: their values, whichever head it is.
+
+        Args:
+            slots: `[S]`, int64.
+            head: That reads them.
+            tables: Not asked for.
+
+        Returns:
+            `[S, 1, D]`, in front of the gate.
+        """
+        return self.value_bank[slots].unsqueeze(1)
 
     def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")

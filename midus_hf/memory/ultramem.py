@@ -48,6 +48,7 @@ class UltraMem(MemoryModule):
     value_projection: nn.Linear
     value_table: torch.Tensor
     pre_value_table: torch.Tensor
+    values_by_head = False
 
     def __init__(self, options: UltraMemOptions, sizes: ModelSizes):
         super().__init__(options, sizes)
@@ -105,6 +106,28 @@ class UltraMem(MemoryModule):
         scores, slots = self._select(hidden_states, None, "auto", keep_vectors=False)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         return weights, self._shuffled(slots) % self.num_slots
+
+    def slot_outputs(
+        self, slots: torch.Tensor, head: int, *, tables: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """What rows add where a head reads them alone: their values through each part of the output projection.
+
+        Args:
+            slots: `[S]`, int64, rows of the tables that the layer reads, as `retrieve` counts them.
+            head: That reads them; values are those of all heads.
+            tables: As in `forward`.
+
+        Returns:
+            `[S, E, D]`, in front of the gate, and with a pre-value of 1.
+        """
+        tables = tables or {}
+        value_table = tables["value_table"] if "value_table" in tables else self.value_table
+        rows = value_table[self._table_rows(slots, len(value_table))]  # [S, D_v]
+        parts = self.options.num_projected
+        by_part = rows.new_zeros(len(rows), parts, parts, rows.shape[-1])
+        for part in range(parts):
+            by_part[:, part, part] = rows
+        return self.value_projection(by_part.flatten(-2).to(self.value_projection.weight.dtype))
 
     def _select(
         self, hidden_states: torch.Tensor, report: RouterReport | None, backend: str, keep_vectors: bool = True
@@ -169,9 +192,12 @@ class UltraMem(MemoryModule):
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """The rows of a stored table that virtual slots read."""
+        return self._table_rows(self._shuffled(slots) % self.num_slots, table_rows)
+
+    def _table_rows(self, rows: torch.Tensor, table_rows: int) -> torch.Tensor:
+        """Rows of those that the layer reads as rows of the stored table."""
         own = self.options.n**2
-        first = self.options.sharing.first(self.index, table_rows // own) * own
-        return (self._shuffled(slots) % self.num_slots + first) % table_rows
+        return (rows + self.options.sharing.first(self.index, table_rows // own) * own) % table_rows
 
     def _by_projection(self, weights: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
         """Weights of the slots of each part that has a projection of its own, zero for all others."""

@@ -122,6 +122,8 @@ class HostAttention(Adapted):
             kwargs: What the family's forward takes.
         """
         if not readers and depth is None:
+            if not adapters:
+                return self.family_class.forward(self, *args, **kwargs)
             return super().forward(*args, adapters=adapters, **kwargs)
         # The families look their attention function up in the config and hand it every keyword argument they do not know.
         replaced = {"config": _View(self.config, {"_attn_implementation": _WITH_MEMORY}), "own_config": self.config}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -63,6 +64,12 @@ class OpChoices:
 
 _standing = OpChoices()
 
+_KNOWN = {
+    (body, way, order, exact): OpChoices(body, way, order, exact=exact)
+    for body, way, order, exact in itertools.product(BACKENDS, SELECTIONS, BACKWARDS, (False, True))
+}
+"""All that `resolve` may be asked and answer: making them anew would take a fifth of a decoding step's lookup."""
+
 
 @contextlib.contextmanager
 def op_choices(**changes: Any) -> Iterator[None]:
@@ -111,10 +118,11 @@ def resolve(
     Raises:
         ValueError: If there is no such choice, or kernels or C are asked for where they cannot run.
     """
-    asked = OpChoices(backend, selection, backward)
-    body = _standing.backend if asked.backend == "auto" else asked.backend
-    way = _standing.selection if asked.selection == "auto" else asked.selection
-    order = _standing.backward if asked.backward == "auto" else asked.backward
+    if (backend, selection, backward, False) not in _KNOWN:
+        OpChoices(backend, selection, backward)  # raises
+    body = _standing.backend if backend == "auto" else backend
+    way = _standing.selection if selection == "auto" else selection
+    order = _standing.backward if backward == "auto" else backward
     way, order = "two-stage" if way == "auto" else way, "sorted" if order == "auto" else order
     if body == "auto":
         body = _chosen(tensor, (way, order), refusal, native_refusal)
@@ -123,7 +131,7 @@ def resolve(
     elif body == "native":
         _check_native(tensor, native_refusal)
         body = "torch" if native_refusal == NO_NATIVE_BODY else "native"
-    return OpChoices(body, way, order, exact=_standing.exact)
+    return _KNOWN[body, way, order, _standing.exact]
 
 
 def _chosen(tensor: torch.Tensor, ways: tuple[str, str], refusal: str | None, native_refusal: str | None) -> str:

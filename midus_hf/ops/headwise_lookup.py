@@ -8,11 +8,11 @@ from typing import Any, Optional
 
 import torch
 
-from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.headwise_lookup_triton import triton_score_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library
-from midus_hf.ops.packed_lookup_triton import packed_forward, packs
+from midus_hf.ops.packed_lookup_triton import triton_lookup
 from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
@@ -36,8 +36,7 @@ def lookup(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
     if backend == "triton" and selection == "two-stage":
-        forward = packed_forward if not exact and packs(query.dtype, row_keys.shape[1], k) else triton_forward
-        return forward(query, row_keys, column_keys, bank, residual, k, temperature)
+        return triton_lookup(query, row_keys, column_keys, bank, residual, k, temperature, exact)
     backend = _at_hand(backend)
     if backend == "native" and selection == "two-stage":
         return native_lookup(query, row_keys, column_keys, bank, residual, k, temperature)

@@ -15,6 +15,9 @@ from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_produ
 HEADS_TOGETHER = 8
 """Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
 
+FEW_TOKENS = 16
+"""The fewest rows of a matrix product: no more are computed for the tokens of a decoding step."""
+
 
 @triton.jit
 def token_block_and_head(tokens, heads, BT: tl.constexpr, TOGETHER: tl.constexpr):
@@ -228,13 +231,15 @@ def triton_forward(
     slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
     weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
     if tokens:
+        is_wide = wide_products(query, row_keys)
         tile = _tile(n, k, half, width)
+        tile |= _tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {}
         with on_device_of(query):
             forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
                 query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
                 output, slots, weights,
                 tokens, heads, n, half, width, query.stride(0), query.stride(1), _bank_stride(bank), 1.0 / temperature,
-                ADDS=residual is not None, WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, K=k, **tile,
+                ADDS=residual is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
     return output, slots, weights
 
@@ -284,6 +289,15 @@ def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:
     tile = select_tile(n, k)
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
     return tile | {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "VP": lanes}
+
+
+def _tile_of_few(stretch: int, is_wide: bool) -> dict[str, int]:
+    """What decoding has instead: as few rows as a product takes, and as few warps as hold them in registers.
+
+    Compiled for compute capability 9.0, two warps need no more than 168 registers a thread, but spill some hundreds of bytes where
+    products of float32 meet more than 64 sub-keys at a time.
+    """
+    return {"BT": FEW_TOKENS, "num_warps": 4 if is_wide and stretch > 64 else 2}
 
 
 def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:

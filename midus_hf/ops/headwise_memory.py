@@ -3,8 +3,10 @@
 import torch
 
 from midus_hf.ops.backend import OpChoices, resolve
+from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup_few
-from midus_hf.ops.native_headwise import native_lookup, native_refusal
+from midus_hf.ops.native_headwise import native_output, native_refusal
+from midus_hf.ops.packed_lookup_triton import triton_lookup
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk
 from midus_hf.ops.product_key import reference as product_key_reference
@@ -80,7 +82,8 @@ def headwise_memory(
             "expand is true with sparse_gradient; expected false or None, since an expanded bank is hit all over."
         )
     with without_autocast(query.device.type):
-        row_keys, column_keys, value_bank = (table.to(query.dtype) for table in (row_keys, column_keys, value_bank))
+        tables = (row_keys, column_keys, value_bank)
+        row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
         value_transform = None if value_transform is None else value_transform.to(query.dtype)
         if choices.backend == "reference":
             output = reference(query, row_keys, column_keys, value_bank, value_transform, k, temperature)
@@ -94,21 +97,15 @@ def headwise_memory(
             expand = tokens >= n * n and heads * value_bank.numel() <= MOST_EXPANDED
         if value_transform is not None and expand:
             value_bank, value_transform = expand_values(value_bank, value_transform), None
-        flat_query, tables = query.reshape(tokens, *query.shape[-2:]), (row_keys, column_keys, value_bank)
-        decodes = _decodes(choices, tokens * heads, (flat_query, *tables))
-        fuses = residual is not None and value_transform is None and (not decodes or choices.backend == "native")
-        added = residual.reshape(tokens, heads, -1) if fuses and residual is not None else None
-        if decodes and choices.backend == "native":
-            output, _, _ = native_lookup(flat_query, *tables, added, k, temperature, keeps=False)
-        elif decodes:
-            output = lookup_few(flat_query, *tables, k, temperature)
-        else:
-            ways = (choices.exact, choices.selection, choices.backward, choices.backend)
-            output, _, _ = headwise_lookup_op(flat_query, *tables, added, k, temperature, *ways)  # [S, H, v]
+        added = None
+        if residual is not None and value_transform is None:
+            added = _shaped(residual, (tokens, heads, value_bank.shape[-1]))
+        flat_query = _shaped(query, (tokens, heads, query.shape[-1]))
+        output = _looked_up(flat_query, row_keys, column_keys, value_bank, added, k, temperature, choices)  # [S, H, v]
         if value_transform is not None:
             output = _transformed(output, value_transform)
-        output = output.reshape(*query.shape[:-1], value_bank.shape[-1])
-        return output if fuses else _added(residual, output)
+        output = _shaped(output, (*query.shape[:-1], output.shape[-1]))
+        return output if added is not None else _added(residual, output)
 
 
 def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
@@ -168,19 +165,41 @@ def _gathered_sparsely(
     return weighted_gather(value_bank, slots, weights, sparse_gradient=True, backend=choices.backend)
 
 
+def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor in this shape: to ask PyTorch for the one that it has takes several times as long as to see that it has it."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
+
+
 def _added(residual: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
     """The residual, in its dtype, with the output added to it."""
     return output if residual is None else (residual + output).to(residual.dtype)
 
 
-def _decodes(choices: OpChoices, rows: int, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether so little is to be done, without a gradient or a graph, that the number of calls counts."""
-    untraced = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if not untraced or rows > _FEW_ROWS or choices.selection != "two-stage":
-        return False
-    if choices.backend == "native":  # C reads memory, which tensors that stand for others do not have
-        return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-    return choices.backend == "torch"
+def _looked_up(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    choices: OpChoices,
+) -> torch.Tensor:
+    """What `headwise_lookup` gives, `[S, H, v]`; where nothing needs the registered op, by calling its body."""
+    arguments = (query, row_keys, column_keys, bank, residual, k, temperature)
+    body = choices.backend
+    if (
+        nobody_watches()
+        and choices.selection == "two-stage"
+        and are_plain(query, row_keys, column_keys, bank, query if residual is None else residual)
+    ):
+        if body == "native":
+            return native_output(*arguments)
+        if body == "triton":
+            return triton_lookup(*arguments, choices.exact)[0]
+        if query.shape[0] * query.shape[1] <= _FEW_ROWS:
+            return _added(residual, lookup_few(query, row_keys, column_keys, bank, k, temperature))
+    return headwise_lookup_op(*arguments, choices.exact, choices.selection, choices.backward, body)[0]
 
 
 def _transformed(output: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:

@@ -1,37 +1,31 @@
-"""What the compiled bodies are called with: C's structures, field by field."""
+"""What the compiled bodies are called with: C's structures, field by field, as bytes.
 
-import ctypes
+They are packed, not built of `ctypes.Structure`: that takes longer than a decoding step's lookup.
+"""
 
-_NUMBER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
-
-
-def _structure(name: str, addresses: str, numbers: str, *more: tuple[str, type]) -> type[ctypes.Structure]:
-    fields = [
-        *((field, _ADDRESS) for field in addresses.split()),
-        *((field, _NUMBER) for field in numbers.split()),
-        *more,
-    ]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+import struct
 
 
-LookupCall = _structure(
-    "LookupCall",
+def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
+    """A structure of pointers, zero for none, and of 64-bit integers, in this order; `more` are codes of further fields."""
+    return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
+
+
+LOOKUP_CALL = _structure(
     "query row_keys column_keys bank residual output slots weights",
     "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
     "narrow residual_narrow slot_bytes stretch threads",
-    ("temperature", ctypes.c_double),
+    "d",  # temperature
 )
 
-ScoreGradientsCall = _structure(
-    "ScoreGradientsCall",
+SCORE_GRADIENTS_CALL = _structure(
     "gradient query row_keys column_keys bank slots weights into_query into_row_keys into_column_keys parts",
     "tokens heads n half width k gradient_token gradient_head query_token query_head bank_head "
     "narrow gradient_narrow slot_bytes stretch threads",
-    ("temperature", ctypes.c_double),
+    "d",  # temperature
 )
 
-RowSumsCall = _structure(
-    "RowSumsCall",
+ROW_SUMS_CALL = _structure(
     "gradient slots weights into",
     "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes ranges threads",
 )

@@ -4,13 +4,12 @@ Shapes as in `headwise_lookup`. Each result is written by one thread alone, in t
 the other tokens of a call change its bits.
 """
 
-import ctypes
 from typing import Any
 
 import torch
 
 from midus_hf.ops.backend import NATIVE_DTYPES
-from midus_hf.ops.native_calls import LookupCall, RowSumsCall, ScoreGradientsCall
+from midus_hf.ops.native_calls import LOOKUP_CALL, ROW_SUMS_CALL, SCORE_GRADIENTS_CALL
 from midus_hf.ops.native_library import native_library
 from midus_hf.ops.precision import narrowest_integer
 
@@ -43,30 +42,46 @@ def native_lookup(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
-    keeps: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, slots and weights; the latter two are empty unless `keeps` says that a gradient needs them."""
-    tokens, heads, width = query.shape[0], query.shape[1], bank.shape[-1]
-    n, half = row_keys.shape[1:]
-    if residual is not None and residual.dtype not in NATIVE_DTYPES:
-        output, slots, weights = native_lookup(query, row_keys, column_keys, bank, None, k, temperature, keeps)
-        return (residual + output).to(residual.dtype), slots, weights
-    query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
-    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
-    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
-    kept = (tokens, heads, k) if keeps else (0,)
+    """Output, slots and weights: what a gradient needs."""
+    kept, n = (*query.shape[:2], k), row_keys.shape[1]
     slots = query.new_empty(kept, dtype=narrowest_integer(n * n))
     weights = query.new_empty(kept, dtype=torch.float32)
-    added = (0, 0) if residual is None else residual.stride()[:2]
-    call = LookupCall(
+    output = native_output(query, row_keys, column_keys, bank, residual, k, temperature, (slots, weights))
+    return output, slots, weights
+
+
+def native_output(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The output alone; slots and weights are written into what is `kept` for a gradient, if anything is."""
+    if residual is not None and residual.dtype not in NATIVE_DTYPES:
+        output = native_output(query, row_keys, column_keys, bank, None, k, temperature, kept)
+        return (residual + output).to(residual.dtype)
+    (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
+    query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    if residual is None:
+        output = bank.new_empty((tokens, heads, width))
+    else:
+        output = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    slots, weights = (None, None) if kept is None else kept
+    call = LOOKUP_CALL.pack(
         query.data_ptr(),
         row_keys.data_ptr(),
         column_keys.data_ptr(),
         bank.data_ptr(),
-        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
         output.data_ptr(),
-        slots.data_ptr() if keeps else None,
-        weights.data_ptr(),
+        0 if slots is None else slots.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
         tokens,
         heads,
         n,
@@ -74,17 +89,17 @@ def native_lookup(
         width,
         k,
         *query.stride()[:2],
-        *added,
+        *((0, 0) if residual is None else residual.stride()[:2]),
         n * n * width if bank.dim() == 3 else 0,
         query.dtype == torch.bfloat16,
         residual is not None and residual.dtype == torch.bfloat16,
-        slots.itemsize,
+        0 if slots is None else slots.itemsize,
         _STRETCH,
         _threads(tokens * heads),
         temperature,
     )
     _run("midus_lookup", call)
-    return output, slots, weights
+    return output
 
 
 def native_score_gradients(
@@ -120,7 +135,7 @@ def native_score_gradients(
         into_column_keys,
         parts,
     )
-    call = ScoreGradientsCall(
+    call = SCORE_GRADIENTS_CALL.pack(
         *(tensor.data_ptr() for tensor in tensors),
         tokens,
         heads,
@@ -153,7 +168,7 @@ def native_bank_gradient(
     into = weights.new_empty(bank_shape)
     threads = _threads(tokens * heads)
     tables = heads if own else 1
-    call = RowSumsCall(
+    call = ROW_SUMS_CALL.pack(
         gradient.data_ptr(),
         slots.data_ptr(),
         weights.data_ptr(),
@@ -174,10 +189,10 @@ def native_bank_gradient(
     return into
 
 
-def _run(name: str, call: ctypes.Structure) -> None:
+def _run(name: str, call: bytes) -> None:
     library: Any = native_library()
     assert library is not None
-    if getattr(library, name)(ctypes.byref(call)):
+    if getattr(library, name)(call):
         raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
 
 

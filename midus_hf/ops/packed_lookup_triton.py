@@ -12,7 +12,13 @@ Shapes: as in `headwise_lookup_triton`.
 
 import torch
 
-from midus_hf.ops.headwise_lookup_triton import HEADS_TOGETHER, token_block_and_head, wide_products
+from midus_hf.ops.headwise_lookup_triton import (
+    FEW_TOKENS,
+    HEADS_TOGETHER,
+    token_block_and_head,
+    triton_forward,
+    wide_products,
+)
 from midus_hf.ops.packed_selection_triton import (
     best_of_tile,
     best_pairs,
@@ -142,6 +148,21 @@ def packs(dtype: torch.dtype, n: int, k: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and n <= MOST_SUB_KEYS and k <= MOST_RETRIEVED
 
 
+def triton_lookup(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    exact: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, slots and weights by the kernel that fits, which compares all bits of scores where `exact` says so."""
+    forward = packed_forward if not exact and packs(query.dtype, row_keys.shape[1], k) else triton_forward
+    return forward(query, row_keys, column_keys, bank, residual, k, temperature)
+
+
 def packed_forward(
     query: torch.Tensor,
     row_keys: torch.Tensor,
@@ -159,7 +180,7 @@ def packed_forward(
     slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
     weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
     if tokens:
-        tile = _tile(n, k, half, width)
+        tile = _tile(n, k, half, width, tokens)
         with on_device_of(query):
             packed_forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
                 query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
@@ -171,19 +192,21 @@ def packed_forward(
     return output, slots, weights
 
 
-def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:
-    """Sizes of a program, of at most about 8,192 elements in its widest tile."""
+def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
+    """Sizes of a program, of at most about 8,192 elements in its widest tile; few warps for the few tokens of a decoding step."""
     ranks = power_of_two(k)
     columns = max(16, power_of_two(n), 4 * ranks)
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
-    tokens = max(16, min(64, 8192 // max(dims, lanes)))
+    few = tokens <= FEW_TOKENS
+    rows = FEW_TOKENS if few else max(16, min(64, 8192 // max(dims, lanes)))
     return {
-        "GROUP": max(1, min(ranks, 32768 // (tokens * lanes))),  # ranks whose rows registers hold at once
+        "GROUP": max(1, min(ranks, 32768 // (rows * lanes))),  # ranks whose rows registers hold at once
         "BITS": (columns - 1).bit_length(),
         "RANK_BITS": (ranks - 1).bit_length(),
         "KP": ranks,
-        "BT": tokens,
+        "BT": rows,
         "BN": columns,
         "DP": dims,
         "VP": lanes,
+        "num_warps": 2 if few else 4,
     }

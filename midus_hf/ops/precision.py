@@ -5,6 +5,8 @@ import functools
 
 import torch
 
+_NOTHING = contextlib.nullcontext()
+
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """A context in which `torch.autocast` does not lower matrix products to half precision.
@@ -13,7 +15,9 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
         device_type: Of the tensors that are multiplied; `"meta"`, which computes nothing, has no autocast to disable.
     """
     # By name, not by `torch.amp.is_autocast_available`, which Dynamo of torch 2.11 cannot trace.
-    return contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    if device_type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device_type)):
+        return _NOTHING  # a context of autocast costs as much as some ten operations on a GPU
+    return torch.autocast(device_type, enabled=False)
 
 
 def narrowest_integer(bound: int) -> torch.dtype:

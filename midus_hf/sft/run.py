@@ -8,6 +8,7 @@ from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.trainer import SftTrainer
 from midus_hf.training.held_out import describe_held_out, prepare_held_out
+from midus_hf.training.resumption import settle_resumption
 from midus_hf.training.run_setup import Chosen, check_request, choose_what_trains, make_run
 from midus_hf.training.trainer_arguments import training_arguments
 from midus_hf.training.training_run import TrainingRun, TrainResult
@@ -37,12 +38,14 @@ def prepare(config: SftConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing has been written then.
     """
+    config = settle_resumption(config)
     request = check_request(config, config.sequence_length)
     tokenizer = request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
     arguments = training_arguments(
         config,
         SFTConfig,
+        gradient_accumulation_steps=request.passes,
         # A packed sequence has no padding, and no attention mask by which tokens could be told from it.
         include_num_input_tokens_seen="all" if config.packing else "non_padding",
         dataset_kwargs={"skip_prepare_dataset": True},

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,8 +50,11 @@ class Readings:
         }
         self._readings.append(_Reading(memory, attention_output, autocast))
 
-    def balance_loss(self) -> torch.Tensor:
+    def balance_loss(self, mean_over_processes: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """The mean of `memory.balance.balance_loss` over what was read, a scalar, float32 at least.
+
+        Args:
+            mean_over_processes: As that takes it. Default: none.
 
         Raises:
             ValueError: If nothing was read.
@@ -64,7 +67,7 @@ class Readings:
         losses = []
         for reading in self._readings:
             with torch.autocast(**reading.autocast):
-                losses.append(balance_loss(reading.memory, reading.attention_output))
+                losses.append(balance_loss(reading.memory, reading.attention_output, mean_over_processes))
         return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from midus_config.checkpoint_files import TRAINER_STATE
-from midus_hf.training.output_folder import checkpoints
+from midus_hf.training.run_checkpoints import checkpoints
 from midus_hf.training.run_options import RunOptions
 
 _MARGIN = 1.02

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from midus_config.fetched_blocks import BankLayout
-from midus_hf.documents import find_files, read_documents, rows_of
+from midus_hf.documents import find_files, has_column, read_documents
 from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measure, prepare_text
 from midus_hf.training.clustered_corpus import check_paths, read_paths
 from midus_hf.training.corpus import LocalText
@@ -130,10 +130,9 @@ def prepare_held_out(
 def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout]) -> torch.Tensor | None:
     """The paths of held-out documents, `[documents, p]`; None if no document has one."""
     column = corpus.path_column
-    files = find_files(path)
-    if column is None or not any(column in row for file in files for _, row in rows_of(file, corpus.encoding) or ()):
+    if column is None or not has_column(path, column, corpus.encoding):
         return None
-    paths = read_paths(LocalText(dataclasses.replace(corpus, path=path), files), column)
+    paths = read_paths(LocalText(dataclasses.replace(corpus, path=path), find_files(path)), column)
     check_paths(paths, banks, column, "it")
     return torch.from_numpy(paths)
 

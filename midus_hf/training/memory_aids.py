@@ -73,7 +73,7 @@ class AidsMemory(TrainsMemory):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with record_readings(model) as readings:
             result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        balance = readings.balance_loss()
+        balance = readings.balance_loss(self._mean_over_processes if self.args.world_size > 1 else None)
         self._balance_losses.append(balance.detach())
         # Where the loss is divided by the tokens of all passes of a step, what is a mean per pass has to be divided too.
         by_tokens = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -97,8 +97,12 @@ class AidsMemory(TrainsMemory):
             )
         if "loss" in logs and self._balance_losses:
             balance = torch.stack(self._balance_losses).mean()
-            logs["balance_loss"] = self.accelerator.reduce(balance, reduction="mean").item()
+            logs["balance_loss"] = self._mean_over_processes(balance).item()
             self._balance_losses.clear()
         if "loss" in logs and self._usage_events is not None:
             logs |= self._usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
         super().log(logs, start_time)
+
+    def _mean_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        mean: Any = self.accelerator.reduce(tensor, reduction="mean")
+        return mean

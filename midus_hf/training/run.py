@@ -9,6 +9,7 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.training.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
+from midus_hf.training.resumption import settle_resumption
 from midus_hf.training.run_setup import check_request, choose_what_trains, make_run
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.sequence_audit import NumberedSequences
@@ -42,12 +43,14 @@ def prepare(config: TrainConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
+    config = settle_resumption(config)
     request = check_request(config, config.sequence_length)
     model_config = request.model_config
     banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
     corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size, banks)
-    arguments = training_arguments(config)
-    dataset = build_dataset(config, corpora, arguments.world_size)
+    arguments = training_arguments(config, gradient_accumulation_steps=request.passes)
+    a_step = config.batch_size * request.passes * arguments.world_size
+    dataset = build_dataset(config, corpora, a_step)
     if isinstance(dataset, Mixture):
         arguments.max_steps, arguments.train_sampling_strategy = dataset.steps, "sequential"
     corpus = config.corpora[0]

@@ -13,6 +13,9 @@ Trainable = Literal["auto", "new", "all"] | list[int | Role]
 AdapterLayers = Literal["base", "new", "all"]
 """Which layers have adapters: see `RunOptions`."""
 
+AUTO = "auto"
+"""Of `resume`: see `RunOptions`."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -79,7 +82,8 @@ class RunOptions:
         report_to: Where to send the log beside `log.jsonl`: what the Trainer knows, such as `"tensorboard"`,
             `"trackio"` or `"wandb"`, or a list of them. Default: `"none"`.
         seed: Seed of the order of sequences and of anything random, such as weights made from `model_config`. Default: 0.
-        resume: True for the latest checkpoint in `output`, or the path of one. Default: false.
+        resume: True for the latest checkpoint in `output`, or the path of one; `"auto"` for the latest one if there is any, and else
+            to begin, also where such a run has died before its first checkpoint. Default: false.
         overwrite: Whether to replace an earlier run in `output`. Default: false.
 
     Raises:

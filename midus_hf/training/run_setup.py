@@ -29,11 +29,13 @@ from midus_hf.training.output_folder import check_output, start_output
 from midus_hf.training.precision import hold_for_training
 from midus_hf.training.rates import Rates
 from midus_hf.training.reporting import check_reporting
+from midus_hf.training.resumption import describe_resumption, passes_of_a_step
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
+from midus_hf.training.trains_sharded import check_deepspeed
 from midus_hf.training.trains_tables import memories_of_few_rows
 
 Chosen = tuple[Any, RenderableType]
@@ -48,11 +50,13 @@ class CheckedRequest:
         checkpoint: To resume from; None for a new run.
         model_config: Of the model.
         tokenizer: Of the model.
+        passes: Forward passes of each process in a step.
     """
 
     checkpoint: Path | None
     model_config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
+    passes: int
 
 
 def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
@@ -65,6 +69,7 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
     Raises:
         ValueError: If the request is wrong.
     """
+    check_deepspeed()
     checkpoint = check_output(config)
     check_held_out(config)
     check_reporting(config.report_to)
@@ -77,7 +82,7 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
         check_adapters(adapters, model_config)
     check_sequence_length(sequence_length, model_config)
     _check_has_memory(config, model_config)
-    return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config))
+    return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config), passes_of_a_step(config, checkpoint))
 
 
 def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
@@ -139,7 +144,8 @@ def make_run(
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
     lock = _open_output(config)
     if PartialState().is_main_process:
-        print_start(rates, report, model, data_lines)
+        resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
+        print_start(rates, report, model, [*data_lines, *resumption_lines])
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -159,6 +165,8 @@ def make_run(
         usage_every=config.usage_every,
         **trainer_options,
     )
+    if request.checkpoint is not None:
+        trainer.check_checkpoint(request.checkpoint)
     return TrainingRun(
         config,
         request.checkpoint,

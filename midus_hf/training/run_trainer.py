@@ -24,12 +24,15 @@ from midus_hf.training.held_out import (
 )
 from midus_hf.training.interruption import Interruption
 from midus_hf.training.memory_aids import AidsMemory
-from midus_hf.training.output_folder import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.progress import ProgressTable
+from midus_hf.training.resumption import StepSize
+from midus_hf.training.run_checkpoints import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.run_costs import peak_memory_bytes, trained_parameters
 from midus_hf.training.saving import say, write_failure
 from midus_hf.training.training_clock import TrainingClock
 from midus_hf.training.written_files import remove_written
+
+_OF_ANOTHER_PROCESS = "another process could not write its part"
 
 
 class InRun(AidsMemory):
@@ -70,10 +73,11 @@ class InRun(AidsMemory):
         self.held_out, self.keep_best, self.early_stop = held_out or {}, keep_best, early_stop
         self.save_failure: str | None = None
         """Why the last checkpoint could not be written; None if it was."""
+        self._parts_failed = False
         self.interruption = Interruption(self._largest)
         self.clock = TrainingClock(max_seconds, self._largest, bool(self.held_out))
         # Before the log, which has an event wherever there is a checkpoint.
-        self.callback_handler.callbacks[:0] = [self.clock, self.interruption]
+        self.callback_handler.callbacks[:0] = [self.clock, self.interruption, StepSize(self.args)]
         for talkative in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             self.remove_callback(talkative)
         self.progress = ProgressTable(list(self.held_out), self.clock)
@@ -201,7 +205,7 @@ class InRun(AidsMemory):
         """As `Trainer._save_checkpoint`; where a file cannot be written, what there is of the checkpoint is removed."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial), f"checkpoint-{step}")
-        failure = None
+        failure, self._parts_failed = None, False
         try:
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -212,8 +216,9 @@ class InRun(AidsMemory):
             failure = write_failure(error)
             if failure is None:
                 raise
-        failed = self._largest(failure is not None)
-        self.save_failure = (failure or "another process could not write its part") if failed else None
+        # What is asked here is answered there where a process has not come so far as `_save_rng_state`.
+        failed = self._parts_failed or self._largest(failure is not None)
+        self.save_failure = (failure or _OF_ANOTHER_PROCESS) if failed else None
         if not self.args.should_save:
             return
         if failed:
@@ -226,6 +231,23 @@ class InRun(AidsMemory):
         else:
             best = best_step(self.held_out_losses()) if self.keep_best else None
             remove_old_checkpoints(folder.parent, step, self.keep_checkpoints, best)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As `Trainer._save_rng_state`; it ends when all processes have written theirs: then the checkpoint is said to be whole.
+
+        Raises:
+            OSError: If one could not, or has failed before.
+        """
+        failure = None
+        try:
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+        except Exception as error:
+            failure = write_failure(error)
+            if failure is None:
+                raise
+        self._parts_failed = bool(self._largest(failure is not None))
+        if self._parts_failed:
+            raise OSError(failure or _OF_ANOTHER_PROCESS)
 
     def _largest(self, number: int) -> int:
         """The largest of the numbers of all processes."""

@@ -42,23 +42,22 @@ def open_corpora(
     return [_open(corpus, config, tokenizer, vocab_size, banks) for corpus in config.corpora]
 
 
-def build_dataset(config: TrainConfig, parts: list[Part], world_size: int) -> TrainingData:
+def build_dataset(config: TrainConfig, parts: list[Part], sequences_a_step: int) -> TrainingData:
     """The sequences of a run: those of its corpus, or shares of several.
 
     Args:
         config: The options of the run.
         parts: As from `open_corpora`.
-        world_size: Number of processes that share a step.
+        sequences_a_step: How many sequences all processes take in a step.
 
     Raises:
         ValueError: As `Mixture`.
     """
     if not isinstance(config.corpus, list):
         return parts[0]
-    a_step = config.batch_size * config.gradient_accumulation * world_size
     all_sequences = sum(len(part) for part in parts if not isinstance(part, PackedStream))
-    steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / a_step)
-    return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, a_step, config.seed)
+    steps = config.max_steps or math.ceil((config.epochs or 1) * all_sequences / sequences_a_step)
+    return Mixture(parts, [corpus.weight for corpus in config.corpus], steps, sequences_a_step, config.seed)
 
 
 def audit_of(dataset: TrainingData, config: TrainConfig) -> SequenceAudit:

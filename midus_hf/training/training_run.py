@@ -16,9 +16,10 @@ from midus_hf.training.disk_room import RoomNeeded
 from midus_hf.training.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.model_card import add_training
-from midus_hf.training.output_folder import as_yaml, last_checkpoint, publish
+from midus_hf.training.output_folder import as_yaml, publish
 from midus_hf.training.precision import restore_dtypes
 from midus_hf.training.progress import without_library_bars
+from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.run_trainer import InRun
 from midus_hf.training.saving import SaveError, save_where_possible, say
@@ -147,7 +148,10 @@ class TrainingRun:
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
         output = Path(self.config.output)
-        restore_dtypes(self.model, self.dtypes)
+        if self.trainer.is_fsdp_enabled:
+            self.trainer.saved_dtypes = self.dtypes
+        else:
+            restore_dtypes(self.model, self.dtypes)
         self.trainer.merge_adapters()
         self.model.config.use_cache = self.use_cache
         try:

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,19 +11,16 @@ from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.sequence_audit import SEQUENCE, SequenceAudit
-
-if TYPE_CHECKING:
-    # What the mixin stands before, for all that it asks of itself.
-    from transformers import Trainer as AnyTrainer
-else:
-    AnyTrainer = object
+from midus_hf.training.trains_sharded import TrainsSharded
 
 GROUP = "blocks"
 """The name of the optimizer's group that has no parameters, but the rate and the decay of blocks."""
 
 
-class TrainsBlocks(AnyTrainer):
-    """Mixin for a `Trainer` of any kind: blocks that passes fetch get gradients, and AdamW updates them with moments of their own.
+class TrainsBlocks(TrainsSharded):
+    """Mixin for a `Trainer` of any kind, as `TrainsSharded`, which it includes: blocks that passes fetch get gradients.
+
+    AdamW updates them with moments of their own.
 
     Where several processes train, each has the mean of the gradients of all before a step, so that blocks which some of them fetched
     stay equal in all.

@@ -1,21 +1,24 @@
 """The results of a comparison in the order that a person asks for them."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from midus_workbench.learning import (
     Spread,
     Verdict,
     best_rate,
     by_rate,
-    change,
-    change_at,
+    forgotten_at,
+    in_words,
     mean_loss,
+    origin,
+    path,
     spread,
     verdict,
 )
+from midus_workbench.nulls import SHUFFLED
 from midus_workbench.options import Comparison
-from midus_workbench.rates import rate_name
+from midus_workbench.rates import Rate, rate_name
 from midus_workbench.results import Result
 
 _METRICS = ("acc_norm", "acc", "exact_match")
@@ -28,6 +31,7 @@ class ArmFindings:
 
     Args:
         name: Of the arm.
+        base: What was measured of the base.
         results: Of all rates and seeds.
         rate: Name of the rate at which the domain was learned best.
         domain: Names of texts.
@@ -35,6 +39,7 @@ class ArmFindings:
     """
 
     name: str
+    base: Result
     results: Sequence[Result]
     rate: str
     domain: Sequence[str]
@@ -46,19 +51,56 @@ class ArmFindings:
         return by_rate(self.results)[self.rate]
 
     @property
+    def ends(self) -> Mapping[int, float]:
+        """Mean loss of the domain at the end, by seed."""
+        return {result.seed: mean_loss(result.end, self.domain) for result in self.best}
+
+    @property
     def domain_loss(self) -> Spread:
-        """Mean loss of the domain at the end."""
-        return spread([mean_loss(result.end, self.domain) for result in self.best])
+        """The same over seeds."""
+        return spread(list(self.ends.values()))
 
     @property
     def learned(self) -> Spread:
-        """Nats by which the loss of the domain fell from the model's own start."""
-        return spread([-change(result, self.domain) for result in self.best])
+        """Nats by which the loss of the domain fell from its origin."""
+        return spread(self.learned_by_seed)
+
+    @property
+    def learned_by_seed(self) -> list[float]:
+        """The same, a number of each seed."""
+        return [mean_loss(origin(one, self.base), self.domain) - mean_loss(one.end, self.domain) for one in self.best]
 
     @property
     def forgotten(self) -> Spread | None:
-        """Nats by which the loss of retention texts rose from the model's own start; None without such texts."""
-        return spread([change(result, self.retention) for result in self.best]) if self.retention else None
+        """Nats by which the loss of retention texts rose from its origin; None without such texts."""
+        if not self.retention:
+            return None
+        return spread([path(one, self.base, self.domain, self.retention)[-1][1] for one in self.best])
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether a model that training began with did not compute what the base computes, or nobody looked."""
+        return any(origin(result, self.base) is self.base.end for result in self.best)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens trained on, the mean over seeds."""
+        return spread([result.end.tokens for result in self.best]).mean
+
+    @property
+    def rates(self) -> list[Rate]:
+        """Those it was trained at, in their order."""
+        return [results[0].rate for results in by_rate(self.results).values()]
+
+    @property
+    def is_at_an_end_of_its_rates(self) -> bool:
+        """Whether a number of the best rate is the least or the greatest of those that were tried."""
+        tried = [[rate[key] for rate in self.rates if key in rate] for key in self.best[0].rate]
+        best = list(self.best[0].rate.values())
+        return any(
+            len(set(numbers)) > 1 and number in (min(numbers), max(numbers))
+            for number, numbers in zip(best, tried, strict=True)
+        )
 
     def metric(self, task: str, before: bool = False) -> Spread | None:
         """The usual metric of a task, after training or before; None if a result lacks it.
@@ -74,17 +116,22 @@ class ArmFindings:
 
 @dataclasses.dataclass(frozen=True)
 class AtEqualLearning:
-    """What an arm had forgotten when it had learned as much as every arm did.
+    """What an arm had forgotten when it had learned as much as half of the arms did in the end.
 
     Args:
         arm: Its name.
         rate: The rate at which that was least.
-        forgotten: By seed.
+        by_seed: Nats, by seed.
     """
 
     arm: str
     rate: str
-    forgotten: Spread
+    by_seed: Mapping[int, float]
+
+    @property
+    def forgotten(self) -> Spread:
+        """The same over seeds."""
+        return spread(list(self.by_seed.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +170,7 @@ class Findings:
 
         What the slowest arm learned may be next to nothing, and nothing has been forgotten there.
         """
-        learned = sorted(min(-change(result, self.domain) for result in arm.best) for arm in self.arms.values())
+        learned = sorted(min(arm.learned_by_seed) for arm in self.arms.values())
         return max(0.0, learned[(len(learned) - 1) // 2])
 
     @property
@@ -140,11 +187,15 @@ class Findings:
         for arm in self.arms.values():
             reached = []
             for rate, results in by_rate(arm.results).items():
-                changes = [change_at(result, self.common_learning, self.domain, self.retention) for result in results]
-                if len(results) == len(arm.best) and None not in changes:
-                    reached.append(
-                        AtEqualLearning(arm.name, rate, spread([one for one in changes if one is not None]))
+                forgotten = {
+                    result.seed: forgotten_at(
+                        self.common_learning, path(result, self.base, self.domain, self.retention)
                     )
+                    for result in results
+                }
+                told = {seed: number for seed, number in forgotten.items() if number is not None}
+                if len(told) == len(results) == len(arm.best):
+                    reached.append(AtEqualLearning(arm.name, rate, told))
             found += [min(reached, key=lambda one: one.forgotten.mean)] if reached else []
         return sorted(found, key=lambda one: one.forgotten.mean)
 
@@ -154,27 +205,41 @@ class Findings:
         Args:
             arm: Its name.
         """
-        own = self._ends(self.arms[arm].best)
+        own = self.arms[arm].ends
         compared = (
-            verdict(control, own, self._ends(results)) for control, results in self.controls.get(arm, {}).items()
+            verdict(control, own, {result.seed: mean_loss(result.end, self.domain) for result in results})
+            for control, results in self.controls.get(arm, {}).items()
         )
         return [one for one in compared if one is not None]
 
-    def loss_when_shuffled(self, arm: str) -> Spread | None:
+    def controls_of(self, arm: str) -> list[Verdict]:
+        """What is known of all its null controls, the one that is only measured last.
+
+        Args:
+            arm: Its name.
+        """
+        shuffled = self.loss_when_shuffled(arm)
+        return [*self.verdicts(arm), *([] if shuffled is None else [shuffled])]
+
+    def loss_when_shuffled(self, arm: str) -> Verdict | None:
         """Nats by which the loss of the domain rises when the trained arm's values are permuted; None if that was not measured.
 
         Args:
             arm: Its name.
         """
-        rises = [
-            sum(result.shuffled[name] - result.end.losses[name] for name in self.domain) / len(self.domain)
-            for result in self.arms[arm].best
-            if result.shuffled is not None
-        ]
-        return spread(rises) if rises else None
-
-    def _ends(self, results: Iterable[Result]) -> dict[int, float]:
-        return {result.seed: mean_loss(result.end, self.domain) for result in results}
+        rises = []
+        for result in self.arms[arm].best:
+            if result.shuffled is not None:
+                # Earlier results have it as the run measured it, in the precision of training, alone.
+                before = result.end.losses if result.unshuffled is None else result.unshuffled
+                rises.append(spread([result.shuffled[name] - before[name] for name in self.domain]).mean)
+        if not rises:
+            return None
+        rise = spread(rises)
+        words = in_words(
+            rise, "its addresses matter", "its addresses do not matter", "its addresses are not shown to matter"
+        )
+        return Verdict(SHUFFLED, rise, words)
 
 
 def findings(
@@ -196,7 +261,7 @@ def findings(
         own = [result for result in results if result.arm == name]
         if own:
             rate = rate_name(best_rate(own, domain))
-            arms[name] = ArmFindings(name, own, rate, domain, retention)
+            arms[name] = ArmFindings(name, base, own, rate, domain, retention)
     for result in results:
         if (
             result.control is not None

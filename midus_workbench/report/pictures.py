@@ -2,13 +2,14 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from midus_workbench.learning import mean_loss, spread
+from midus_workbench.learning import mean_loss, path, spread
 from midus_workbench.report.findings import ArmFindings, Findings
-from midus_workbench.results import Point, Result
+from midus_workbench.results import Result
 
 _SIZE = (9.0, 5.5)
+_Moment = TypeVar("_Moment")
 
 
 def pictures(found: Findings) -> dict[str, bytes]:
@@ -27,25 +28,34 @@ def pictures(found: Findings) -> dict[str, bytes]:
 def draw_frontier(found: Findings) -> bytes:
     """Learning against forgetting: a path for each arm and rate, with bars of one standard deviation over seeds at its end.
 
-    The best rate of an arm is drawn full, the others faint.
+    The best rate of an arm is drawn full, the others faint. Of arms that do not start at the base the end is in the picture.
 
     Args:
         found: Of a comparison with retention texts.
     """
     figure, axes = _figure()
+    inside = [(0.0, 0.0)]
     for color, arm in _colored(found.arms):
         for rate in dict.fromkeys(_rate(result) for result in arm.results):
             results = [result for result in arm.results if _rate(result) == rate]
             is_best = results[0] in arm.best
-            paths = [_path(result, found) for result in results]
-            moments = min(map(len, paths))
-            xs = [spread([path[moment][0] for path in paths]) for moment in range(moments)]
-            ys = [spread([path[moment][1] for path in paths]) for moment in range(moments)]
+            paths = [path(result, found.base, found.domain, found.retention) for result in results]
+            moments = _beside(paths)
+            xs = [spread([x for x, _ in moment]) for moment in moments]
+            ys = [spread([y for _, y in moment]) for moment in moments]
+            points = [(x.mean, y.mean) for x, y in zip(xs, ys, strict=True)]
+            wide, high = xs[-1].deviation or 0.0, ys[-1].deviation or 0.0
+            inside += [(points[-1][0] + sign * wide, points[-1][1] + sign * high) for sign in (-1, 1)]
+            inside += [] if arm.starts_elsewhere else points
             look: dict[str, Any] = {"color": color, "alpha": 1.0 if is_best else 0.3}
-            axes.plot([x.mean for x in xs], [y.mean for y in ys], **look, label=arm.name if is_best else None)
+            axes.plot(*zip(*points, strict=True), **look, label=arm.name if is_best else None)
             axes.errorbar(
                 xs[-1].mean, ys[-1].mean, xerr=xs[-1].deviation, yerr=ys[-1].deviation, fmt="o", capsize=3, **look
             )
+    if any(arm.starts_elsewhere for arm in found.arms.values()):
+        for set_limits, numbers in zip((axes.set_xlim, axes.set_ylim), zip(*inside, strict=True), strict=True):
+            margin = 0.1 * (max(numbers) - min(numbers)) or 0.1
+            set_limits(min(numbers) - margin, max(numbers) + margin)
     axes.axhline(0.0, color="#888888", linewidth=0.8)
     axes.set_xlabel("learned: nats per token by which the loss of the domain fell")
     axes.set_ylabel("forgotten: nats by which\nthe loss outside it rose")
@@ -61,9 +71,8 @@ def draw_curves(found: Findings, texts: Sequence[str]) -> bytes:
     """
     figure, axes = _figure()
     for color, arm in _colored(found.arms):
-        curves = [result.curve for result in arm.best]
-        columns: list[Sequence[Point]] = list(zip(*curves, strict=False))
-        tokens = [column[0].tokens for column in columns]
+        columns = _beside([result.curve for result in arm.best])
+        tokens = [spread([point.tokens for point in column]).mean for column in columns]
         losses = [[mean_loss(point, texts) for point in column] for column in columns]
         axes.plot(tokens, [spread(numbers).mean for numbers in losses], color=color, label=f"{arm.name} ({arm.rate})")
         axes.fill_between(tokens, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, linewidth=0)
@@ -96,11 +105,10 @@ def draw_costs(found: Findings) -> bytes:
     return _as_png(figure)
 
 
-def _path(result: Result, found: Findings) -> list[tuple[float, float]]:
-    start, kept = mean_loss(result.start, found.domain), mean_loss(result.start, found.retention)
-    return [
-        (start - mean_loss(point, found.domain), mean_loss(point, found.retention) - kept) for point in result.curve
-    ]
+def _beside(runs: Sequence[Sequence[_Moment]]) -> list[list[_Moment]]:
+    """What several runs have at each moment that all of them have, and at their ends, which may not be at the same step."""
+    common = min(map(len, runs)) - 1
+    return [*(list(moment) for moment in zip(*(run[:common] for run in runs), strict=True)), [run[-1] for run in runs]]
 
 
 def _rate(result: Result) -> tuple[tuple[str, float], ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_workbench.learning import mean_loss, spread
 from midus_workbench.rates import rate_name
+from midus_workbench.report.cautions import cautions
 from midus_workbench.report.findings import ArmFindings, Findings, metric_of
 from midus_workbench.report.words import short_count, with_spread
 from midus_workbench.results import Result
@@ -19,10 +20,20 @@ def arms_table(found: Findings) -> TableOfWords:
     """What each arm learned and forgot at its best rate, the best first."""
     tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
     base = found.base.end.losses
-    head = ["arm", "rate", "new", "trains", "domain loss", "learned", *(["forgotten"] if found.retention else [])]
+    head = [
+        "arm",
+        "rate",
+        "seeds",
+        "new",
+        "trains",
+        "domain loss",
+        "learned",
+        *(["forgotten"] if found.retention else []),
+    ]
     head += [*found.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
     first = [
         "base",
+        "",
         "",
         "",
         "",
@@ -54,7 +65,7 @@ def short_table(found: Findings) -> TableOfWords:
 
 
 def equal_learning_table(found: Findings) -> TableOfWords:
-    """What each arm had forgotten when it had learned as much as every arm did, the least first."""
+    """What each arm had forgotten when it had learned as much as half of the arms did in the end, the least first."""
     rows = [[one.arm, one.rate, with_spread(one.forgotten, "{:+.4f}")] for one in found.at_equal_learning()]
     title = f"Forgotten when {found.common_learning:.4f} nats were learned"
     return TableOfWords(title, ["arm", "rate", "change of the loss outside the domain"], rows)
@@ -69,11 +80,10 @@ def tuned_table(found: Findings) -> TableOfWords:
         tuned = [result.tuned for result in arm.best if result.tuned is not None]
         if tuned:
             losses = [with_spread(spread([one.losses[name] for one in tuned])) for name in texts]
-            metrics = [[metric_of(one.tasks.get(task, {})) for one in tuned] for task in tasks]
-            told = [
-                with_spread(spread([number or 0.0 for number in one]), "{:.3f}") if None not in one else ""
-                for one in metrics
-            ]
+            told = []
+            for task in tasks:
+                numbers = [number for one in tuned if (number := metric_of(one.tasks.get(task, {}))) is not None]
+                told.append(with_spread(spread(numbers), "{:.3f}") if len(numbers) == len(tuned) else "")
             rows.append([arm.name, arm.rate, *losses, *told])
     return TableOfWords("After fine-tuning", ["arm", "rate", *texts, *tasks], rows)
 
@@ -82,22 +92,12 @@ def controls_table(found: Findings) -> TableOfWords:
     """Each memory beside its null controls: what addressing was worth."""
     rows = []
     for arm in found.arms:
-        for one in found.verdicts(arm):
+        for one in found.controls_of(arm):
             half = one.advantage.half_interval
             interval = "" if half is None else f"± {half:.4f}"
             rows.append(
                 [arm, one.control, f"{one.advantage.mean:+.4f}", interval, str(one.advantage.count), one.words]
             )
-        shuffled = found.loss_when_shuffled(arm)
-        if shuffled is not None:
-            words = (
-                "its addresses matter"
-                if shuffled.mean > (shuffled.half_interval or 0.0)
-                else "its addresses do not matter"
-            )
-            half = shuffled.half_interval
-            interval = "" if half is None else f"± {half:.4f}"
-            rows.append([arm, "shuffled-addresses", f"{shuffled.mean:+.4f}", interval, str(shuffled.count), words])
     head = ["arm", "control", "nats lower than the control", "95 % interval", "seeds", ""]
     return TableOfWords("Memories beside their null controls", head, rows)
 
@@ -150,7 +150,7 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
             "forgotten": arm.forgotten and asdict(arm.forgotten),
             "forgotten_at_equal_learning": asdict(equal[arm.name].forgotten) if arm.name in equal else None,
             "controls": {
-                one.control: {**asdict(one.advantage), "verdict": one.words} for one in found.verdicts(arm.name)
+                one.control: {**asdict(one.advantage), "verdict": one.words} for one in found.controls_of(arm.name)
             },
         }
         for arm in found.arms.values()
@@ -159,6 +159,7 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
         "base": {"losses": dict(found.base.end.losses), "tasks": found.base.tasks},
         "common_learning": found.common_learning if found.arms else None,
         "arms": arms,
+        "cautions": cautions(found) if found.arms else [],
         "failed": dict(found.failures),
         "missing": found.missing,
         "files": list(map(str, files)),
@@ -202,7 +203,8 @@ def _by_domain(found: Findings) -> list[ArmFindings]:
 
 def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -> list[str]:
     results = arm.best
-    row = [arm.name, arm.rate, short_count(results[0].new_parameters), short_count(results[0].trained_parameters)]
+    row = [arm.name, arm.rate, str(len(results))]
+    row += [short_count(results[0].new_parameters), short_count(results[0].trained_parameters)]
     row += [with_spread(arm.domain_loss), with_spread(arm.learned, "{:+.4f}")]
     row += [with_spread(arm.forgotten, "{:+.4f}")] if retention else []
     row += [with_spread(spread([result.end.losses[name] for result in results])) for name in retention]

@@ -1,6 +1,7 @@
 """Numbers and findings in words."""
 
-from midus_workbench.learning import Spread, mean_loss
+from midus_workbench.learning import Spread, mean_loss, paired
+from midus_workbench.report.cautions import cautions
 from midus_workbench.report.findings import Findings
 
 
@@ -42,9 +43,7 @@ def sentences(found: Findings) -> list[str]:
     if len(equal) > 1:
         told.append(_forgot_least(found))
     told += _controls(found)
-    seeds = {arm.domain_loss.count for arm in found.arms.values()}
-    if seeds == {1}:
-        told.append("One seed: nothing here says how much of a difference is chance.")
+    told += cautions(found)
     if found.missing:
         told.append(_missing(found))
     return told
@@ -62,16 +61,27 @@ def _learned_most(found: Findings) -> str:
     words = f"{first.name} ends with the lowest loss of the domain, {with_spread(first.domain_loss)} nats per token"
     if others:
         words += f"; {others[0].name} follows with {with_spread(others[0].domain_loss)}"
-    return f"{words}. The base has {mean_loss(found.base.end, found.domain):.4f}."
+    words += f". The base has {mean_loss(found.base.end, found.domain):.4f}."
+    return words + (_between(paired(first.ends, others[0].ends)) if others else "")
+
+
+def _between(difference: Spread | None) -> str:
+    """What seeds say of a difference; nothing of one seed."""
+    if difference is None or difference.half_interval is None:
+        return ""
+    chance = "which is more than chance of seeds" if difference.is_above_zero else "which may be chance"
+    return f" Of the same seeds these two differ by {difference.mean:.4f} ± {difference.half_interval:.4f} (95 %), {chance}."
 
 
 def _forgot_least(found: Findings) -> str:
     first, second, *others = found.at_equal_learning()
     changes = [with_spread(one.forgotten, "{:+.4f}") for one in (first, second)]
     learned = f"When {found.common_learning:.4f} nats are learned, as {2 + len(others)} of {len(found.arms)} arms did"
+    # Where the loss fell for both of them, nobody has forgotten anything.
+    least = "has forgotten least" if second.forgotten.mean > 0 else "has gained most outside as well"
     return (
-        f"{learned}, {first.arm} has forgotten least: the loss outside the domain has changed by {changes[0]}, that of "
-        f"{second.arm}, the next, by {changes[1]}."
+        f"{learned}, {first.arm} {least}: the loss outside the domain has changed by {changes[0]}, that of "
+        f"{second.arm}, the next, by {changes[1]}.{_between(paired(first.by_seed, second.by_seed))}"
     )
 
 

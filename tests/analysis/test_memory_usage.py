@@ -136,23 +136,34 @@ CHAPTERS = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [0, 2]}
 
 
 def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, text, tmp_path, capsys):
-    upscale(base=model.parent / "base", method="moc", output=tmp_path / "moc", options=CHAPTERS)
-    assert main([str(tmp_path / "moc"), "--text", str(text)]) == 2
+    upscale(base=model.parent / "base", method="moda", output=tmp_path / "moda", verify=False)
+    assert main([str(tmp_path / "moda"), "--text", str(text)]) == 2
     assert (
-        "error: this midus_llama model has no memory that retrieves slots, only memory of type chapters; expected an upscaled model "
-        "with memory layers of type headwise, product-key, linear or ultramem.\n"
+        "error: this midus_llama model has no memory that retrieves slots, only memory of type depth-attention; expected an upscaled "
+        "model with memory layers of type headwise, product-key, linear or ultramem.\n"
     ) in capsys.readouterr().err
 
 
+def test_chapters_are_counted_as_slots_are(model, text, tmp_path, capsys):
+    upscale(base=model.parent / "base", method="moc", output=tmp_path / "moc", options=CHAPTERS, verify=False)
+    assert main([str(tmp_path / "moc"), "--text", str(text), "--sequence-length", "50", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["layers"]) == ["0 chapters", "2 chapters"] and report["not_counted"] == {}
+    for of_layer in report["layers"].values():
+        assert (
+            2 / 5 <= of_layer["used"] <= 1 and 1 / 5 <= of_layer["largest"] <= 1 / 2 < 2 / 5 + of_layer["perplexity"]
+        )
+
+
 def test_memories_without_slots_are_named_beside_those_that_are_counted(model, text, tmp_path, capsys):
-    upscale(base=model, method="moc", output=tmp_path / "both", options={**CHAPTERS, "layers": 2})
-    assert main([str(tmp_path / "both"), "--text", str(text), "--json"]) == 0
+    upscale(base=model, method="moc", output=tmp_path / "both", options={**CHAPTERS, "layers": [0, 2]}, verify=False)
+    upscale(base=tmp_path / "both", method="moda", output=tmp_path / "all", options={"layers": [3, 5]}, verify=False)
+    assert main([str(tmp_path / "all"), "--text", str(text), "--json"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
-    assert list(report["layers"]) == [str(layer) for layer in NEW_LAYERS]
-    (listed,) = report["not_counted"].values()
-    assert len(listed) == 2 and not set(listed) & set(NEW_LAYERS)
-    assert f"not counted: memory of type chapters in layers {listed[0]}, {listed[1]}, which has no slots" in err
+    assert list(report["layers"]) == ["0 chapters", "1", "2 chapters", "4"]
+    assert report["not_counted"] == {"depth-attention": [3, 5]}
+    assert "not counted: memory of type depth-attention in layers 3, 5, which has no slots" in err
 
 
 def test_without_matplotlib_a_picture_says_how_to_install_it(model, text, capsys, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -199,13 +200,20 @@ def test_a_bank_that_trains_reads_ahead_what_it_has_not_trained(folder):
     bank.close()
 
 
-def test_closing_ends_threads_and_drops_what_nobody_reads_yet(folder, gate):
+def test_closing_ends_threads_and_drops_what_nobody_reads_yet(folder, gate, monkeypatch):
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def opening(pool, *, wait, cancel_futures):
+        shutdown(pool, wait=False, cancel_futures=cancel_futures)
+        gate.set()
+        shutdown(pool, wait=wait)
+
     bank = MemoryBank(folder, LAYOUT)
     bank.prefetch(torch.tensor([[index // 16, index // 4, index] for index in range(64)]))
     eventually(lambda: len(gate.reading) == 8 == len(bank_threads()))
-    threading.Timer(0.02, gate.set).start()
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", opening)
     bank.close()
-    assert not bank_threads() and len(gate.reading) < 64
+    assert not bank_threads() and len(gate.reading) == 8
 
 
 def test_a_bank_that_nobody_holds_leaves_no_threads_and_no_open_files(folder, gate):

@@ -8,12 +8,14 @@ import pytest
 import torch
 from models.upscaled import upscaled_model
 from tiny import prompt
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.models import cuda
 from benchmarks.models.decoding import WARM_UP, generate, static_decoding
 from benchmarks.models.results import FILE
 from benchmarks.models.run import run
 from benchmarks.pretended_gpu import pretended_gpu
+from midus_hf.ops import headwise_memory
 
 
 @pytest.fixture
@@ -106,6 +108,38 @@ def test_what_is_captured_reads_kept_values(model, monkeypatch):
     assert all(kept.is_empty for kept in memories(model))
 
 
+def test_a_capture_takes_the_path_of_its_warm_up(model, monkeypatch):
+    """With nothing expanded, cast or looked up by other ways than before; on a GPU that would be compiled within the capture."""
+    steps = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            steps[-1].append(getattr(function, "__name__", str(function)))
+            return function(*args, **(kwargs or {}))
+
+    def captured(step, warm_up):
+        for is_capture in [False] * warm_up + [True]:
+            steps.append([])
+            with monkeypatch.context() as patched, Noting():
+                patched.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capture=is_capture: is_capture)
+                step()
+        return step
+
+    def refused(*arguments):
+        raise AssertionError("values are expanded in a step")
+
+    monkeypatch.setattr(cuda, "captured", captured)
+    with static_decoding(model, prompt(6), 5, compiled=False, device="cpu"):
+        pass  # so that nothing is seen for the first time
+    monkeypatch.setitem(headwise_memory.__globals__, "expand_values", refused)
+    monkeypatch.setitem(headwise_memory.__globals__, "headwise_lookup_op", refused)
+    with pytest.raises(RuntimeError, match="the cache holds"):  # the step behind the warm-up is not counted
+        with static_decoding(model, prompt(6), 5, compiled=False, device="cuda"):
+            pass
+    assert len(steps) == WARM_UP + 1 and len(steps[0]) > 20
+    assert all(step == steps[0] for step in steps[1:])
+
+
 def test_steps_that_do_nothing_are_found_out(model, monkeypatch):
     monkeypatch.setattr(cuda, "captured", lambda step, warm_up: lambda: None)
     with pytest.raises(RuntimeError, match=f"the cache holds 6 tokens; expected {6 + WARM_UP + 5}"):
@@ -113,6 +147,7 @@ def test_steps_that_do_nothing_are_found_out(model, monkeypatch):
             decoding.take(5)
 
 
+@pytest.mark.product
 @pytest.mark.skipif(not shutil.which("g++") and not shutil.which("c++"), reason="compiling takes a C++ compiler")
 def test_a_compiled_step_is_measured_on_a_cpu(model_arguments, tmp_path, capsys):
     chosen = ["--methods", "midus-hml", "--phases", "generate", "--decoding", "compiled", "--generate-batches", "2"]

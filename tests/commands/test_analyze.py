@@ -1,14 +1,22 @@
-"""`midus-analyze heads`: tables, JSON, a picture, and what it refuses."""
+"""`midus-analyze`: heads, layers, drift, values and a page of them: tables, JSON, pictures, and what they refuse."""
 
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from analysis.memory_models import write_text
+from analysis.upscaled_folders import acting, loaded, saved_pair
+from models.hierarchical_models import fill
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
 from tiny import save_tiny_model
-from training.tiny_run import tiny_tokenizer
+from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
 from midus_commands import analyze
+from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.retrieval import TreeOrigin
+from upscalers import upscale
 
 QUESTIONS = [
     {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},
@@ -28,6 +36,23 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "piqa.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     return folder
+
+
+@pytest.fixture(scope="module")
+def upscaled(tmp_path_factory):
+    """A base and a model with memory blocks that act, both with a tokenizer."""
+    folder = tmp_path_factory.mktemp("upscaled")
+    base, made = saved_pair("llama", "midus-hml", folder)
+    trained = folder / "trained"
+    acting(loaded(made)).save_pretrained(trained)
+    for checkpoint in (base, made, trained):
+        tiny_tokenizer().save_pretrained(checkpoint)
+    return SimpleNamespace(base=base, made=made, trained=trained)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return f"words={write_text(tmp_path_factory.mktemp('text') / 'text.txt', 60)}"
 
 
 @pytest.fixture
@@ -61,3 +86,136 @@ def test_what_is_wrong_with_a_request_is_refused(run, model, words, message):
     done = run("heads", model, *words)
     assert (done.status, done.out) == (2, "")
     assert message in done.err and done.err.count("\n") == 1
+
+
+def test_what_layers_do_is_told_as_json_csv_and_a_picture(run, upscaled, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["layers", upscaled.trained, "--text", text, "--sequence-length", 20]
+    files = ["--picture", tmp_path / "layers.png", "--csv", tmp_path / "layers.csv"]
+    done = run(*words, "--json", *files)
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    assert told["model"] == str(upscaled.trained) and told["base"] == []
+    assert [row["part"] for row in told["parts"]] == ["block 1", "block 4"]
+    assert told["texts"]["words"]["tokens"] == 57
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "layers.csv").read_text().count("\n") == 4
+    table = run(*words, "--all").out
+    assert "all of them" in table and "layer 3 of the base" in table and "loss of the base's layers" in table
+
+
+def test_how_far_predictions_moved_is_told_of_a_base_within_and_of_another(run, upscaled, text, tmp_path):
+    words = ["drift", upscaled.trained, "--text", text, "--sequence-length", 20]
+    told = {}
+    for base in ("self", upscaled.base):
+        done = run(*words, "--base", base, "--json", "--top", 2)
+        assert done.status == 0, done.err
+        told[str(base)] = json.loads(done.out)["texts"]
+    assert told["self"] == told[str(upscaled.base)]
+    assert told["self"]["words"]["divergence"] > 0 and len(told["self"]["words"]["worst"]) == 2
+    page = tmp_path / "drift.html"
+    table = run(*words, "--page", page).out
+    assert "KL(base || model)" in table and "What moved farthest" in table
+    assert "compared with its base, which is the model without what was added" in page.read_text()
+    unmoved = run("drift", upscaled.made, "--text", text).out
+    assert " 0.00000 " in unmoved and "+0.00000" in unmoved and "What moved farthest" not in unmoved
+
+
+def test_texts_fetch_by_a_retriever(run, upscaled, text, tmp_path):
+    options = {"sizes": [3, 2], "branching": 3}
+    upscale(base=upscaled.base, method="hier-ffn", output=tmp_path / "model", options=options, verify=False)
+    layout = loaded(tmp_path / "model").banks.of("hier-ffn").layout
+    bank = MemoryBank(tmp_path / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    fill(bank)
+    bank.close()
+    bert = save_tiny_bert(tmp_path / "bert")
+    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
+    words = ["drift", tmp_path / "model", "--text", text, "--json"]
+    without = run(*words)
+    assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in without.err
+    assert json.loads(without.out)["texts"]["words"]["divergence"] == 0
+    fetched = run(*words, "--retriever", tmp_path / "tree")
+    assert fetched.status == 0, fetched.err
+    assert json.loads(fetched.out)["texts"]["words"]["divergence"] > 0
+    parts = json.loads(run("layers", *words[1:], "--retriever", tmp_path / "tree").out)["parts"]
+    assert len(parts) == 4 and all(row["texts"]["words"]["difference"] for row in parts)
+
+
+def test_one_page_joins_what_is_told(run, upscaled, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["page", upscaled.trained, "--text", text, "--sequence-length", 20, "--output"]
+    done = run(*words, tmp_path / "page.html")
+    assert (done.status, done.out) == (0, ""), done.err
+    page = (tmp_path / "page.html").read_text()
+    for title in ("How far predictions moved", "Loss without a part", "What moved farthest", "slots add in layer 4"):
+        assert title in page
+    assert page.count("data:image/png;base64,") == 1 and page.count('class="passage"') == 3
+    other = run(*words, tmp_path / "other.html", "--base", upscaled.base)
+    assert other.status == 0, other.err
+    assert (tmp_path / "other.html").read_text().replace(str(upscaled.base), "BASE").split("</p>")[1:] == page.split(
+        "</p>"
+    )[1:]
+    done = run(*words, tmp_path / "page.txt")
+    assert done.status == 2 and "expected a file ending in .html." in done.err
+
+
+def test_values_of_the_most_used_slots_and_of_named_ones_are_shown(run, upscaled, text):
+    done = run("values", upscaled.trained, "--layer", 1, "--text", text, "--most", 3, "--top", 2, "--json")
+    assert done.status == 0, done.err
+    told = json.loads(done.out)
+    assert (told["layer"], told["memory"], len(told["slots"])) == (1, "", 3)
+    assert told["slots"][0]["share"] >= told["slots"][2]["share"] > 0
+    assert all(len(of_slot["tokens"]) == 2 for of_slot in told["slots"])
+    table = run("values", upscaled.trained, "--layer", 4, "--slot", "2,5-6", "--head", 3).out
+    assert "a probe, no proof" in table and "'w" in table
+    assert run("values", upscaled.made, "--layer", 4, "--slot", "0").out.count("adds nothing") == 4
+
+
+def test_a_base_that_trained_or_has_other_tokens_is_refused(run, upscaled, text, tmp_path):
+    model = loaded(upscaled.trained)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "all-trained")
+    tiny_tokenizer().save_pretrained(tmp_path / "all-trained")
+    done = run("drift", tmp_path / "all-trained", "--text", text)
+    assert done.status == 2 and "are not those that it was upscaled from: trained since, or cast; expected" in done.err
+    del model.config.upscale["base_sha256"]
+    model.save_pretrained(tmp_path / "all-trained")
+    done = run("drift", tmp_path / "all-trained", "--text", text)
+    assert done.status == 2 and "are of no known base; expected the base itself. Give its folder as base." in done.err
+    loaded(upscaled.base).save_pretrained(tmp_path / "other")
+    letter_tokenizer().save_pretrained(tmp_path / "other")
+    done = run("drift", upscaled.trained, "--text", text, "--base", tmp_path / "other")
+    assert (
+        done.status == 2 and "whose tokenizer has other tokens than the model's; expected one tokenizer." in done.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layers", "MODEL", "--text", "a.txt"], "text is 'a.txt'; expected NAME=PATH, such as code=code.jsonl."),
+        (["layers", "MODEL", "TEXT", "--csv", "a.txt"], "csv is 'a.txt'; expected a file ending in .csv."),
+        (["layers", "MODEL", "TEXT", "--csv", "/absent/a.csv"], "csv is '/absent/a.csv', in a folder that does not"),
+        (["layers", "MODEL", "TEXT", "--limit", "0"], "limit is 0; expected at least 1."),
+        (
+            ["values", "MODEL", "--layer", "1"],
+            "neither text nor slot is given; expected one: slots by number, or a text",
+        ),
+        (["values", "MODEL", "--layer", "0", "--slot", "0"], "layer is 0; expected one with a memory of slots: 1, 4."),
+        (["values", "MODEL", "--layer", "1", "--slot", "16"], "slot is '16'; expected numbers from 0 to 15"),
+        (["values", "MODEL", "--layer", "1", "TEXT", "--top", "0"], "top is 0; expected at least 1."),
+        (["drift", "MODEL", "TEXT", "--top", "0"], "top is 0; expected at least 1."),
+        (["drift", "MODEL", "TEXT", "--page", "a.png"], "page is 'a.png'; expected a file ending in .html."),
+        (
+            ["drift", "BASE", "TEXT"],
+            "base was not made by upscale: its config.json has no 'upscale' entry. Give an upscaled",
+        ),
+        (["layers", "BASE", "TEXT"], "this llama model has no layer and no memory that was added to a base; expected"),
+    ],
+)
+def test_what_is_wrong_with_a_request_to_look_inside_is_refused(run, upscaled, text, words, message):
+    replaced = {"MODEL": [upscaled.made], "BASE": [upscaled.base], "TEXT": ["--text", text]}
+    done = run(*[part for word in words for part in replaced.get(word, [word])], "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    last = done.err.splitlines()[-1]
+    assert last.startswith("midus-analyze: ") and message in last, done.err

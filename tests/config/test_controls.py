@@ -160,8 +160,9 @@ def test_a_type_of_another_package_has_the_controls_that_follow_from_roles():
 
 def test_a_memory_of_values_alone_has_no_addresses_to_freeze():
     values = {"up": DeclaredTensor((3, 32), "value", ZEROS)}
-    options = type("Values", (Foreign,), {"tensors": lambda self, sizes: values})()
-    assert list(controls_of(options, SIZES)) == ["shuffled-addresses"]
+    for roles in (("value",), ("value", "transform")):
+        options = type("Values", (Foreign,), {"tensors": lambda self, sizes: values, "value_roles": roles})()
+        assert list(controls_of(options, SIZES)) == ["shuffled-addresses"]
 
 
 def test_a_vector_has_no_rows():

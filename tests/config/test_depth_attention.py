@@ -113,6 +113,13 @@ def test_chosen_slots_travel_from_layer_to_layer(keep, certain):
     assert not any(name == "utilities" for name in (*options.gives(0, 5), *options.gives(4, 5)))
 
 
+@pytest.mark.parametrize(("index", "kept"), [(1, 2), (2, 4), (3, 4)], ids=["second", "third", "fourth"])
+def test_what_travels_has_the_shape_of_what_the_next_layer_reads_but_did_not_see_written(index, kept):
+    options = DepthAttentionOptions(slots=6, keep="best")
+    shapes = {name: options.given_shape(name, SIZES, index, 5, 7) for name in ("kept_keys", "utilities", "ffn_key")}
+    assert shapes == {"kept_keys": (5, 2, 7, kept, 8), "utilities": (5, 7, kept), "ffn_key": (5, 2, 7, 8)}
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

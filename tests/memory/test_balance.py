@@ -87,6 +87,25 @@ def test_a_stretch_of_tokens_at_a_time_gives_the_same_loss_and_gradients(make, m
     torch.testing.assert_close(torch.autograd.grad(stretches, wanted), gradients)
 
 
+def test_the_mean_of_several_processes_is_the_loss_of_their_whole_batch_and_so_are_gradients(make):
+    memory, given = make(), attention_output()
+    whole = balance_loss(memory, given)
+    gradients = torch.autograd.grad(whole, [*keys_of(memory), given])
+    parts, sent = given.split([4, 7], dim=1), []  # processes need not have as many tokens
+
+    def send(message: torch.Tensor) -> torch.Tensor:
+        sent.append(message)
+        return message
+
+    for part in parts:
+        balance_loss(memory, part, send)
+    losses = [balance_loss(memory, part, lambda _: torch.stack(sent).mean(0)) for part in parts]
+    assert len(sent) == 2, "one message for each forward pass"
+    mean = torch.stack(losses).mean()
+    torch.testing.assert_close(mean, whole)
+    torch.testing.assert_close(torch.autograd.grad(mean, [*keys_of(memory), given]), gradients)
+
+
 def test_gradients_of_keys_and_input_are_right_and_not_zero(make):
     memory, given = make(temperature=0.5), attention_output(tokens=3)
     parameters = keys_of(memory)

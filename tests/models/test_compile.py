@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 from models.upscaled import upscaled_model
-from tiny import prompt
+from pairs import by_default
+from tiny import FAMILIES, prompt
 from transformers import PreTrainedModel, StaticCache
 
 from midus_hf.memory.kept_values import kept_values
@@ -29,6 +30,7 @@ def logits_and_gradients(model: PreTrainedModel, forward) -> tuple[torch.Tensor,
     return logits.detach(), torch.autograd.grad(logits, list(model.parameters()), upstream)
 
 
+@pytest.mark.parametrize("family", by_default(["llama", "gemma3"], FAMILIES))
 def test_one_graph_gives_the_same_logits_and_gradients(family):
     model = small_model(family)
     logits, eager = logits_and_gradients(model, model)
@@ -56,6 +58,8 @@ def test_a_step_through_a_static_cache_is_one_graph(family, values):
             logits.append(forward(input_ids=prompt(1), past_key_values=cache, use_cache=True).logits)
     assert torch.equal(logits[0], logits[1])
     assert len(graphs) == 1
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op.startswith("call")]
+    assert sum("headwise_lookup" in name for name in called) == 1
 
 
 def test_inductor_compiles_the_whole_model_for_training():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from models.depth_models import KINDS, depth_model, logits
 from models.test_activation_checkpointing import enable_checkpointing
+from pairs import by_default
 from tiny import prompt, tiny_model
 
 
@@ -126,7 +127,10 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
 
 
 # Few layers, to be compiled soon.
-@pytest.mark.parametrize(("family", "kind", "layers"), [("llama", "best", 3), ("gemma3", "default", 2)])
+DEEP = by_default([("gemma3", "default", 2)], [("llama", "best", 3), ("gemma3", "default", 2)])
+
+
+@pytest.mark.parametrize(("family", "kind", "layers"), DEEP)
 def test_training_compiles_as_one_graph(family, kind, layers):
     torch._dynamo.reset()
     model, tokens = depth_model(family, kind, torch.float32, num_hidden_layers=layers).train(), prompt(6)

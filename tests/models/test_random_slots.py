@@ -6,6 +6,7 @@ from models.chapter_models import chapter_model
 from models.test_activation_checkpointing import enable_checkpointing, loss_and_gradients
 from models.ultramem_models import ultramem_model
 from models.upscaled import upscaled_model
+from pairs import by_default
 from tiny import prompt
 
 from midus_hf.memory.kept_values import kept_values
@@ -75,6 +76,7 @@ def test_a_layer_that_is_computed_twice_reads_the_same_slots(kind, family, use_r
     assert not torch.equal(loss_and_gradients(model)[0], loss)
 
 
+@pytest.mark.parametrize("made", by_default(["headwise", "chapters"], MODELS), indirect=True)
 def test_a_model_is_one_graph(made, no_graphs_of_other_tests):
     model = made("llama")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,9 +1,11 @@
 """Fine-tuning runs: what trains, what has a loss, what comes out, and that they resume exactly."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
 from sft.tiny_chats import character_tokenizer, chat, sft_config, write_rows
 from training.test_run import exact_log
@@ -15,6 +17,7 @@ from midus_hf.sft import run as sft_run
 from midus_hf.sft.chat_dataset import NO_LABEL, build_chat_dataset
 from midus_hf.sft.options import LoraOptions
 from midus_hf.sft.run import finetune, prepare
+from midus_hf.training.output_folder import as_yaml
 from midus_hf.training.training_log import read_log
 
 
@@ -202,3 +205,22 @@ def test_adapters_of_any_method_train_as_the_short_form_does(base, chats, tmp_pa
     finetune(sft_config(model, chats, tmp_path / "osf", adapters={"method": "osf"}, **options))
     linear = {name for name in moved(weights(model), weights(tmp_path / "osf")) if name.endswith("_proj.weight")}
     assert linear == {name for name in weights(model) if name.endswith("_proj.weight")}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("packing", [False, True])
+def test_two_processes_fine_tune_as_one(packing, base, chats, tmp_path):
+    """Sequences differ in how many of their tokens are labelled, so losses are weighted by these over both."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = {"max_steps": 3, "packing": packing, "sequence_length": 126, "log_every": 1}
+    config = sft_config(base("llama", True), chats, one, batch_size=4, **options)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(as_yaml(config))
+    finetune(config)
+    script = Path(__file__).parents[2] / "scripts" / "train_sft.py"
+    run = run_ranks(script, recipe, "batch_size=2", f"output={two}")
+    assert run.returncode == 0, run.stderr
+    losses = [[event["loss"] for event in read_log(folder / "log.jsonl") if "loss" in event] for folder in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 3
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-3, atol=1e-4)

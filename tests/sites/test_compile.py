@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairs import by_default
 from sites.cases import CASES, give_values
 from tiny import prompt
 
@@ -18,7 +19,7 @@ def no_graphs_of_other_tests():
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=by_default(["shared tables", "inside heads", "skip", "inserted"], CASES))
 def small_model(request, tmp_path):
     """A model of few layers, to be compiled soon. With eager attention the graph adds in the order that eager does."""
     case = CASES[request.param]

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, modeling_utils
 from midus_commands.train import main
 from midus_hf.training import disk_room, saving, train
 from midus_hf.training.disk_room import room_needed
-from midus_hf.training.output_folder import last_checkpoint
 from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.saving import SaveError, write_failure
 from midus_hf.training.training_log import append_whole, read_log
 

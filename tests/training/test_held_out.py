@@ -17,8 +17,9 @@ from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.training import train
 from midus_hf.training.held_out import best_step, is_stopped_early
-from midus_hf.training.output_folder import check_output, last_checkpoint
+from midus_hf.training.output_folder import check_output
 from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.training_log import read_log
 from upscalers import upscale
 

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 from midus_commands.train import main
 from midus_hf.training import train
 from midus_hf.training.interruption import RunInterrupted
-from midus_hf.training.output_folder import last_checkpoint
 from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.saving import SaveError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from transformers import TrainerState
 
 from midus_hf.config_file import from_mapping
 from midus_hf.training import TrainConfig, train, training_clock
-from midus_hf.training.output_folder import last_checkpoint
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.training_clock import TrainingClock
 from midus_hf.training.training_log import read_log
 

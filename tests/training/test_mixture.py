@@ -207,7 +207,9 @@ def test_every_corpus_is_kept_from_the_output_and_named_in_the_card_without_its_
 
 def test_in_memory_a_mixture_is_the_same(mixed, monkeypatch):
     def sequences():
-        dataset = build_dataset(mixed("out"), open_corpora(mixed("out"), tiny_tokenizer(), 128, {}), world_size=1)
+        dataset = build_dataset(
+            mixed("out"), open_corpora(mixed("out"), tiny_tokenizer(), 128, {}), sequences_a_step=2
+        )
         return [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
 
     mapped = sequences()

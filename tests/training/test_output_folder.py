@@ -10,8 +10,9 @@ from training.tiny_run import tiny_config
 
 from midus_config.checkpoint_files import PARTIAL_MODEL
 from midus_hf.training import train
-from midus_hf.training.output_folder import check_output, last_checkpoint, publish, remove_old_checkpoints
+from midus_hf.training.output_folder import check_output, publish
 from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import last_checkpoint, remove_old_checkpoints
 from midus_hf.training.written_files import foreign_files
 
 

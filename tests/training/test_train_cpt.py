@@ -68,7 +68,15 @@ def test_it_trains_resumes_and_leaves_a_model(words, tmp_path):
 
 
 def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_path):
-    words = [*words, "usage_every=2", f"eval_text={corpus}", "eval_every=2", "save_every=2", "keep_best=true"]
+    words = [
+        *words,
+        "usage_every=2",
+        f"eval_text={corpus}",
+        "eval_every=2",
+        "save_every=2",
+        "keep_best=true",
+        "balance_loss=0.5",
+    ]
     # Gloo's threads abort, now and then, a process that still has them at its exit: here it always fails.
     spy = tmp_path / "spy.py"
     spy.write_text(FAILS_IF_THE_GROUP_IS_NOT_LEFT)
@@ -81,7 +89,12 @@ def test_two_processes_share_a_batch_and_train_as_one_would(words, corpus, tmp_p
     def logged(folder: str, name: str) -> list[float]:
         return [event[name] for event in read_log(tmp_path / folder / "log.jsonl") if name in event]
 
-    for name, count, rel in (("loss", 5, 1e-5), ("perplexity", 4, 1e-5), ("memory_used_share", 3, 1e-2)):
+    for name, count, rel in (
+        ("loss", 5, 1e-5),
+        ("balance_loss", 5, 1e-5),
+        ("perplexity", 4, 1e-5),
+        ("memory_used_share", 3, 1e-2),
+    ):
         assert (
             logged("shared", name) == pytest.approx(logged("out", name), rel=rel) and len(logged("out", name)) == count
         )

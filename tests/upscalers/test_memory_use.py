@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import pytest
+
 from tests.upscalers.processes import run_upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.safetensors_format import layout
@@ -65,6 +67,7 @@ def test_memory_stays_below_a_gigabyte_and_does_not_grow_with_the_model(tmp_path
     assert large["peak_rss_bytes"] < small["peak_rss_bytes"] + NOISE_BYTES
 
 
+@pytest.mark.product
 def test_casting_a_gigabyte_needs_less(tmp_path):
     report = upscaled(tmp_path, 8, "--dtype", "float16")
     assert report["peak_rss_bytes"] < LIMIT_BYTES < report["bytes"]["written"]

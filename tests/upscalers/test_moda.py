@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from models.fresh_process import run_python
+from pairs import by_default
 from tiny import prompt, save_tiny_model
 
 from midus_config.fetched_blocks import BANKS_FOLDER
@@ -155,7 +156,7 @@ BELOW_OR_ABOVE = {
 
 
 @pytest.mark.parametrize("kind", ["default", "released", "best"])
-@pytest.mark.parametrize("second", BELOW_OR_ABOVE)
+@pytest.mark.parametrize("second", by_default(["midus-hml", "ultramem-v2", "moc"], BELOW_OR_ABOVE))
 def test_a_trained_one_keeps_acting_below_another_method_and_comes_back(second, kind, family, shared_base, tmp_path):
     base = shared_base(family)
     upscale(base=base, method="moda", output=tmp_path / "new", options=KINDS[kind], verify=False)

@@ -28,13 +28,15 @@ def result(
     forgotten: Sequence[float] | None = None,
     seed: int = 0,
     rate: float = 1e-3,
+    loss: float = 3.0,
+    kept: float = 2.0,
     **changes,
 ) -> Result:
-    """A run from losses of 3 and 2: by how much that of the domain has fallen, and that of the other text risen, at each moment."""
+    """A run from losses of 3 and 2, or others: how far that of the domain has fallen, and the other risen, at each moment."""
     forgotten = [0.0] * len(learned) if forgotten is None else forgotten
     changes_of = [(0.0, 0.0), *zip(learned, forgotten, strict=True)]
     curve = [
-        Point(step, 100 * step, None if step == 0 else float(step), {DOMAIN: 3.0 - down, RETENTION: 2.0 + up})
+        Point(step, 100 * step, None if step == 0 else float(step), {DOMAIN: loss - down, RETENTION: kept + up})
         for step, (down, up) in enumerate(changes_of)
     ]
     given = {"trained_parameters": 1000, "seconds": 2.0, "peak_memory_bytes": 10**9, **changes}

@@ -179,6 +179,9 @@ REFUSED = {
     "a base of its own": (
         {"upscale": {**HEADWISE, "base": "other"}}, "arms.a.upscale has 'base', which the comparison sets for each run; leave it out."
     ),
+    "a revision of its own": (
+        {"upscale": {**HEADWISE, "revision": "v1"}}, "arms.a.upscale has 'revision', but what is measured and trained beside it"
+    ),
     "a seed of its own": (
         {"train": {"seed": 1}}, "arms.a.train has 'seed', which the comparison sets for each run; leave it out."
     ),

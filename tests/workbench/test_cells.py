@@ -63,6 +63,9 @@ def test_cells_that_differ_in_their_training_alone_share_an_upscaled_model():
     cells = [Cell(ARM, {}, 1), Cell(other, {}, 0), Cell(dataclasses.replace(ARM, name="b"), {}, 0)]
     assert len({name, *(cell.upscaled_name for cell in cells)}) == 4
     assert Cell(dataclasses.replace(ARM, upscale=None), {}, 0).upscaled_name is None
+    one, same = ({"method": "midus-hml", "dtype": "float32"}, {"dtype": "float32", "method": "midus-hml"})
+    names = [Cell(dataclasses.replace(ARM, upscale=keys), {}, 0).upscaled_name for keys in (one, same)]
+    assert names[0] == names[1] != name, "keys in another order are the same keys"
 
 
 def test_a_run_is_told_what_the_comparison_sets():

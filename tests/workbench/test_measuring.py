@@ -158,7 +158,10 @@ def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path)
     )
     for name in ("plants", "stars"):
         assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt", "--max-tokens", 100)
-    assert result.shuffled["plants"] != result.end.losses["plants"]
+        assert result.unshuffled[name] == perplexity_loss(
+            measured.paths(cell).run, room / f"{name}.txt", "--max-tokens", 100
+        )
+    assert result.shuffled["plants"] != result.unshuffled["plants"]
     assert not (measured.paths(cell).folder / "shuffled").exists()
 
 
@@ -168,7 +171,7 @@ def test_addresses_are_shuffled_only_where_that_is_asked_for(room, tmp_path, con
     measured.measure_base()
     (cell,) = measured.cells()
     result = measured.measure(cell)
-    assert result.shuffled is None and "shuffle" not in measured.commands.steps
+    assert result.shuffled is None and result.unshuffled is None and "shuffle" not in measured.commands.steps
     assert list(result.controls) == ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
 
 
@@ -304,6 +307,18 @@ def test_texts_are_read_as_the_corpus_is(room, tmp_path):
     assert base.end.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
     (cell,) = measured.cells()
     assert measured.measure(cell).start.losses == pytest.approx(base.end.losses)
+
+
+def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(room, tmp_path):
+    words = (room / "plants.txt").read_text().split()
+    rows = [{"text": " ".join(words[start : start + 10]), "memory_ids": [0]} for start in (0, 10, 20)]
+    (tmp_path / "plants.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
+    texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
+    base = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts).measure_base()
+    apart = perplexity_loss(room / "base", tmp_path / "plants.jsonl", "--apart")
+    assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", tmp_path / "plants.jsonl")
+    assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
 
 
 METHODS = {

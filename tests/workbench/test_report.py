@@ -11,6 +11,7 @@ import pytest
 from workbench.made_results import BASE, DOMAIN, RETENTION, comparison, result
 
 from midus_workbench.options import TaskOptions
+from midus_workbench.report.cautions import cautions
 from midus_workbench.report.findings import Findings, findings, metric_of
 from midus_workbench.report.tables import (
     arms_table,
@@ -20,11 +21,12 @@ from midus_workbench.report.tables import (
     equal_learning_table,
     short_table,
     tables,
+    tuned_table,
     write_runs,
 )
 from midus_workbench.report.words import sentences, short_count, with_spread
 from midus_workbench.report.writing import write_report
-from midus_workbench.results import Point, Result
+from midus_workbench.results import Measured, Point, Result
 
 HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
 FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]
@@ -61,6 +63,7 @@ def test_the_table_of_arms_has_the_numbers_that_a_hand_computes():
     assert rows["hml"] == {
         "arm": "hml",
         "rate": "0.001",
+        "seeds": "2",
         "new": "0",
         "trains": "1k",
         "domain loss": f"2.3750 ± {distance:.4f}",
@@ -87,6 +90,79 @@ def test_of_one_seed_there_is_no_spread():
     )
     assert "One seed: nothing here says how much of a difference is chance." in sentences(one)
     assert not any("One seed" in sentence for sentence in sentences(found([*HML, *FULL])))
+
+
+def test_arms_of_one_seed_beside_others_are_named():
+    told = sentences(found([*HML, FULL[0]]))
+    assert "full has one seed: nothing says how much of a difference to others is chance." in told
+    assert not any(sentence.startswith("One seed") for sentence in told)
+    told = sentences(found([*HML, FULL[0], result("moc", [0.5])], arms=("hml", "full", "moc")))
+    assert "full and moc have one seed: nothing says how much of a difference to others is chance." in told
+
+
+def between(told: list[str], start: str) -> str:
+    (sentence,) = [sentence for sentence in told if sentence.startswith(start)]
+    return sentence
+
+
+def test_the_first_two_are_told_apart_by_their_seeds():
+    # Of seeds 0 and 1, full ends lower by 0.5 and 0.75: 0.625 in the mean, and 12.7062 / 2 * 0.25 is half of the interval.
+    told = sentences(found([*HML, *FULL]))
+    assert between(told, "full ends").endswith(
+        "hml follows with 2.3750 ± 0.1768. The base has 3.0000. Of the same seeds these two differ by 0.6250 ± 1.5883 (95 %), "
+        "which may be chance."
+    )
+    alike = [result("hml", [0.25], [0.25], seed=seed) for seed in (0, 1)]
+    better = [result("full", [0.5], [0.0], seed=seed) for seed in (0, 1)]
+    told = sentences(found([*alike, *better]))
+    words = "Of the same seeds these two differ by 0.2500 ± 0.0000 (95 %), which is more than chance of seeds."
+    assert between(told, "full ends").endswith(words) and between(told, "When 0.2500 nats").endswith(words)
+    assert "Of the same seeds" not in " ".join(sentences(found([HML[0], FULL[0]])))
+
+
+def test_unequal_tokens_are_told():
+    longer = [result("full", [0.5, 0.6, 0.7], seed=seed) for seed in (0, 1)]
+    assert "Arms were not trained on as many tokens: hml on 200, full on 300." in sentences(found([*HML, *longer]))
+    assert not any("tokens:" in sentence for sentence in sentences(found([*HML, *FULL])))
+
+
+def test_how_many_rates_arms_were_tried_at_and_which_was_the_last_is_told():
+    told = sentences(found([*HML, *FULL, *FULL_SLOW]))
+    assert (
+        "Arms were not tried at as many rates, and more of them are more chances to end low: hml at 1, full at 2."
+        in told
+    )
+    assert "At the lowest or highest rate that was tried, and perhaps better beyond it: full (0.001)." in told
+    fast = [result("full", [0.1], seed=seed, rate=1e-2) for seed in (0, 1)]
+    told = sentences(found([*FULL, *FULL_SLOW, *fast], arms=["full"]))
+    assert not any("perhaps better" in sentence or "as many rates" in sentence for sentence in told)
+
+
+def test_each_number_of_a_rate_has_ends_of_its_own():
+    def run(learned, **rate):
+        return dataclasses.replace(result("hml", [learned]), rate=rate)
+
+    runs = [run(0.5, learning_rate=2.0, value_learning_rate=1.0)]
+    runs += [run(0.1, learning_rate=rate, value_learning_rate=1.0) for rate in (1.0, 3.0)]
+    assert not found(runs, arms=["hml"]).arms["hml"].is_at_an_end_of_its_rates
+    higher = run(0.1, learning_rate=2.0, value_learning_rate=3.0)
+    assert found([*runs, higher], arms=["hml"]).arms["hml"].is_at_an_end_of_its_rates
+    assert not found([*runs, run(0.1, memory_learning_rate=9.0)], arms=["hml"]).arms["hml"].is_at_an_end_of_its_rates
+
+
+def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
+    start = {"loss": 7.0, "kept": 3.0, "new_parameters": 5, "starts_at_base": False}
+    solar = [result("solar", [4.0, 4.25], [-1.0, -0.5], seed=seed, **start) for seed in (0, 1)]
+    one = found([*HML, *solar], arms=["hml", "solar"])
+    row = rows_of(arms_table(one))["solar"]
+    assert (row["domain loss"], row["learned"], row["forgotten"]) == (
+        "2.7500 ± 0.0000", "+0.2500 ± 0.0000", "+0.5000 ± 0.0000",
+    )  # fmt: skip
+    assert one.common_learning == 0.25, "and not 4.25"
+    assert rows_of(equal_learning_table(one))["solar"]["change of the loss outside the domain"] == "+0.5000 ± 0.0000"
+    told = sentences(one)
+    assert any(sentence.startswith("solar was not seen to start at the base: what was learned") for sentence in told)
+    assert not any("not seen to start" in sentence for sentence in sentences(found([*HML, *FULL])))
 
 
 def test_the_short_table_is_the_same_in_fewer_columns():
@@ -134,12 +210,30 @@ def test_forgetting_at_equal_learning_is_read_off_the_paths_of_the_rate_that_is_
     assert "by +0.1562 ± 0.0442, that of full, the next, by +0.2500 ± 0.0000." in told
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [((-0.5, 0.5), "has forgotten least"), ((0.25, 0.5), "has forgotten least"), ((-0.5, -0.25), "has gained most outside as well")],
+    ids=str,
+)  # fmt: skip
+def test_where_nobody_forgot_nobody_is_said_to_have(changes, words):
+    runs = [result(name, [0.5], [change]) for name, change in zip(("hml", "full"), changes, strict=True)]
+    told = between(sentences(found(runs)), "When 0.5000 nats are learned")
+    assert f"hml {words}: the loss outside the domain has changed by {changes[0]:+.4f}, that of full" in told
+
+
 def test_arms_that_learned_less_than_half_of_them_did_are_not_compared():
     slow = [dataclasses.replace(run, arm="moc", curve=run.curve[:1] * 2) for run in HML]
     one = found([*HML, *FULL, *slow], arms=("hml", "full", "moc"))
     assert one.common_learning == 0.5, "and not what moc learned, which is nothing"
     assert list(rows_of(equal_learning_table(one))) == ["hml", "full"]
     assert any("as 2 of 3 arms did" in sentence for sentence in sentences(one))
+
+
+def test_a_rate_at_which_a_seed_is_missing_or_never_learned_so_much_is_not_the_one_that_forgot_least():
+    missing = [result("full", [0.5], [-9.0], seed=0, rate=1e-2)]
+    slow = [result("full", [learned], [-9.0], seed=seed, rate=1e-5) for seed, learned in ((0, 0.5), (1, 0.125))]
+    one = found([*HML, *FULL, *FULL_SLOW, *missing, *slow])
+    assert rows_of(equal_learning_table(one))["full"]["rate"] == "0.0001"
 
 
 def test_where_nothing_was_learned_forgetting_is_not_compared():
@@ -191,11 +285,74 @@ def test_controls_at_a_rate_that_is_not_the_best_any_more_are_left_out():
     assert controls_table(found([*HML, *faster, *NULL], arms=["hml"])).rows == []
 
 
-@pytest.mark.parametrize(("rise", "words"), [(0.5, "its addresses matter"), (0.0, "its addresses do not matter")])
-def test_shuffled_addresses_are_told_by_what_the_loss_rises(rise, words):
-    shuffled = [result("hml", [0.5], seed=0, shuffled={DOMAIN: 2.5 + rise, RETENTION: 2.0})]
-    (row,) = controls_table(found(shuffled, arms=["hml"])).rows
-    assert row == ["hml", "shuffled-addresses", f"{rise:+.4f}", "", "1", words]
+@pytest.mark.parametrize(
+    ("rises", "interval", "words"),
+    [
+        ([0.5, 0.5], "± 0.0000", "its addresses matter"),
+        ([0.5, 0.25], "± 1.5883", "its addresses are not shown to matter"),
+        ([0.0, 0.0], "± 0.0000", "its addresses do not matter"),
+        ([-0.25], "", "its addresses do not matter"),
+        ([0.5], "", "one seed"),
+    ],
+    ids=str,
+)
+def test_shuffled_addresses_are_told_by_what_the_loss_rises(rises, interval, words):
+    # What the run measured itself, in the precision of training, is no part of it.
+    runs = [
+        result("hml", [0.75], seed=seed, shuffled={DOMAIN: 2.5 + rise, RETENTION: 9.0}, unshuffled={DOMAIN: 2.5, RETENTION: 2.0})
+        for seed, rise in enumerate(rises)
+    ]  # fmt: skip
+    one = found(runs, arms=["hml"])
+    mean = sum(rises) / len(rises)
+    (row,) = controls_table(one).rows
+    assert row == ["hml", "shuffled-addresses", f"{mean:+.4f}", interval, str(len(rises)), words]
+    assert as_json(one, [])["arms"][0]["controls"]["shuffled-addresses"]["verdict"] == words
+
+
+def test_earlier_results_of_shuffled_addresses_are_held_against_the_run_s_own_end():
+    runs = [result("hml", [0.5], shuffled={DOMAIN: 2.75, RETENTION: 2.0})]
+    assert rows_of(controls_table(found(runs, arms=["hml"])))["hml"]["nats lower than the control"] == "+0.2500"
+
+
+@pytest.mark.parametrize(
+    ("starts", "told"),
+    [([None, None], ""), ([True, True], "yes"), ([False, False], "no"), ([True, False], "no"), ([True, None], "no")],
+    ids=str,
+)
+def test_whether_an_arm_starts_at_the_base_is_told(starts, told):
+    runs = [result("hml", [0.5], seed=seed, starts_at_base=one) for seed, one in enumerate(starts)]
+    assert rows_of(arms_table(found(runs, arms=["hml"])))["hml"]["starts at base"] == told
+
+
+def test_of_three_arms_the_second_is_the_one_that_follows():
+    told = sentences(found([*HML, *FULL, result("moc", [0.125])], arms=("hml", "full", "moc")))
+    assert "full ends with the lowest loss of the domain, 1.7500 ± 0.3536 nats per token; hml follows" in told[0]
+    told = sentences(found([*HML, *FULL, result("moc", [0.5], [0.75])], arms=("hml", "full", "moc")))
+    assert any(sentence.startswith("When 0.5000 nats are learned, as 3 of 3 arms did, hml has") for sentence in told)
+
+
+def test_a_task_that_was_asked_on_one_side_alone_is_not_told():
+    tasks = TaskOptions(names=["piqa", "mmlu"])
+    runs = [result("hml", [0.5], tasks_before={"mmlu": {"acc": 0.5}}, tasks={"piqa": {"acc": 0.5}})]
+    row = rows_of(arms_table(found(runs, arms=["hml"], tasks=tasks)))["hml"]
+    assert (row["piqa"], row["mmlu"]) == ("", "")
+
+
+def test_of_fine_tuned_models_losses_and_tasks_are_told_by_a_hand_s_numbers():
+    tasks = TaskOptions(names=["piqa", "mmlu"])
+    metrics = [{"piqa": {"acc": 0.0}, "mmlu": {"acc": 0.5}}, {"piqa": {"acc": 0.5}}]
+    runs = [
+        result("hml", [0.5], seed=seed, tuned=Measured({DOMAIN: 2.0 + seed, RETENTION: 1.0}, metrics[seed]))
+        for seed in (0, 1)
+    ]
+    rows = rows_of(tuned_table(found([*runs, *FULL], arms=["hml", "full"], tasks=tasks)))
+    spread_of = f"{1 / math.sqrt(2):.4f}"
+    assert rows == {
+        "hml": {
+            "arm": "hml", "rate": "0.001", DOMAIN: f"2.5000 ± {spread_of}", RETENTION: "1.0000 ± 0.0000",
+            "piqa": "0.250 ± 0.354", "mmlu": "",
+        }
+    }  # fmt: skip
 
 
 def test_tasks_are_told_before_and_after():
@@ -258,6 +415,7 @@ def test_json_has_the_numbers_of_the_tables():
     assert hml["forgotten_at_equal_learning"]["mean"] == 0.15625
     assert full["forgotten_at_equal_learning"]["mean"] == 0.25 and full["rate"] == "0.001"
     assert told["common_learning"] == 0.5
+    assert told["cautions"] == cautions(found([*HML, *FULL, *FULL_SLOW])) and len(told["cautions"]) == 2
     assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
@@ -310,6 +468,13 @@ CURVES = {
     "no text outside": ([*HML, *FULL], {"retention": {}}),
     "curves of different lengths": (
         [result("hml", [0.1, 0.2, 0.3]), result("hml", [0.1], seed=1), result("full", [0.5])],
+        {},
+    ),
+    "a start elsewhere": (
+        [
+            result("hml", [0.1]),
+            result("full", [4.0, 4.5], [-1, -0.5], loss=7.0, new_parameters=5, starts_at_base=False),
+        ],
         {},
     ),
     "the start alone": ([result("hml", []), result("full", [])], {}),

@@ -11,6 +11,7 @@ import pytest
 import midus_workbench
 from midus_workbench.arms import Arm
 from midus_workbench.cells import Cell, cells_of
+from midus_workbench.collecting import collect
 from midus_workbench.options import ArmOptions, Comparison
 from midus_workbench.results import read_result
 from midus_workbench.running import Running
@@ -201,6 +202,18 @@ def test_what_fails_stops_nothing_else_and_is_done_again(place):
     assert place.names() == ["b/0.001/seed-0"] and running.failures == {}
 
 
+def test_what_is_not_done_is_counted_controls_included(place):
+    failed = ["a+one-row/0.001/seed-1", "b/0.001/seed-0", "b/0.001/seed-1"]
+    place.behave(**{name: {"fails": "no"} for name in failed})
+    arms = [arm("a", upscale=UPSCALE, controls=True), arm("b")]
+    place.run(arms, seeds=[0, 1])
+    base, results, missing = collect(place.comparison(seeds=[0, 1]), arms)
+    assert base is not None and base.arm == "base"
+    assert [(one.arm, one.seed) for one in results] == [("a", 0), ("a", 1), ("a+one-row", 0)] and missing == len(
+        failed
+    )
+
+
 def test_without_a_base_nothing_else_runs(place):
     place.behave(base={"fails": "there is no such text"})
     running, _ = place.run([arm("a")])
@@ -325,6 +338,35 @@ def test_a_run_that_was_measured_goes_with_the_next_one_but_for_a_person_s_files
     (run / "note.txt").write_text("mine")
     place.run([a])
     assert [path.name for path in run.iterdir()] == ["note.txt"]
+
+
+def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place):
+    refused = []
+
+    class StartsAnother(Watched):
+        def began(self, name: str) -> None:
+            with pytest.raises(ValueError) as told:
+                place.run([arm("b")])
+            refused.append(str(told.value))
+
+    place.run([arm("a")], watching=StartsAnother(place.folder))
+    message = (
+        f"output is {str(place.folder / 'out')!r}, in which another comparison runs; expected one at a time. Wait for it, or "
+        "choose another output; --jobs has runs beside one another."
+    )
+    assert refused == [message, message]
+    assert place.names() == ["base", "a/0.001/seed-0"]
+    place.run([arm("b")])
+    assert place.names() == ["b/0.001/seed-0"]
+
+
+def test_where_a_file_system_has_no_locks_nobody_is_refused(place, monkeypatch):
+    def no_lock(path):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr("midus_workbench.running.Lock", no_lock)
+    place.run([arm("a")])
+    assert place.names() == ["base", "a/0.001/seed-0"]
 
 
 class Interrupts(Watched):

@@ -4,19 +4,17 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
-from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
-from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
+from upscalers.checkpoint.base_model import open_base, read_config
+from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
 from upscalers.landing.output_folder import OutputFolder
-from upscalers.plan.plan import Plan
 from upscalers.record.provenance import (
     DIGEST_KEY,
     STRIPPED_KEY,
@@ -27,9 +25,8 @@ from upscalers.record.provenance import (
 )
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
+from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
 from upscalers.runs.code import write_code_of
-from upscalers.tensors.file_order import in_file_order
-from upscalers.tensors.recipes import Copy
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 _DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -69,13 +66,13 @@ def strip(
                 f"{source.folder} no longer holds base layer{'s' * (len(plan.dropped_layers) > 1)} "
                 f"{', '.join(map(str, plan.dropped_layers))} as they were; expected all of them. Go back to the base itself."
             )
-        tensors = _base_tensors(opened, plan)
+        tensors = base_tensors(opened, plan)
         record = read_record(source.folder) or {}
         shards = _base_shards(tensors, record)
         folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
         kept = {name: bank for name, bank in opened.memories.banks.items() if name not in plan.new_memories}
         folder.check_space(sum(tensor.num_bytes for tensor in tensors) + bytes_of_banks(source.folder, kept))
-        digested = TensorDigests(opened.tensors, _digested_names(opened, tensors) if DIGEST_KEY in entry else {})
+        digested = TensorDigests(opened.tensors, digested_names(opened, tensors) if DIGEST_KEY in entry else {})
         with folder as partial, shown(progress), digested as digests:
             begin_writing(progress, sum(tensor.num_bytes for tensor in tensors), len(shards))
             digests.begin()
@@ -89,7 +86,7 @@ def strip(
             config = _base_config(entry, tensors, progress)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             open_base(partial)
-            comparison = _compare(digests.finish(), entry, record)
+            comparison = compare_with_base(digests.finish(), entry, record)
             if comparison.confirmed is False:
                 progress.warn(comparison.warning)
             what = {"model": source.label, "method": entry["method"], "removed_layers": plan.new_indices}
@@ -111,64 +108,6 @@ def strip(
         "bytes_written": written.bytes_written,
         "seconds": time.perf_counter() - started,
     }
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """Whether the weights are the base's, byte for byte, and how many tensors are not; None where it is not known."""
-
-    confirmed: bool | None
-    differing: int | None
-    total: int
-
-    @property
-    def told(self) -> dict[str, Any]:
-        return {"base_confirmed": self.confirmed, "differing_tensors": self.differing}
-
-    @property
-    def warning(self) -> str:
-        which = "the weights are" if self.differing is None else f"{self.differing} of {self.total} tensors are"
-        return (
-            f"{which} not the base's, byte for byte: trained since it was upscaled, or cast. Where the base itself is needed, go "
-            "back to it."
-        )
-
-
-def _compare(digests: dict[str, str], entry: Config, record: dict[str, Any]) -> _Comparison:
-    if not digests:
-        return _Comparison(None, None, 0)
-    if content_sha256(digests) == entry[DIGEST_KEY]:
-        return _Comparison(True, 0, len(digests))
-    base = record.get("base")
-    recorded = base.get("tensor_sha256") if isinstance(base, dict) else None
-    if not isinstance(recorded, dict) or content_sha256(recorded) != entry[DIGEST_KEY]:
-        return _Comparison(False, None, len(digests))
-    differing = sum(recorded.get(name) != digest for name, digest in digests.items())
-    return _Comparison(False, differing, len(digests))
-
-
-def _digested_names(model: BaseModel, tensors: list[OutputTensor]) -> dict[str, str]:
-    """Where each weight of the base stands in the upscaled model, and its name for the base's digest."""
-    weights = weight_names(model)
-    return {
-        tensor.recipe.source: tensor.name.removeprefix(model.prefix)
-        for tensor in tensors
-        if isinstance(tensor.recipe, Copy) and tensor.recipe.source in weights
-    }
-
-
-def _base_tensors(model: BaseModel, plan: Plan) -> list[OutputTensor]:
-    def carried(name: str, source: str) -> OutputTensor:
-        return OutputTensor(name, Copy(model.tensors[source].shape, source), model.tensors[source].dtype)
-
-    outer = [carried(name, name) for name in model.outer_names() if not plan.owns(name)]
-    layers: dict[int, list[OutputTensor]] = {}
-    for layer, index in plan.kept_indices.items():
-        names = model.layer_names(index)
-        layers[layer] = [
-            carried(model.new_name(layer, key), source) for key, source in names.items() if not plan.owns(source)
-        ]
-    return in_file_order(outer, (tensor for index in sorted(layers) for tensor in layers[index]))
 
 
 def _base_config(entry: Config, tensors: list[OutputTensor], progress: Progress) -> Config:

@@ -1,0 +1,205 @@
+"""What the host spends on a memory block and on a decoder block of the family when one token is decoded.
+
+    python -m benchmarks.host_time
+    python -m benchmarks.host_time --bodies native --family gemma3 --no-append
+
+Sizes are so small that computing takes next to no time, and launches of Triton's kernels do nothing, so what is timed is Python and
+PyTorch's dispatch. That is what generation waits for on a fast GPU without a captured graph, and in part on a CPU. Nothing is read
+from a cache, which would cost both blocks the same. Values are kept, as `generate` keeps them. Blocks and their parts are timed in
+turn, round after round; the ratio is the median of the rounds' own ratios.
+"""
+
+import argparse
+import contextlib
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import midus_hf  # noqa: F401 - registers the classes that host memory
+from benchmarks.tracked import RESULTS, Run, append, this_run
+from midus_hf.memory.kept_values import kept_values
+from midus_hf.models import FAMILIES
+from midus_hf.ops import op_choices
+
+HOST_TIME_RESULTS = RESULTS / "host_time.csv"
+BODIES = ("native", "torch", "triton")
+HEADS, HEAD_WIDTH, N, K = 4, 16, 16, 4
+_CALLS = 5
+"""Of one task in one round, of which the median counts: other work on the machine takes whole calls."""
+
+Tasks = Mapping[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """Microseconds of both blocks and of their parts, medians; what a block's own Python takes is `rest`.
+
+    Args:
+        family: Of the model.
+        body: Of the memory's op.
+        ratio: Of the memory block's time to the decoder block's, in the same rounds.
+        decoder_launches: Operations of PyTorch in the decoder block that launch kernels on a GPU: neither views nor allocations.
+        memory_launches: Those of the memory block; a kernel of Triton, or a function in C, is not counted.
+    """
+
+    family: str
+    body: str
+    rounds: int
+    ratio: float
+    decoder_us: float
+    memory_us: float
+    norm_us: float
+    attention_us: float
+    mlp_us: float
+    add_us: float
+    memory_attention_us: float
+    memory_op_us: float
+    decoder_launches: int
+    memory_launches: int
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operations that compute something, those of this project aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(given.alias_info is not None for given in function._schema.returns)
+        if function.namespace == "aten" and not is_view and "empty" not in function.name():
+            self.launches += 1
+        return function(*args, **(kwargs or {}))
+
+
+def model_of(family: str) -> PreTrainedModel:
+    """A tiny model of a family: a decoder layer, and a memory block."""
+    memory = [{"type": "headwise", "layers": [1], "n": N, "k": K}]
+    sizes = {
+        "hidden_size": HEADS * HEAD_WIDTH,
+        "intermediate_size": 2 * HEADS * HEAD_WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": HEAD_WIDTH,
+        "vocab_size": 128,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(FAMILIES[family].config_class.model_type, **sizes, memory=memory)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.model.layers[1].memory.value_bank.normal_()
+    return model
+
+
+def tasks_of(model: PreTrainedModel) -> Tasks:
+    """Both blocks and their parts, each called with one token."""
+    decoder, block = model.model.layers
+    norm = getattr(decoder, block.attention_norm or block.mlp_norm or block.attention_output_norm)
+    hidden_states = torch.randn(1, 1, HEADS * HEAD_WIDTH)
+    position = torch.tensor([[7]])
+    layer_type = getattr(decoder, "layer_type", None) or getattr(decoder.self_attn, "layer_type", None)
+    rotary = model.model.rotary_emb
+    takes_type = "layer_type" in inspect.signature(rotary.forward).parameters
+    rotation = rotary(hidden_states, position, layer_type) if takes_type else rotary(hidden_states, position)
+    told = {"attention_mask": None, "position_ids": position, "past_key_values": None, "position_embeddings": rotation}
+    return {
+        "decoder": lambda: decoder(hidden_states, **told),
+        "memory": lambda: block(hidden_states, **told),
+        "norm": lambda: norm(hidden_states),
+        "attention": lambda: decoder.self_attn(hidden_states=hidden_states, **told),
+        "mlp": lambda: decoder.mlp(hidden_states),
+        "add": lambda: hidden_states + hidden_states,
+        "memory_attention": lambda: block.self_attn(hidden_states=hidden_states, **told),
+        "memory_op": lambda: block.memory(hidden_states, hidden_states),
+    }
+
+
+@contextlib.contextmanager
+def body_of(name: str) -> Iterator[None]:
+    """Let ops have one body; that in Triton launches nothing."""
+    if name == "triton":
+        from benchmarks.idle_launches import idle_launches
+
+        with idle_launches():
+            yield
+    else:
+        with op_choices(backend=name):
+            yield
+
+
+def microseconds(tasks: Tasks, rounds: int) -> dict[str, list[float]]:
+    """What one call of each task takes, in each round."""
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    for _ in range(rounds):
+        for name, task in tasks.items():
+            task()  # the first call after another task finds less in the processor's caches
+            laps = []
+            for _ in range(_CALLS):
+                began = time.perf_counter()
+                task()
+                laps.append(time.perf_counter() - began)
+            times[name].append(statistics.median(laps) * 1e6)
+    return times
+
+
+def measured(run: Run, family: str, body: str, rounds: int) -> Row:
+    """Time one body in one family."""
+    torch.manual_seed(0)
+    model = model_of(family)
+    with torch.no_grad(), kept_values(model), body_of(body):
+        tasks = tasks_of(model)
+        microseconds(tasks, 3)
+        times = microseconds(tasks, rounds)
+        launches = {}
+        for name in ("decoder", "memory"):
+            with _Counting() as counting:
+                tasks[name]()
+            launches[name] = counting.launches
+    pairs = zip(times["memory"], times["decoder"], strict=True)
+    return Row(
+        **asdict(run),
+        family=family,
+        body=body,
+        rounds=rounds,
+        ratio=round(statistics.median(memory / decoder for memory, decoder in pairs), 3),
+        **{f"{name}_us": round(statistics.median(taken), 1) for name, taken in times.items()},
+        decoder_launches=launches["decoder"],
+        memory_launches=launches["memory"],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", default="llama", choices=sorted(FAMILIES))
+    parser.add_argument("--bodies", default=",".join(BODIES), help="joined by commas (default: all)")
+    parser.add_argument("--rounds", type=int, default=200, help="(default: 200)")
+    parser.add_argument("--no-append", action="store_true", help="print alone")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    run = this_run("cpu")
+    print(
+        "| body | memory block, us | decoder block, us | ratio | norm | attention | mlp | add | attention of memory block | memory |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for body in arguments.bodies.split(","):
+        row = measured(run, arguments.family, body, arguments.rounds)
+        print(
+            f"| {body} | {row.memory_us:.0f} | {row.decoder_us:.0f} | {row.ratio:.2f} | {row.norm_us:.0f} | {row.attention_us:.0f} | "
+            f"{row.mlp_us:.0f} | {row.add_us:.1f} | {row.memory_attention_us:.0f} | {row.memory_op_us:.0f} | "
+            f"{row.decoder_launches} | {row.memory_launches} |",
+            flush=True,
+        )
+        if not arguments.no_append:
+            append([row], HOST_TIME_RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`midus-analyze page`: what layers, drift and values tell of a model, on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midus_commands.inside import Model, check_base_within, load_other
+from midus_commands.reading import (
+    BatchSize,
+    Column,
+    Device,
+    Dtype,
+    Encoding,
+    Limit,
+    MaxTokens,
+    Retriever,
+    SequenceLength,
+    Texts,
+    adding,
+    check_picture,
+    load_to_read,
+    named_documents,
+    rows_of,
+    token_bar,
+    working,
+)
+
+_MOST_SLOTS = 3
+"""Of each memory, that are told."""
+
+
+def page(
+    model: Model,
+    text: Texts,
+    output: Annotated[Path, typer.Option(help="The page to write (.html).", metavar="FILE")],
+    base: Annotated[
+        str, typer.Option(help="As for drift: self, or folder or hub id of the base.", metavar="BASE")
+    ] = "self",
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    limit: Limit = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 4,
+    retriever: Retriever = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+) -> None:
+    """Write one page of what layers, drift and values tell: parts, how far predictions moved, and what slots hold."""
+    with working():
+        check_picture("output", output, ".html")
+        documents = named_documents(text, column, encoding, limit)
+        if base == "self":
+            check_base_within(model)
+        from midus_hf.analysis import drift, inside_page
+        from midus_hf.analysis.layer_effects import layer_effects
+        from midus_hf.analysis.slot_tokens import memories_of_slots, slot_tokens, slots_table
+        from midus_hf.analysis.text_rows import read_rows
+        from midus_hf.analysis.usage import record_usage
+
+        loaded, tokenizer = load_to_read(model, dtype, device)
+        of_base = drift.base_within(loaded) if base == "self" else load_other(base, loaded, tokenizer, dtype, device)
+        rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
+        with token_bar() as show:
+            effects = layer_effects(loaded, rows, batch_size=batch_size, progress=show)
+        total = sum(of_text.num_tokens for of_text in rows)
+        with token_bar() as show:
+            moved = drift.drift(loaded, of_base, rows, batch_size=batch_size, progress=adding(show, total))
+        hosts, values = memories_of_slots(loaded), []
+        if hosts:
+            with token_bar() as show, record_usage(loaded) as usage:
+                told = adding(show, total)
+                for of_text in rows:
+                    read_rows(loaded, of_text, batch_size=batch_size, progress=told)
+            for hosted in hosts:
+                near = slot_tokens(loaded, tokenizer, hosted.layer, usage=usage, most=_MOST_SLOTS, memory=hosted.name)
+                values.append(slots_table(near, hosted.place))
+    compared = {
+        "model": model,
+        "base": "its base, which is the model without what was added" if base == "self" else base,
+    }
+    inside_page.write_inside_page(output, compared, effects, moved, values, tokenizer)

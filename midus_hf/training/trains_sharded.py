@@ -1,0 +1,109 @@
+"""What a Trainer needs where accelerate shards parameters: a model that is saved whole, and no run that is not sharded after all."""
+
+import dataclasses
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    # What the mixin stands before, for all that it asks of itself.
+    from transformers import Trainer as AnyTrainer
+else:
+    AnyTrainer = object
+
+
+def check_deepspeed() -> None:
+    """See that what accelerate was told to shard with is there.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if _is_told("DEEPSPEED") and find_spec("deepspeed") is None:
+        raise ValueError(
+            "accelerate was started with DeepSpeed, which is not installed here; pip install deepspeed, or start it with "
+            "configs/accelerate/fsdp2.yaml."
+        )
+
+
+class TrainsSharded(AnyTrainer):
+    """Mixin for a `Trainer` of any kind whose parameters FSDP or DeepSpeed may shard.
+
+    FSDP2 is told which layers a model is made of, unless a person has told it, and to compute in lower precision but not to add
+    gradients, or give losses, in it. With `SHARDED_STATE_DICT` a Trainer's `save_model` writes nothing; here it writes the model.
+    Checkpoints are the Trainer's own.
+
+    Args:
+        args: What the Trainer takes.
+        kwargs: What the Trainer takes.
+
+    Raises:
+        ValueError: If accelerate is told to shard and does not, as on CPUs, or by the first kind of FSDP.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.saved_dtypes: dict[str, torch.dtype] = {}
+        """Of a sharded model: in which dtypes it is saved, by name; what is not named stays as it is."""
+        for name, enabled in (("FSDP", self.is_fsdp_enabled), ("DeepSpeed", self.is_deepspeed_enabled)):
+            if _is_told(name.upper()) and not enabled:
+                raise ValueError(
+                    f"accelerate was started with {name}, which does not shard on {self.args.device.type}: all processes would hold "
+                    "whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
+                )
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            self._prepare_fsdp(plugin)
+
+    def _prepare_fsdp(self, plugin: Any) -> None:
+        if plugin.fsdp_version != 2:
+            raise ValueError(
+                f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be told apart; "
+                "expected 2, as in configs/accelerate/fsdp2.yaml."
+            )
+        model: Any = self.model
+        if plugin.transformer_cls_names_to_wrap is None:
+            # A model whose layers all host memories has none of the family's own, which its class names all the same.
+            names = {type(module).__name__ for module in model.modules()}
+            plugin.transformer_cls_names_to_wrap = sorted(names & set(model._no_split_modules or ()))
+        policy = plugin.mixed_precision_policy
+        if policy is not None and policy.param_dtype is not None:
+            plugin.mixed_precision_policy = dataclasses.replace(
+                policy, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """See that a checkpoint can be gone on from.
+
+        Args:
+            checkpoint: Its folder.
+
+        Raises:
+            ValueError: If it is of sharded parameters and these are not, or the other way round.
+        """
+        is_sharded = any(checkpoint.glob("pytorch_model_fsdp*"))
+        if is_sharded != self.is_fsdp_enabled:
+            kinds = ("hold whole models", "share parameters by FSDP")
+            raise ValueError(
+                f"{checkpoint} was saved by processes that {kinds[is_sharded]}, and these {kinds[not is_sharded]}; go on with it as "
+                "it was begun, or start a new run."
+            )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`; a model that FSDP shards is put together in the first process. All processes call it."""
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif not _internal_call:
+            state: dict[str, torch.Tensor] = self.accelerator.get_state_dict(self.model)
+            self._save(
+                output_dir,
+                {name: tensor.to(self.saved_dtypes.get(name, tensor.dtype)) for name, tensor in state.items()},
+            )
+            self.accelerator.wait_for_everyone()
+
+
+def _is_told(name: str) -> bool:
+    """Whether accelerate was started with FSDP or DeepSpeed."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"

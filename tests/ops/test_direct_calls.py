@@ -1,0 +1,113 @@
+"""Registered ops are passed by only where nobody would miss them."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.interpreter import mended_interpreter
+from midus_hf.ops import headwise_memory
+from midus_hf.ops.direct_calls import are_plain, nobody_watches
+from midus_hf.ops.native_library import why_missing
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no-grad", "inference"])
+def test_nobody_watches_a_pass_without_gradients(context):
+    with context():
+        assert nobody_watches()
+
+
+@pytest.mark.parametrize(
+    "watching",
+    [torch.enable_grad, FakeTensorMode, TorchDispatchMode, torch.autograd.forward_ad.dual_level],
+    ids=["gradients", "fake-tensors", "dispatch-mode", "forward-mode"],
+)
+def test_contexts_that_watch_are_seen(watching):
+    with torch.no_grad(), watching():
+        assert not nobody_watches()
+
+
+@pytest.mark.parametrize("how", ["compiled", "traced", "transformed"])
+def test_calls_that_are_traced_or_transformed_are_seen(how):
+    seen = []
+
+    def look(tensor):
+        seen.append(nobody_watches())
+        return tensor + 1 if seen[-1] else tensor + 2
+
+    zeros = torch.zeros(2)
+    with torch.no_grad():
+        if how == "compiled":
+            torch._dynamo.reset()
+            assert torch.equal(torch.compile(look, backend="eager", fullgraph=True)(zeros), zeros + 2)
+            torch._dynamo.reset()
+        elif how == "traced":
+            assert torch.equal(torch.jit.trace(look, zeros, check_trace=False)(zeros), zeros + 2)
+        else:
+            assert torch.equal(torch.func.vmap(look)(zeros), zeros + 2)
+        assert nobody_watches()
+
+
+class Standing(torch.Tensor):
+    """A tensor that may stand for another."""
+
+
+def test_tensors_of_a_subclass_are_not_plain():
+    plain = torch.zeros(1)
+    assert are_plain(plain, torch.nn.Parameter(plain))
+    assert not are_plain(plain, plain.as_subclass(Standing))
+
+
+def asked_ops(monkeypatch) -> list:
+    """Calls of the registered op."""
+    asked = []
+    registered = headwise_memory.__globals__["headwise_lookup_op"]
+    monkeypatch.setitem(
+        headwise_memory.__globals__, "headwise_lookup_op", lambda *given: (asked.append(given), registered(*given))[1]
+    )
+    return asked
+
+
+def inputs(tokens=3, heads=2, half=4, n=6, width=5, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, heads, 2 * half), (heads, n, half), (heads, n, half), (n * n, width))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_residual, monkeypatch):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    if backend == "native" and why_missing():
+        pytest.skip(why_missing())
+    arguments = inputs(dtype=dtype)
+    residual = torch.randn(3, 2, 5).to(dtype) if with_residual else None
+    asked = asked_ops(monkeypatch)
+    outputs = []
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, mended_interpreter() if backend == "triton" else contextlib.nullcontext():
+            outputs.append(headwise_memory(*arguments, None, 3, residual=residual, temperature=0.7, backend=backend))
+        outputs.append(len(asked))
+    assert outputs[1] == 0 and outputs[3] == 1
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("selection", ["two-stage", "cartesian"])
+def test_what_has_no_direct_body_is_left_to_the_registered_op(selection, monkeypatch):
+    asked = asked_ops(monkeypatch)
+    with torch.no_grad():
+        headwise_memory(*inputs(), None, 3, selection=selection, backend="torch")
+        headwise_memory(
+            *inputs(tokens=129), None, 3, selection=selection, backend="torch"
+        )  # so many that calls do not count
+    assert [given[8] for given in asked] == (["two-stage"] if selection == "two-stage" else ["cartesian"] * 2)
+
+
+def test_a_residual_of_another_width_is_refused():
+    """Else C would read behind its end."""
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
+        headwise_memory(*inputs(), None, 3, residual=torch.zeros(3, 2, 4))

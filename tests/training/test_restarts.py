@@ -1,0 +1,157 @@
+"""A run of two processes of which one is killed goes on, by as many processes or others, as if nothing had happened."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes.warm import run_ranks
+from training.two_processes import (
+    SCRIPT,
+    assert_same_run,
+    in_two_processes,
+    largest_difference,
+    logged,
+    save_method,
+    weights,
+    write_recipe,
+)
+
+from midus_commands.train import main
+from midus_hf.training.run_checkpoints import checkpoints, last_checkpoint
+
+KILLER = Path(__file__).with_name("killed_rank.py")
+KILLS = {
+    "before-its-random-state": (1, "save", "checkpoint-4/rng_state_1.pth", 2),
+    "in-a-step": (1, "step", "4", 2),
+    "before-the-optimizer": (0, "save", "checkpoint-4/optimizer.pt", 2),
+    "before-the-last-file": (0, "open", "checkpoint-4/trainer_state.json", 2),
+    "before-the-first-checkpoint": (1, "step", "2", None),
+    "sometime": (0, "seconds", f"{random.Random().uniform(0, 1):.3f}", ...),
+}
+"""Which process is killed where, and the step of the latest checkpoint that is whole then; `...` where nobody knows."""
+PRODUCT = [name for name in KILLS if name != "before-its-random-state"]
+
+
+@pytest.fixture(scope="module")
+def recipe(corpus, tmp_path_factory) -> Path:
+    """A run that saves a checkpoint every two steps."""
+    folder = tmp_path_factory.mktemp("restarts")
+    return write_recipe(
+        folder / "recipe.yaml",
+        save_method("midus-hml", folder),
+        corpus,
+        save_every=2,
+        keep_checkpoints="null",
+        usage_every=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(recipe) -> Path:
+    """The same run in two processes that nobody disturbed."""
+    output = recipe.with_name("whole")
+    in_two_processes(recipe, f"output={output}")
+    return output
+
+
+def from_checkpoint(output: Path, step: int, folder: Path) -> Path:
+    """A copy of a run as it was when it had saved a checkpoint."""
+    shutil.copytree(output, folder, ignore=shutil.ignore_patterns("config.json", "model.safetensors"))
+    shutil.copytree(output / f"checkpoint-{step}", folder / f"checkpoint-{step}", dirs_exist_ok=True)
+    for number, path in checkpoints(folder).items():
+        if number != step:
+            shutil.rmtree(path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.product) if name in PRODUCT else name for name in KILLS]
+)
+def test_a_killed_run_that_torchrun_starts_again_is_the_run_that_nobody_disturbed(name, recipe, whole, tmp_path):
+    rank, kind, point, latest = KILLS[name]
+    words = [recipe, f"output={tmp_path / 'out'}"]
+    killed = run_ranks(KILLER, rank, kind, point, SCRIPT, *words)
+    assert killed.returncode != 0, "one is killed, and the other fails without it"
+    left = last_checkpoint(tmp_path / "out")
+    if latest is not ...:
+        assert (left and left.name) == (latest and f"checkpoint-{latest}")
+    again = run_ranks(SCRIPT, *words, TORCHELASTIC_RESTART_COUNT="1")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count(f"going on from {left}\n") == (left is not None)
+    assert_same_run(tmp_path / "out", whole, ("loss", "grad_norm", "memory_perplexity"))
+
+
+def test_one_process_goes_on_where_two_were_with_steps_of_as_many_sequences(recipe, whole, tmp_path, capsys):
+    output = from_checkpoint(whole, 2, tmp_path / "out")
+    assert main([str(recipe), f"output={output}", "resume=true"]) == 0
+    assert (
+        "gradient_accumulation is 2 in place of 1, for as many sequences a step as before\n" in capsys.readouterr().out
+    )
+    assert_about_the_same(output, whole)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("words", [[], ["batch_size=2", "gradient_accumulation=1"]], ids=["as-it-is", "one-pass"])
+def test_two_processes_go_on_where_one_was(words, recipe, whole, tmp_path):
+    one = [str(recipe), "batch_size=2", "gradient_accumulation=2", f"output={tmp_path / 'out'}"]
+    assert main(one) == 0
+    output = from_checkpoint(tmp_path / "out", 2, tmp_path / "resumed")
+    in_two_processes(recipe, "gradient_accumulation=2", *words, f"output={output}", "resume=true")
+    assert_about_the_same(output, whole)
+
+
+def assert_about_the_same(output: Path, whole: Path) -> None:
+    """As of two runs that add the same numbers in another order."""
+    for name, tolerance in (("loss", 1e-5), ("memory_used_share", 1e-6)):
+        assert (
+            logged(output, name) == pytest.approx(logged(whole, name), rel=tolerance)
+            and len(logged(output, name)) == 6
+        )
+    assert largest_difference(weights(output), weights(whole)) < 1e-4
+
+
+@pytest.mark.product
+def test_torchrun_starts_a_run_again_whose_process_was_killed_and_it_goes_on(recipe, whole, tmp_path):
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    words = [KILLER, "1", "step", "4", SCRIPT, recipe, f"output={tmp_path / 'out'}"]
+    done = subprocess.run(
+        [*launcher, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        # Else torch's launcher keeps what processes had told each other before, which those that are new take for true.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"going on from {tmp_path / 'out' / 'checkpoint-2'}\n") == 1
+    assert_same_run(tmp_path / "out", whole)
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "message"),
+    [
+        (3, [], "a step of the run to resume takes 4 sequences, which 3 processes cannot share; expected a number of"),
+        (1, ["batch_size=3"], "batch_size is 3, but the run to resume has 2; give the same, or start a new run with"),
+        (1, ["gradient_accumulation=3"], "gradient_accumulation is 3, but the run to resume has 1; give the same"),
+    ],
+)
+def test_steps_of_other_sizes_are_refused(processes, words, message, recipe, whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert main([str(recipe), *words, f"output={whole}", "resume=true"]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -1,0 +1,100 @@
+"""A run goes on where it was, by itself if it is told so, with steps of as many sequences."""
+
+import json
+
+import pytest
+from training.test_output_folder import checkpoint, config
+from training.test_run import exact_log
+from training.tiny_run import tiny_config
+
+from midus_hf.training import train
+from midus_hf.training.output_folder import as_yaml, check_output
+from midus_hf.training.resumption import passes_of_a_step, settle_resumption
+
+STEP_OF_12 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 12}}}}'
+
+
+@pytest.mark.parametrize(
+    ("processes", "batch_size", "passes"),
+    [
+        (1, 6, 2),
+        (1, 12, 1),
+        (2, 2, 3),
+        (3, 4, 1),
+        (
+            5,
+            1,
+            "a step of the run to resume takes 12 sequences, which 5 processes cannot share; expected a number of processes",
+        ),
+        (
+            2,
+            4,
+            "takes 12 sequences, 6 in each of 2 processes; expected a batch_size that divides these. Set batch_size to 3.",
+        ),
+        (4, 8, "batch_size is 8, and a step .* 3 in each of 4 processes; .* Set batch_size to 3."),
+    ],
+)
+def test_a_step_takes_as_many_sequences_in_more_or_fewer_processes(
+    tmp_path, monkeypatch, processes, batch_size, passes
+):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    asked, before = config(tmp_path, batch_size=batch_size), checkpoint(tmp_path / "out", 5, STEP_OF_12)
+    assert passes_of_a_step(asked, None) == 1
+    if isinstance(passes, int):
+        assert passes_of_a_step(asked, before) == passes
+    else:
+        with pytest.raises(ValueError, match=passes):
+            passes_of_a_step(asked, before)
+
+
+def test_what_goes_on_or_begins_by_itself(tmp_path, monkeypatch):
+    def settled(**changes):
+        decided = settle_resumption(config(tmp_path, **changes))
+        return decided.resume, decided.overwrite
+
+    output = tmp_path / "out"
+    assert settled(resume="auto") == (False, False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert settled() == (False, False) and settled(overwrite=True) == (False, True)
+    output.mkdir()
+    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path)))
+    (output / "log.jsonl").touch()
+    assert settled() == settled(resume="auto") == settled(overwrite=True) == (False, True), "it died early"
+    checkpoint(output, 2)
+    assert settled() == settled(resume="auto") == settled(overwrite=True) == settled(resume=True) == (True, False)
+    assert settled(resume="named") == ("named", False), "whoever names a checkpoint gets it, every time"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert settled(resume="auto") == (True, False)
+    assert settled(overwrite=True) == (False, True) and settled() == (False, False)
+
+
+def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path, learning_rate=0.5)))
+    with pytest.raises(
+        ValueError,
+        match=r"learning_rate is 0\.01, but the run to resume has 0\.5; choose another output, or set overwrite: true\.",
+    ):
+        settle_resumption(config(tmp_path, resume="auto"))
+    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path)))
+    (output / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"which exists; choose another, or set resume or overwrite: true\."):
+        check_output(settle_resumption(config(tmp_path, resume="auto")))
+
+
+def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed(
+    upscaled, corpus, tmp_path, monkeypatch
+):
+    options = {"save_every": 2, "max_steps": 4}
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    state_file = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(state_file.read_text())
+    assert state["stateful_callbacks"].pop("StepSize")["attributes"] == {"sequences": 2}
+    state_file.write_text(json.dumps(state))
+    before = exact_log(tmp_path / "out")
+    train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=str(state_file.parent), **options))
+    assert exact_log(tmp_path / "out") == before
+    changed = {"batch_size": 1, "gradient_accumulation": 2, "resume": str(state_file.parent)}
+    with pytest.raises(ValueError, match="batch_size is 1, but the run to resume has 2"):
+        check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options, **changed))

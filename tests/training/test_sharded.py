@@ -1,0 +1,154 @@
+"""Two processes whose parameters FSDP2 shards train as one that has all; the trained model is a plain folder."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from processes.warm import run_ranks
+from training.accelerate_configs import launched_environment
+from training.tiny_run import tiny_config
+from training.two_processes import (
+    METHODS,
+    SCRIPT,
+    assert_same_run,
+    largest_difference,
+    logged,
+    save_method,
+    weights,
+    write_recipe,
+)
+from transformers import AutoModelForCausalLM
+
+from midus_commands.train import main
+from midus_hf.training.run import prepare
+
+SHARDING = Path(__file__).with_name("sharding_rank.py")
+ENVIRONMENT = launched_environment("fsdp2")
+OPTIONS = {
+    "llama-pro": {"precision": "bf16"},
+    "midus-hml": {"usage_every": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3},
+    "ultramem-v2": {},
+}
+TOLERANCES = {"llama-pro": 3e-3, "midus-hml": 1e-5, "ultramem-v2": 1e-5}
+
+
+def sharded(recipe: Path, *words: str) -> None:
+    run = run_ranks(SHARDING, SCRIPT, recipe, *words, **ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    "method",
+    [method if method == "midus-hml" else pytest.param(method, marks=pytest.mark.product) for method in METHODS],
+)
+def test_sharded_processes_train_as_one(method, corpus, tmp_path):
+    """Also at rates of their own for values and memories, with held-out text, and back to the best checkpoint."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_method(method, tmp_path), corpus, **OPTIONS[method])
+    words = [str(recipe), f"eval_text={corpus}", "eval_every=2", "keep_best=true"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*words, "batch_size=4", f"output={one}"]) == 0
+    sharded(*words, "activation_checkpointing=true", f"output={two}")
+    names = ["loss", "eval_loss", *(["learning_rate_values", "memory_used_share"] if method == "midus-hml" else [])]
+    for name in names:
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=TOLERANCES[method]) and logged(one, name), (
+            name
+        )
+    AutoModelForCausalLM.from_pretrained(two)
+    assert not list(two.glob("pytorch_model_fsdp*")) and {tensor.dtype for tensor in weights(two).values()} == {
+        tensor.dtype for tensor in weights(tmp_path / "model").values()
+    }
+    if method != "llama-pro":  # computed in bfloat16
+        assert largest_difference(weights(two), weights(one)) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory) -> Path:
+    """A sharded run with all of its checkpoints; its recipe lies beside it."""
+    folder = tmp_path_factory.mktemp("sharded")
+    model = save_method("midus-hml", folder)
+    recipe = write_recipe(folder / "recipe.yaml", model, corpus, save_every=2, keep_checkpoints="null")
+    sharded(recipe, f"output={folder / 'whole'}")
+    return folder / "whole"
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_sharded_run_goes_on_exactly(step, whole, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(whole, output)
+    for later in range(step + 2, 8, 2):
+        shutil.rmtree(output / f"checkpoint-{later}")
+    (output / "model.safetensors").unlink()
+    sharded(whole.with_name("recipe.yaml"), "resume=true", f"output={output}")
+    assert_same_run(output, whole)
+
+
+@pytest.mark.product
+def test_more_processes_share_what_two_have_saved(whole, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(whole, output)
+    for later in (4, 6):
+        shutil.rmtree(output / f"checkpoint-{later}")
+    words = [whole.with_name("recipe.yaml"), "batch_size=1", "resume=true", f"output={output}"]
+    run = run_ranks(SHARDING, SCRIPT, *words, processes=4, **ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+    assert logged(output, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
+    assert largest_difference(weights(output), weights(whole)) < 1e-4
+
+
+@pytest.mark.product
+def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(whole, tmp_path, capsys):
+    recipe = whole.with_name("recipe.yaml")
+    assert main([str(recipe), "resume=true", f"output={whole}"]) == 2
+    assert (
+        "checkpoint-6 was saved by processes that share parameters by FSDP, and these hold whole models"
+        in capsys.readouterr().err
+    )
+    assert main([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    refused = run_ranks(SHARDING, SCRIPT, recipe, "resume=true", f"output={tmp_path / 'one'}", **ENVIRONMENT)
+    assert refused.returncode == 2 and refused.stderr.count("checkpoint-6 was saved by processes that hold whole") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "fsdp2",
+            "accelerate was started with FSDP, which does not shard on cpu: all processes would hold whole models. Start",
+        ),
+        (
+            "zero3",
+            "accelerate was started with DeepSpeed, which is not installed here; pip install deepspeed, or start it with",
+        ),
+    ],
+)
+def test_what_does_not_shard_on_this_machine_is_refused(name, message, words, monkeypatch, capsys):
+    if name == "zero3":
+        monkeypatch.setattr("midus_hf.training.trains_sharded.find_spec", lambda _: None)
+    for variable, value in launched_environment(name).items():
+        monkeypatch.setenv(variable, value)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_first_kind_of_fsdp_is_refused(upscaled, corpus, tmp_path):
+    trainer = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out")).trainer
+    with pytest.raises(
+        ValueError, match=r"fsdp_version is 1, which flattens parameters, .* expected 2, as in configs/acc"
+    ):
+        trainer._prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1))
+
+
+def test_configs_of_accelerate_are_read_as_they_are_meant(monkeypatch):
+    assert "ACCELERATE_USE_FSDP" not in launched_environment("ddp")
+    for variable, value in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert (plugin.state_dict_type.name, plugin.transformer_cls_names_to_wrap) == ("SHARDED_STATE_DICT", None)
+    for variable, value in launched_environment("zero3").items():
+        monkeypatch.setenv(variable, value)
+    deepspeed = DeepSpeedPlugin().deepspeed_config
+    assert deepspeed["zero_optimization"]["stage"] == 3
+    assert deepspeed["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
