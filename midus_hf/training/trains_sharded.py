@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,15 @@ else:
 
 
 def check_deepspeed() -> None:
-    """See that what accelerate was told to shard with is there.
+    """See that DeepSpeed, if accelerate was told to shard with it, does not cut parameters before they have been looked at.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If it does.
     """
-    if _is_told("DEEPSPEED") and find_spec("deepspeed") is None:
+    if _is_told("DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3") == "3":
         raise ValueError(
-            "accelerate was started with DeepSpeed, which is not installed here; pip install deepspeed, or start it with "
-            "configs/accelerate/fsdp2.yaml."
+            "accelerate was started with DeepSpeed's ZeRO-3, which cuts parameters while a model is loaded, so that matrices and "
+            "norms cannot be told apart; expected FSDP2. Start it with configs/accelerate/fsdp2.yaml."
         )
 
 

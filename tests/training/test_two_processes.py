@@ -49,9 +49,8 @@ def test_two_processes_train_as_one(method, corpus, tmp_path):
 STREAMS = {"a-folder": {}, "documents-that-are-masked": {"document_mask": "true"}}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.product) if number else name for number, name in enumerate(STREAMS)]
-)
+@pytest.mark.product
+@pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_with(name, corpus, tmp_path):
     """Each sequence is trained on by one process, once."""
     model = save_method("llama-pro", tmp_path)

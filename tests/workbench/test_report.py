@@ -237,7 +237,8 @@ def test_a_rate_at_which_a_seed_is_missing_or_never_learned_so_much_is_not_the_o
 
 
 def test_where_nothing_was_learned_forgetting_is_not_compared():
-    one = found([result("hml", [-0.5, -0.25], [0.0, 1.0]), *FULL])
+    # One run passes the point at which nothing is learned on its way up: that is no learning to compare at.
+    one = found([result("hml", [-0.5, -0.25], [0.0, 1.0]), result("full", [-0.25, 0.5], [0.5, 1.0])])
     assert one.common_learning == 0.0
     assert "Forgotten" not in " ".join(table.title for table in tables(one))
     assert not any("forgotten least" in sentence for sentence in sentences(one))
@@ -431,6 +432,7 @@ def test_csv_has_a_row_for_each_run_and_moment(tmp_path):
         "trained_parameters": "1000", "step": "2", "tokens": "200", "seconds": "2.0", f"loss_{DOMAIN}": "2.5",
         f"loss_{RETENTION}": "2.125",
     }  # fmt: skip
+    assert (rows[0]["new_parameters"], rows[0]["trained_parameters"], rows[0]["rate"]) == ("0", "0", "recipe")
     assert (rows[4]["control_of"], rows[4]["control"], rows[1]["seconds"]) == ("hml", "one-row", "")
 
 
