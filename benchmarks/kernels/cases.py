@@ -14,8 +14,14 @@ from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.product_key_triton import triton_select
-from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
+from midus_hf.ops.row_sums_triton import (
+    triton_bank_gradient,
+    triton_row_sums,
+    triton_weight_gradients,
+    triton_weighted_rows,
+)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -83,23 +89,31 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         )
 
 
+TOKENS = 32768
+"""Of lookups, which benchmarks on a GPU have too."""
+
+
+def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor that has a shape and no numbers, since launches are caught."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
-    tokens = 64
-    query, keys = torch.zeros(tokens, heads, dim, dtype=dtype), torch.zeros(heads, n, dim // 2, dtype=dtype)
-    bank = torch.zeros(heads if n <= 64 else 1, n * n, dim, dtype=dtype)
-    bank = bank if n <= 64 else bank[0]
+    query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
+    bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
     output, slots, weights = triton_forward(query, keys, keys, bank, query, k, 1.0)
-    slots.zero_()
+    if packs(dtype, n, k):
+        packed_forward(query, keys, keys, bank, query, k, 1.0)
     triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
-    for atomic in (False, True):
-        rows = slots.flatten(0, 1).long()
-        triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=atomic)
-    triton_select(torch.zeros(tokens, n), torch.zeros(tokens, n), k)
+    triton_bank_gradient(output, slots, weights, bank.shape)
+    rows = slots.flatten(0, 1).long()
+    triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
+    triton_select(_sized(TOKENS * heads, n), _sized(TOKENS * heads, n), k)
 
 
 def _gather(width: int, m: int, dtype: torch.dtype) -> None:
-    bank, slots = torch.zeros(4096, width, dtype=dtype), torch.zeros(64, m, dtype=torch.int64)
-    weights = torch.zeros(64, m, dtype=dtype)
+    bank, slots = _sized(4096, width, dtype=dtype), _sized(TOKENS, m, dtype=torch.int64)
+    weights = _sized(TOKENS, m, dtype=dtype)
     output = triton_weighted_rows(bank, slots, weights)
     triton_weight_gradients(output, bank, slots)
     for atomic in (False, True):

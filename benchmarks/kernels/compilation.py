@@ -1,12 +1,10 @@
 """Compile kernels for GPUs that are not here, as they would be launched."""
 
+import math
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from benchmarks.kernels.machine_code import Instructions, counted, disassembler, least_microseconds
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -34,18 +34,23 @@ class Launch:
         case: What was asked for when it was launched.
         arguments: Its arguments by name.
         options: Of the compiler, such as `num_warps`, where the launch names any.
+        programs: How many programs it starts.
     """
 
     kernel: JITFunction
     case: str
     arguments: dict[str, Any]
     options: dict[str, Any]
+    programs: int = 1
 
     @classmethod
-    def of(cls, kernel: JITFunction, arguments: Sequence[Any], keywords: dict[str, Any]) -> "Launch":
+    def of(
+        cls, kernel: JITFunction, arguments: Sequence[Any], keywords: dict[str, Any], programs: int = 1
+    ) -> "Launch":
         """What triton's launcher was called with, with an empty `case`."""
         named = dict(zip((parameter.name for parameter in kernel.params), arguments, strict=False)) | keywords
-        return cls(kernel, "", {parameter.name: named.pop(parameter.name) for parameter in kernel.params}, named)
+        given = {parameter.name: named.pop(parameter.name) for parameter in kernel.params}
+        return cls(kernel, "", given, named, programs)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class Compiled:
         spilled_bytes: Of a thread's stack; None where no tool tells.
         wide_loads: Instructions that load 16 bytes a thread, or copy them to shared memory; None where they are not counted (AMD).
         narrow_loads: Those that load 2 bytes; None where they are not counted.
+        instructions: What one warp executes; None where they are not counted (AMD).
+        floor_us: Microseconds that an H200 takes at least to issue the instructions of the launch, or for those of the ALU,
+            whichever is more; None where they are not counted, or loops run as often as nobody said in `TRIPS`.
     """
 
     kernel: str
@@ -71,6 +79,16 @@ class Compiled:
     spilled_bytes: int | None
     wide_loads: int | None
     narrow_loads: int | None
+    instructions: Instructions | None
+    floor_us: float | None
+
+
+TRIPS = {
+    "forward_kernel": ("K",),
+    "query_gradient_kernel": ("K",),
+    "key_gradient_kernel": ("blocks_a_split", "K"),
+}
+"""The arguments that say how often the loops of a kernel run, outermost first, as the compiler leaves them."""
 
 
 @contextmanager
@@ -79,7 +97,7 @@ def caught_launches() -> Iterator[list[Launch]]:
     caught: list[Launch] = []
 
     def catch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
-        caught.append(Launch.of(self, arguments, keywords))
+        caught.append(Launch.of(self, arguments, keywords, math.prod(grid)))
 
     before, JITFunction.run = JITFunction.run, catch
     try:
@@ -114,8 +132,8 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
     return signature, constants, attributes
 
 
-def compile_for(launch: Launch, target: str) -> Compiled:
-    """Compile one launch for one target."""
+def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled:
+    """Compile one launch for one target, and count its instructions where there is a tool that shows them, unless told not to."""
     signature, constants, attributes = specialisation(launch)
     if target.startswith("gfx"):  # what `precise_product` says there
         constants = {name: "ieee" if value == "tf32x3" else value for name, value in constants.items()}
@@ -123,22 +141,24 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(number), 32)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=gpu, options={"num_warps": 4, **launch.options})
-    registers, spilled = _registers(compiled.asm["cubin"]) if "cubin" in compiled.asm else (None, None)
+    kernel, options = launch.kernel.__name__, {"num_warps": 4, **launch.options}
+    cubin = compiled.asm.get("cubin")
+    registers, spilled = (None, None) if cubin is None else _registers(cubin)
+    trips = tuple(launch.arguments[name] for name in TRIPS.get(kernel, ()))
+    instructions = None if cubin is None or not counts else counted(cubin, trips)
+    floor = None
+    if instructions is not None and (trips or not instructions.loops):
+        floor = round(least_microseconds(instructions, launch.programs * options["num_warps"]), 1)
     wide, narrow = (
         len(re.findall(load, compiled.asm["ptx"])) if "ptx" in compiled.asm else None
         for load in (r"ld\.global\S*\.v4\.b32\b|cp\.async\.cg\b", r"ld\.global\S*\.[bu]16\b")
     )
     shared = compiled.metadata.shared
-    return Compiled(launch.kernel.__name__, launch.case, target, shared, registers, spilled, wide, narrow)
+    return Compiled(kernel, launch.case, target, shared, registers, spilled, wide, narrow, instructions, floor)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    text = printed.stdout + printed.stderr
+    text = disassembler("-res-usage", cubin)
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     assert registers and stack, text
     return int(registers[1]), int(stack[1])

@@ -4,26 +4,25 @@ import json
 import sys
 from dataclasses import asdict
 
-from benchmarks.kernels.cases import launches
-from benchmarks.kernels.compilation import compile_for
+from benchmarks.kernels.cases import cases, launches
+from benchmarks.kernels.compilation import Compiled, compile_for
 from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 
 
-def run(targets: list[str], as_json: bool) -> int:
+def run(targets: list[str], kernels: list[str] | None, counted: list[str] | None, as_json: bool) -> int:
     """Returns 1 if a kernel needs more shared memory than its target has."""
+    found = launches()
+    of_kernels = _known(kernels, {launch.kernel.__name__ for launch in found}, "kernel")
+    of_cases = _known(counted, {name for name, _ in cases()}, "case")
     rows = []
-    for launch in launches():
+    for launch in found:
+        if launch.kernel.__name__ not in of_kernels:
+            continue
         for target in targets:
-            row = compile_for(launch, target)
+            row = compile_for(launch, target, counts=launch.case in of_cases)
             rows.append(row)
             if not as_json:
-                registers = (
-                    "  -" if row.registers is None else f"{row.registers:3d} registers, {row.spilled_bytes} B stack"
-                )
-                print(
-                    f"{row.kernel:24s} {row.case:44s} {row.target:7s} {row.shared_bytes:7d} B shared {registers}",
-                    flush=True,
-                )
+                print(_told(row), flush=True)
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
     too_large = [row for row in rows if row.shared_bytes > MOST_SHARED_MEMORY[row.target]]
@@ -33,3 +32,22 @@ def run(targets: list[str], as_json: bool) -> int:
             file=sys.stderr,
         )
     return 1 if too_large else 0
+
+
+def _known(asked: list[str] | None, names: set[str], what: str) -> set[str]:
+    """What was asked for, by default all there is."""
+    if unknown := sorted(set(asked or ()) - names):
+        raise SystemExit(f"no {what} {', '.join(unknown)}; expected some of {', '.join(sorted(names))}.")
+    return names if asked is None else set(asked)
+
+
+def _told(row: Compiled) -> str:
+    line = f"{row.kernel:28s} {row.case:40s} {row.target:7s} {row.shared_bytes:7d} B shared"
+    if row.registers is not None:
+        line += f" {row.registers:4d} registers {row.spilled_bytes:4d} B stack"
+    counts = row.instructions
+    if counts is None:
+        return line
+    line += f"  {counts.all:6d} instructions"
+    line += f" ({counts.alu} ALU, {counts.tensor_core} tensor core, {counts.memory} memory, {counts.loops} loops)"
+    return line if row.floor_us is None else f"{line}  {row.floor_us:.0f} us at least on an H200"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from benchmarks.ops.operations import product_key_memory
 from benchmarks.ops.registry import Call, Inputs, Unavailable, provider
 from benchmarks.ops.shapes import Case
-from midus_hf.ops import expand_values, headwise_memory, product_key_topk, weighted_gather
+from midus_hf.ops import expand_values, headwise_memory, op_choices, product_key_topk, weighted_gather
 
 _MOST_GRID_ELEMENTS = 1 << 24
 _ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
@@ -113,6 +113,19 @@ def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
 @provider("headwise_memory", "sorted")
 def _headwise_sorted(case: Case, inputs: Inputs) -> Call:
     return lambda: headwise_memory(**inputs, k=case.shape.k, backward="sorted")
+
+
+@provider("headwise_memory", "exact")
+def _headwise_exact(case: Case, inputs: Inputs) -> Call:
+    """By kernels that compare all bits of scores, as those of float32 do anyway."""
+    if case.device == "cpu" or case.dtype == "float32":
+        raise Unavailable("nothing but kernels of half precision selects otherwise than exactly")
+
+    def run() -> torch.Tensor:
+        with op_choices(exact=True):
+            return headwise_memory(**inputs, k=case.shape.k)
+
+    return run
 
 
 @provider("headwise_memory", "torch")

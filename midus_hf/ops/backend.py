@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -40,12 +41,16 @@ class OpChoices:
             `"fused"`, by one kernel for both where there is one for the call, which reads sequences of the same length as queries
             without mask, cap or dropout; or `"measured"`, by whichever of these took less time when a shape was first met, which
             another process may find otherwise. A graph of `torch.compile` cannot measure and is merged. Default: `"auto"`, merged.
+        exact: Whether kernels that select product keys of half precision compare all 32 bits of their scores. Otherwise the last
+            ceil(log2(n)) say which sub-key a score is of, for n up to 128 and k up to 8: sub-keys and slots whose scores are closer
+            than that, for n = 64 within 2^-17 of their size, may be taken for each other. Default: false.
     """
 
     backend: str = "auto"
     selection: str = "auto"
     backward: str = "auto"
     joining: str = "auto"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         every = {"backend": BACKENDS, "selection": SELECTIONS, "backward": BACKWARDS, "joining": JOININGS}
@@ -53,16 +58,21 @@ class OpChoices:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"exact is {self.exact!r}; expected True or False.")
 
 
 _standing = OpChoices()
 
-_KNOWN = {words: OpChoices(*words) for words in itertools.product(BACKENDS, SELECTIONS, BACKWARDS)}
+_KNOWN = {
+    (body, way, order, exact): OpChoices(body, way, order, exact=exact)
+    for body, way, order, exact in itertools.product(BACKENDS, SELECTIONS, BACKWARDS, (False, True))
+}
 """All that `resolve` may be asked and answer: making them anew would take a fifth of a decoding step's lookup."""
 
 
 @contextlib.contextmanager
-def op_choices(**changes: str) -> Iterator[None]:
+def op_choices(**changes: Any) -> Iterator[None]:
     """Choose for all ops called within, where their caller leaves it to `"auto"`; for the whole process, not one thread.
 
     What a gradient does is chosen when the forward pass runs.
@@ -102,12 +112,13 @@ def resolve(
             `"torch"` stands in for it.
 
     Returns:
-        Choices without `"auto"`. While a graph is traced nothing is built, and `"native"` is what the op runs if it can then.
+        Choices of these three without `"auto"`, and whether selection is to be exact. While a graph is traced nothing is built, and
+        `"native"` is what the op runs if it can then.
 
     Raises:
         ValueError: If there is no such choice, or kernels or C are asked for where they cannot run.
     """
-    if (backend, selection, backward) not in _KNOWN:
+    if (backend, selection, backward, False) not in _KNOWN:
         OpChoices(backend, selection, backward)  # raises
     body = _standing.backend if backend == "auto" else backend
     way = _standing.selection if selection == "auto" else selection
@@ -120,7 +131,7 @@ def resolve(
     elif body == "native":
         _check_native(tensor, native_refusal)
         body = "torch" if native_refusal == NO_NATIVE_BODY else "native"
-    return _KNOWN[body, way, order]
+    return _KNOWN[body, way, order, _standing.exact]
 
 
 def _chosen(tensor: torch.Tensor, ways: tuple[str, str], refusal: str | None, native_refusal: str | None) -> str:

@@ -8,13 +8,15 @@ from typing import Any, Optional
 
 import torch
 
-from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.headwise_lookup_triton import triton_score_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library
+from midus_hf.ops.packed_lookup_triton import triton_lookup
 from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
+from midus_hf.ops.row_sums_triton import triton_bank_gradient
 
 _FEW_SCORES = 4096
 
@@ -27,13 +29,14 @@ def lookup(
     residual: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
     k: int,
     temperature: float,
+    exact: bool,
     selection: str,
     backward: str,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `[S, H, v]`, and for the gradient the slots `[S, H, k]` and their weights `[S, H, k]`, best first."""
     if backend == "triton" and selection == "two-stage":
-        return triton_forward(query, row_keys, column_keys, bank, residual, k, temperature)
+        return triton_lookup(query, row_keys, column_keys, bank, residual, k, temperature, exact)
     backend = _at_hand(backend)
     if backend == "native" and selection == "two-stage":
         return native_lookup(query, row_keys, column_keys, bank, residual, k, temperature)
@@ -85,7 +88,7 @@ def lookup_few(
 
 
 @headwise_lookup_op.register_fake
-def _(query, row_keys, column_keys, bank, residual, k, temperature, selection, backward, backend):  # type: ignore[no-untyped-def]
+def _(query, row_keys, column_keys, bank, residual, k, temperature, exact, selection, backward, backend):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     return (
@@ -126,6 +129,8 @@ def headwise_lookup_backward_op(
         )
     if wants_bank and backend == "native" and backward == "sorted":
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
+    elif wants_bank and backend == "triton" and backward == "sorted":
+        into_bank = triton_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants_bank:
         flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
         by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))
@@ -184,7 +189,7 @@ def _score_gradients(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, row_keys, column_keys, bank, residual, _, ctx.temperature, _, ctx.way, ctx.body = inputs
+    query, row_keys, column_keys, bank, residual, _, ctx.temperature, _, _, ctx.way, ctx.body = inputs
     ctx.adds = residual is not None
     _, slots, weights = output
     ctx.save_for_backward(query, row_keys, column_keys, bank, slots, weights)
@@ -197,7 +202,7 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
         gradient, *ctx.saved_tensors, ctx.temperature, any(needs[:3]), needs[3], ctx.way, ctx.body
     )
     wanted = (part if need else None for part, need in zip(gradients, needs, strict=True))
-    return *wanted, gradient if ctx.adds else None, None, None, None, None, None
+    return *wanted, gradient if ctx.adds else None, None, None, None, None, None, None
 
 
 headwise_lookup_op.register_autograd(_differentiate, setup_context=_save)

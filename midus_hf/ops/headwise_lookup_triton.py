@@ -12,10 +12,10 @@ from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
 
-_HEADS_TOGETHER = 8
+HEADS_TOGETHER = 8
 """Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
 
-_FEW_TOKENS = 16
+FEW_TOKENS = 16
 """The fewest rows of a matrix product: no more are computed for the tokens of a decoding step."""
 
 
@@ -130,56 +130,63 @@ def forward_kernel(
 
 @triton.jit
 def query_gradient_kernel(
-    gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores,
-    tokens, heads, n, half, width, bank_stride, inverse_temperature,
+    gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores, tokens, inverse_temperature,
+    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HAS_OWN_BANKS: tl.constexpr,
     TOGETHER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores [S, H, K], through the softmax, and of the query [S, H, 2 * half]."""
-    block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
-    token = block * BT + tl.arange(0, BT)
-    valid = token < tokens
-    place = token * heads + head
+    """Gradients of the scores [S, H, K], through the softmax, and of the query [S, H, 2 * HALF]."""
+    block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
+    valid = block * BT + tl.arange(0, BT) < tokens
+    first = block * BT * HEADS + head
+    place = tl.arange(0, BT) * HEADS  # from the first token's; of 32 bits, as what is within a program
     lanes, ranks, dims = tl.arange(0, VP), tl.arange(0, KP), tl.arange(0, DP)
-    lane_mask = valid[:, None] & (lanes < width)[None, :]
-    upstream = tl.load(gradient + place[:, None] * width + lanes[None, :], mask=lane_mask, other=0.0).to(tl.float32)
-    bank_of_head = bank + head * bank_stride
+    lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
+    upstream = tl.load(
+        gradient + first * WIDTH + (place[:, None] * WIDTH + lanes[None, :]), mask=lane_mask, other=0.0
+    ).to(tl.float32)
+    bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
+    slots_of_block = slots + first * K
     into_weights = tl.zeros([BT, KP], tl.float32)
     for rank in range(K):
-        slot = tl.load(slots + place * K + rank, mask=valid, other=0).to(tl.int64)
-        row = tl.load(bank_of_head + slot[:, None] * width + lanes[None, :], mask=lane_mask, other=0.0)
+        slot = tl.load(slots_of_block + place * K + rank, mask=valid, other=0)
+        # Of a bank for all heads rows may lie further off than 32 bits reach.
+        slot = slot.to(tl.int64) if N * N * WIDTH >= 1 << 31 else slot.to(tl.int32)
+        row = tl.load(bank_of_head + (slot[:, None] * WIDTH + lanes[None, :]), mask=lane_mask, other=0.0)
         product = tl.sum(row.to(tl.float32) * upstream, axis=1)
         into_weights = tl.where(ranks[None, :] == rank, product[:, None], into_weights)
     rank_mask = valid[:, None] & (ranks < K)[None, :]
-    shares = tl.load(weights + place[:, None] * K + ranks[None, :], mask=rank_mask, other=0.0)
+    entries = place[:, None] * K + ranks[None, :]
+    shares = tl.load(weights + first * K + entries, mask=rank_mask, other=0.0)
     mean = tl.sum(shares * into_weights, axis=1)
     scores = shares * (into_weights - mean[:, None]) * inverse_temperature  # [BT, KP]
-    tl.store(into_scores + place[:, None] * K + ranks[None, :], scores, mask=rank_mask)
+    tl.store(into_scores + first * K + entries, scores, mask=rank_mask)
 
-    keys_of_head = head * n * half
-    dim_mask = valid[:, None] & (dims < half)[None, :]
+    keys_of_head = head * (N * HALF)
+    dim_mask = valid[:, None] & (dims < HALF)[None, :]
     into_rows = tl.zeros([BT, DP], tl.float32)
     into_columns = tl.zeros([BT, DP], tl.float32)
     for rank in range(K):
-        slot = tl.load(slots + place * K + rank, mask=valid, other=0).to(tl.int32)
+        slot = tl.load(slots_of_block + place * K + rank, mask=valid, other=0).to(tl.int32)
         score = tl.sum(tl.where(ranks[None, :] == rank, scores, 0.0), axis=1)
-        key = tl.load(row_keys + keys_of_head + (slot // n)[:, None] * half + dims[None, :], mask=dim_mask, other=0.0)
-        into_rows += score[:, None] * key.to(tl.float32)
-        key = tl.load(
-            column_keys + keys_of_head + (slot % n)[:, None] * half + dims[None, :], mask=dim_mask, other=0.0
+        offsets = (slot // N)[:, None] * HALF + dims[None, :]
+        into_rows += score[:, None] * tl.load(row_keys + keys_of_head + offsets, mask=dim_mask, other=0.0).to(
+            tl.float32
         )
+        offsets = (slot % N)[:, None] * HALF + dims[None, :]
+        key = tl.load(column_keys + keys_of_head + offsets, mask=dim_mask, other=0.0)
         into_columns += score[:, None] * key.to(tl.float32)
-    there = into_query + place[:, None] * 2 * half + dims[None, :]
+    there = into_query + first * (2 * HALF) + (place[:, None] * (2 * HALF) + dims[None, :])
     tl.store(there, into_rows.to(into_query.dtype.element_ty), mask=dim_mask)
-    tl.store(there + half, into_columns.to(into_query.dtype.element_ty), mask=dim_mask)
+    tl.store(there + HALF, into_columns.to(into_query.dtype.element_ty), mask=dim_mask)
 
 
 @triton.jit
 def key_gradient_kernel(
-    query, slots, into_scores, partial,
-    tokens, heads, n, half, token_stride, head_stride, blocks_a_split,
-    PRECISION: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
+    query, slots, into_scores, partial, tokens, token_stride, head_stride, blocks_a_split,
+    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BN sub-keys of one head and side from one split of the tokens: [splits, 2, H, n, half], float32.
+    """Gradients of BN sub-keys of one head and side from one split of the tokens: [splits, 2, H, N, HALF], float32.
 
     Every token's gradient of its scores is spread over a tile of sub-keys, and the tile multiplied with the queries.
     """
@@ -187,23 +194,24 @@ def key_gradient_kernel(
     side = tl.program_id(0) % 2
     indices = tl.program_id(1) * BN + tl.arange(0, BN)
     split = tl.program_id(2)
-    dims = tl.arange(0, DP)
+    dims, within = tl.arange(0, DP), tl.arange(0, BT)
     total = tl.zeros([BN, DP], tl.float32)
     for block in range(split * blocks_a_split, (split + 1) * blocks_a_split):
-        token = tl.cast(block, tl.int64) * BT + tl.arange(0, BT)
-        valid = token < tokens
-        entry = (token * heads + head) * K
+        first = tl.cast(block, tl.int64) * BT
+        valid = first + within < tokens
+        entry = (first * HEADS + head) * K
         spread = tl.zeros([BN, BT], tl.float32)
         for rank in range(K):
-            slot = tl.load(slots + entry + rank, mask=valid, other=0).to(tl.int32)
-            key = tl.where(side == 0, slot // n, slot % n)
-            score = tl.load(into_scores + entry + rank, mask=valid, other=0.0)
+            slot = tl.load(slots + entry + (within * (HEADS * K) + rank), mask=valid, other=0).to(tl.int32)
+            key = tl.where(side == 0, slot // N, slot % N)
+            score = tl.load(into_scores + entry + (within * (HEADS * K) + rank), mask=valid, other=0.0)
             spread += tl.where(indices[:, None] == key[None, :], score[None, :], 0.0)
-        asked = query + token[:, None] * token_stride + head * head_stride + side * half + dims[None, :]
-        part = tl.load(asked, mask=valid[:, None] & (dims < half)[None, :], other=0.0).to(tl.float32)
+        asked = query + first * token_stride + head * head_stride + side * HALF
+        asked += within[:, None] * token_stride + dims[None, :]
+        part = tl.load(asked, mask=valid[:, None] & (dims < HALF)[None, :], other=0.0).to(tl.float32)
         total += tl.dot(spread, part, input_precision=PRECISION)
-    there = partial + (((split.to(tl.int64) * 2 + side) * heads + head) * n + indices[:, None]) * half + dims[None, :]
-    tl.store(there, total, mask=(indices < n)[:, None] & (dims < half)[None, :])
+    there = partial + (((split.to(tl.int64) * 2 + side) * HEADS + head) * N + indices[:, None]) * HALF + dims[None, :]
+    tl.store(there, total, mask=(indices < N)[:, None] & (dims < HALF)[None, :])
 
 
 def triton_forward(
@@ -223,15 +231,15 @@ def triton_forward(
     slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
     weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
     if tokens:
-        is_wide = _wide(query, row_keys)
+        is_wide = wide_products(query, row_keys)
         tile = _tile(n, k, half, width)
-        tile |= _tile_of_few(tile["BN"], is_wide) if tokens <= _FEW_TOKENS else {}
+        tile |= _tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {}
         with on_device_of(query):
             forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
                 query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
                 output, slots, weights,
                 tokens, heads, n, half, width, query.stride(0), query.stride(1), _bank_stride(bank), 1.0 / temperature,
-                ADDS=residual is not None, WIDE=is_wide, TOGETHER=_HEADS_TOGETHER, K=k, **tile,
+                ADDS=residual is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
     return output, slots, weights
 
@@ -264,14 +272,13 @@ def triton_score_gradients(
     partial = torch.empty(splits, 2, heads, n, half, dtype=torch.float32, device=query.device)
     with on_device_of(query):
         query_gradient_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
-            gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores,
-            tokens, heads, n, half, width, _bank_stride(bank), 1.0 / temperature,
-            TOGETHER=_HEADS_TOGETHER, K=k, **tile,
+            gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores, tokens, 1.0 / temperature,
+            HEADS=heads, N=n, HALF=half, WIDTH=width, HAS_OWN_BANKS=bank.dim() == 3, TOGETHER=HEADS_TOGETHER, K=k, **tile,
         )  # fmt: skip
         key_gradient_kernel[(2 * heads, triton.cdiv(n, stretch), splits)](
-            query, slots, into_scores, partial,
-            tokens, heads, n, half, query.stride(0), query.stride(1), blocks_a_split,
-            PRECISION=precise_product() if query.dtype == torch.float32 else "tf32", K=k, BT=32, BN=stretch, DP=tile["DP"],
+            query, slots, into_scores, partial, tokens, query.stride(0), query.stride(1), blocks_a_split,
+            HEADS=heads, N=n, HALF=half, PRECISION=precise_product() if query.dtype == torch.float32 else "tf32",
+            K=k, BT=32, BN=stretch, DP=tile["DP"],
         )  # fmt: skip
     into_row_keys, into_column_keys = (partial[:, side].sum(0).to(row_keys.dtype) for side in (0, 1))
     return into_query, into_row_keys, into_column_keys
@@ -290,10 +297,10 @@ def _tile_of_few(stretch: int, is_wide: bool) -> dict[str, int]:
     Compiled for compute capability 9.0, two warps need no more than 168 registers a thread, but spill some hundreds of bytes where
     products of float32 meet more than 64 sub-keys at a time.
     """
-    return {"BT": _FEW_TOKENS, "num_warps": 4 if is_wide and stretch > 64 else 2}
+    return {"BT": FEW_TOKENS, "num_warps": 4 if is_wide and stretch > 64 else 2}
 
 
-def _wide(query: torch.Tensor, keys: torch.Tensor) -> bool:
+def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether products are of float32: for such tensors, for tensors of two dtypes, and in the interpreter."""
     return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()
 

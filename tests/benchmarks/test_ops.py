@@ -20,10 +20,13 @@ from midus_hf.ops.backend import resolve
 SLOW = set(COMPILED)
 """Minutes of C compiler; the benchmark itself judges it before it is timed."""
 
+OF_KERNELS = {"exact"}
+"""What differs from others on a GPU alone, where it is rehearsed."""
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op, table in PROVIDERS.items() for name in table if name not in SLOW]
+    ("op", "name"), [(op, name) for op, table in PROVIDERS.items() for name in table if name not in SLOW | OF_KERNELS]
 )
 def test_every_provider_passes_the_gate(op, name, dtype):
     case = Case(op, SHAPES["tiny"], 33, "zipf", dtype, "cpu")
@@ -57,6 +60,13 @@ def test_a_search_for_kernels_of_a_gpu_is_not_made_on_a_cpu():
     with pytest.raises(Unavailable, match="max-autotune tries kernels of a GPU; on a CPU it compiles what expand-"):
         PROVIDERS["headwise_memory"]["expand-max-autotune"].build(case, make_inputs(case))
     assert set(COMPILED) <= set(PROVIDERS["headwise_memory"])
+
+
+def test_exact_kernels_are_not_timed_where_everything_is_exact():
+    for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
+        case = Case("headwise_memory", SHAPES["tiny"], 1, "uniform", dtype, device)
+        with pytest.raises(Unavailable, match="nothing but kernels of half precision selects otherwise than exactly"):
+            PROVIDERS["headwise_memory"]["exact"].build(case, {})
 
 
 def test_ours_is_what_ops_choose_by_themselves():

@@ -104,7 +104,7 @@ def test_what_has_no_direct_body_is_left_to_the_registered_op(selection, monkeyp
         headwise_memory(
             *inputs(tokens=129), None, 3, selection=selection, backend="torch"
         )  # so many that calls do not count
-    assert [given[7] for given in asked] == (["two-stage"] if selection == "two-stage" else ["cartesian"] * 2)
+    assert [given[8] for given in asked] == (["two-stage"] if selection == "two-stage" else ["cartesian"] * 2)
 
 
 def test_a_residual_of_another_width_is_refused():

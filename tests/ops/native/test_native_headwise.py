@@ -240,4 +240,4 @@ def test_a_graph_holds_it_and_gives_the_same_bits():
 
 def test_it_is_registered_rightly_in_half_precision():
     arguments = [argument.requires_grad_() for argument in inputs(tokens=6, dtype=torch.bfloat16)]
-    torch.library.opcheck(headwise_lookup_op, (*arguments, None, 3, 0.5, "two-stage", "sorted", "native"))
+    torch.library.opcheck(headwise_lookup_op, (*arguments, None, 3, 0.5, False, "two-stage", "sorted", "native"))

@@ -1,0 +1,35 @@
+"""What kernels of the papers' shapes may need at most on sm_90, with every triton that is supported: held against regressions."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that may be found, some 4 % above what was.
+
+    Args:
+        registers: Registers a thread.
+        instructions: That one warp executes.
+        alu: Of these those of the ALU.
+    """
+
+    registers: int
+    instructions: int
+    alu: int
+
+
+TARGET = "sm_90"
+
+BOUNDS: dict[tuple[str, str], Bound] = {
+    ("forward_kernel", "llama-3.2-1b"): Bound(132, 3690, 2510),
+    ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
+    ("packed_forward_kernel", "llama-3.2-1b"): Bound(103, 1600, 855),
+    ("packed_forward_kernel", "llama-3.1-8b"): Bound(175, 2155, 957),
+    ("query_gradient_kernel", "llama-3.2-1b"): Bound(106, 1565, 608),
+    ("query_gradient_kernel", "llama-3.1-8b"): Bound(154, 3190, 1085),
+    ("key_gradient_kernel", "llama-3.2-1b"): Bound(100, 20800, 12950),
+    ("key_gradient_kernel", "llama-3.1-8b"): Bound(104, 22480, 12950),
+    ("segment_sums_kernel", "llama-3.2-1b"): Bound(94, 908, 513),
+    ("segment_sums_kernel", "llama-3.1-8b"): Bound(144, 1312, 692),
+}
+"""By kernel and case; of a kernel that is launched several times for a case the first launch."""

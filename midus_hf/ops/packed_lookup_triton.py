@@ -1,0 +1,212 @@
+"""The fused head-wise lookup for half precision: scores carry their column in their last bits, and are sorted in registers.
+
+What is given up against `forward_kernel`, which compares all 32 bits of a score: the last ceil(log2(n)) bits of the float32 score of
+a sub-key are replaced by its number, and the last 2 ceil(log2(k)) of a sum of two by the ranks of both. Of slots whose scores are
+closer than that, any may be taken, and weights are those of the changed scores: for n = 64 each changes by less than 2^-17 of its
+size, where rounding a query to bfloat16 has changed it by up to 2^-9. Of 65,536 rows of normal numbers (n = 64, k = 4, d = 64,
+bfloat16, in the interpreter) 6 took another slot, and gave up 5.3e-6 at most of scores of some 1; weights differ by 3.2e-6 (RMS).
+Ties go to the larger number where scores are positive, to the smaller where they are not.
+
+Shapes: as in `headwise_lookup_triton`.
+"""
+
+import torch
+
+from midus_hf.ops.headwise_lookup_triton import (
+    FEW_TOKENS,
+    HEADS_TOGETHER,
+    token_block_and_head,
+    triton_forward,
+    wide_products,
+)
+from midus_hf.ops.packed_selection_triton import (
+    best_of_tile,
+    best_pairs,
+    column_at,
+    columns_of,
+    stacked,
+    tag_of,
+    tagged,
+)
+from midus_hf.ops.precision import narrowest_integer
+from midus_hf.ops.triton_import import tl, triton
+from midus_hf.ops.triton_launch import on_device_of, power_of_two
+
+MOST_SUB_KEYS = 128
+"""That fit a tile of one product, and a tag of 7 bits."""
+
+MOST_RETRIEVED = 8
+"""That are sorted with fewer instructions than are searched for."""
+
+_LOG2_E = 1.4426950408889634
+_LOWEST = -3.4028234663852886e38
+"""Of float32 that is finite: a tag makes no number of what is infinite."""
+
+
+@triton.jit
+def load_tile(pointers, mask, IS_WHOLE: tl.constexpr):
+    """What is there, and zero where the mask says that nothing is; without a mask where all is."""
+    if IS_WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(pointers, tile, mask, IS_WHOLE: tl.constexpr):
+    """Store a tile where the mask says, in the dtype of what is there; without a mask everywhere."""
+    if IS_WHOLE:
+        tl.store(pointers, tile.to(pointers.dtype.element_ty))
+    else:
+        tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def best_packed(
+    query, keys, WIDE: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """The KP best scores of each query [BT, DP] with keys [N, HALF], `tagged` with their columns, descending: a tuple of [BT]."""
+    dims, columns = tl.arange(0, DP), tl.arange(0, BN)
+    mask = (dims < HALF)[:, None] & (columns < N)[None, :]
+    part = load_tile(keys + columns[None, :] * HALF + dims[:, None], mask, DP == HALF and BN == N)  # [DP, BN]
+    if WIDE:
+        scores = tl.dot(query.to(tl.float32), part.to(tl.float32), input_precision="ieee")
+    else:
+        scores = tl.dot(query, part)
+    if BN > N:
+        scores = tl.where((columns < N)[None, :], scores, LOWEST)
+    return best_of_tile(tagged(scores, columns[None, :], BITS), KP, BT, BN)
+
+
+@triton.jit
+def packed_forward_kernel(
+    query, row_keys, column_keys, bank, residual, output, slots, weights,
+    tokens, token_stride, head_stride, scale,
+    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_OWN_BANKS: tl.constexpr, ADDS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, BITS: tl.constexpr,
+    RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """As `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks."""
+    block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
+    first = block * BT
+    token = tl.arange(0, BT)
+    valid = first + token < tokens
+    dims, lanes = tl.arange(0, DP), tl.arange(0, VP)
+    asked = query + first * token_stride + head * head_stride + token[:, None] * token_stride + dims[None, :]
+    dim_mask = valid[:, None] & (dims < HALF)[None, :]
+    row_query = load_tile(asked, dim_mask, IS_EVEN and DP == HALF)
+    column_query = load_tile(asked + HALF, dim_mask, IS_EVEN and DP == HALF)
+    keys_of_head = head * N * HALF
+    row_values = best_packed(row_query, row_keys + keys_of_head, WIDE, N, HALF, BITS, KP, BT, BN, DP, LOWEST)
+    column_values = best_packed(column_query, column_keys + keys_of_head, WIDE, N, HALF, BITS, KP, BT, BN, DP, LOWEST)
+
+    scores = best_pairs(row_values, column_values, K, RANK_BITS)
+    rows, columns = columns_of(row_values, BITS, N), columns_of(column_values, BITS, N)
+    total = tl.zeros([BT], tl.float32)
+    for rank in tl.static_range(K):
+        total += tl.exp2((scores[rank] - scores[0]) * scale)
+    part = 1.0 / total
+    chosen, shares = (), ()
+    for rank in tl.static_range(KP):
+        if rank < K:
+            pair = tag_of(scores[rank], 2 * RANK_BITS) if rank > 0 else 0
+            slot = column_at(rows, pair >> RANK_BITS) * N + column_at(columns, pair & (KP - 1))
+            chosen, shares = chosen + (slot,), shares + (tl.exp2((scores[rank] - scores[0]) * scale) * part,)
+        else:
+            chosen, shares = chosen + (slot,), shares + (tl.zeros([BT], tl.float32),)
+    slot_tile, share_tile = stacked(chosen), stacked(shares)  # [BT, KP]
+
+    ranks = tl.arange(0, KP)
+    entries = (first * HEADS + head) * K + token[:, None] * (HEADS * K) + ranks[None, :]
+    store_tile(slots + entries, slot_tile, valid[:, None] & (ranks < K)[None, :], IS_EVEN and K == KP)
+    store_tile(weights + entries, share_tile, valid[:, None] & (ranks < K)[None, :], IS_EVEN and K == KP)
+    # All rows of one rank lie behind those of another, so that each thread has every rank of the tokens that it has.
+    bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
+    for start in tl.static_range(0, KP, GROUP):
+        asked_slots = tl.reshape(tl.trans(stacked(chosen[start : start + GROUP])), [GROUP * BT])
+        there_is = (start + tl.arange(0, GROUP) < K)[:, None] & valid[None, :]
+        row_mask = tl.reshape(there_is, [GROUP * BT])[:, None] & (lanes < WIDTH)[None, :]
+        asked_rows = bank_of_head + (asked_slots[:, None] * WIDTH + lanes[None, :])  # [GROUP * BT, VP]
+        found = load_tile(asked_rows, row_mask, IS_EVEN and K == KP and VP == WIDTH).to(tl.float32)
+        weighed = found * tl.reshape(tl.trans(stacked(shares[start : start + GROUP])), [GROUP * BT])[:, None]
+        of_group = tl.sum(tl.reshape(weighed, [GROUP, BT, VP]), axis=0)  # [BT, VP]
+        if start == 0:
+            gathered = of_group
+        else:
+            gathered += of_group
+    there = (first * HEADS + head) * WIDTH + token[:, None] * (HEADS * WIDTH) + lanes[None, :]
+    lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
+    if ADDS:
+        gathered += load_tile(residual + there, lane_mask, IS_EVEN and VP == WIDTH).to(tl.float32)
+    store_tile(output + there, gathered, lane_mask, IS_EVEN and VP == WIDTH)
+
+
+def packs(dtype: torch.dtype, n: int, k: int) -> bool:
+    """Whether scores of so many sub-keys can carry their columns, and lose less by it than by the rounding of a query."""
+    return dtype in (torch.bfloat16, torch.float16) and n <= MOST_SUB_KEYS and k <= MOST_RETRIEVED
+
+
+def triton_lookup(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    exact: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, slots and weights by the kernel that fits, which compares all bits of scores where `exact` says so."""
+    forward = packed_forward if not exact and packs(query.dtype, row_keys.shape[1], k) else triton_forward
+    return forward(query, row_keys, column_keys, bank, residual, k, temperature)
+
+
+def packed_forward(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output `[S, H, v]`, slots `[S, H, k]` and weights `[S, H, k]`, float32, of what `packs`."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
+    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
+    slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
+    weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
+    if tokens:
+        tile = _tile(n, k, half, width, tokens)
+        with on_device_of(query):
+            packed_forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
+                query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
+                output, slots, weights, tokens, query.stride(0), query.stride(1), _LOG2_E / temperature,
+                HEADS=heads, N=n, HALF=half, WIDTH=width, IS_EVEN=tokens % tile["BT"] == 0, HAS_OWN_BANKS=bank.dim() == 3,
+                ADDS=residual is not None, WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k,
+                **tile,
+            )  # fmt: skip
+    return output, slots, weights
+
+
+def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
+    """Sizes of a program, of at most about 8,192 elements in its widest tile; few warps for the few tokens of a decoding step."""
+    ranks = power_of_two(k)
+    columns = max(16, power_of_two(n), 4 * ranks)
+    dims, lanes = max(16, power_of_two(half)), power_of_two(width)
+    few = tokens <= FEW_TOKENS
+    rows = FEW_TOKENS if few else max(16, min(64, 8192 // max(dims, lanes)))
+    return {
+        "GROUP": max(1, min(ranks, 32768 // (rows * lanes))),  # ranks whose rows registers hold at once
+        "BITS": (columns - 1).bit_length(),
+        "RANK_BITS": (ranks - 1).bit_length(),
+        "KP": ranks,
+        "BT": rows,
+        "BN": columns,
+        "DP": dims,
+        "VP": lanes,
+        "num_warps": 2 if few else 4,
+    }
