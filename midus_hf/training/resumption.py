@@ -63,7 +63,8 @@ def settle_resumption(config: Options) -> Options:
     """The options of a run as this start of it means them: `resume: auto` is true or false.
 
     A run that torchrun starts again after one of its processes has died goes on as with `resume: auto`, unless `resume` names a
-    checkpoint: what its own first start has written is neither in its way nor overwritten.
+    checkpoint: what its own first start has written is neither in its way nor overwritten. What lay there before that is as it
+    was for the first start, which may have been refused.
 
     Args:
         config: The options as they were given.
@@ -71,10 +72,10 @@ def settle_resumption(config: Options) -> Options:
     Raises:
         ValueError: If what lies in the output has no checkpoint and is another run's, or a trained model's.
     """
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if config.resume != AUTO and not (restarted and isinstance(config.resume, bool)):
+    restarted, output = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0, Path(config.output)
+    goes_on = restarted and isinstance(config.resume, bool) and not _is_of_before(output)
+    if config.resume != AUTO and not goes_on:
         return config
-    output = Path(config.output)
     if last_checkpoint(output) is not None:
         return dataclasses.replace(config, resume=True, overwrite=False)
     # What died before its first checkpoint has left its options and the beginning of a log.
@@ -82,6 +83,17 @@ def settle_resumption(config: Options) -> Options:
     if has_died and not config.overwrite:
         _check_options(config, output, (), "choose another output, or set overwrite: true")
     return dataclasses.replace(config, resume=False, overwrite=config.overwrite or has_died)
+
+
+def _is_of_before(output: Path) -> bool:
+    """Whether the run in a folder was begun before torchrun started the one of this process for the first time."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # LAUNCH/attempt_N/RANK/error.json
+    if not error_file:
+        return False  # torchrun was told to keep no files
+    try:
+        return (output / RUN_CONFIG).stat().st_mtime < Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime
+    except OSError:
+        return False  # there is no run, or this machine has joined since
 
 
 def find_checkpoint(config: RunOptions) -> Path:

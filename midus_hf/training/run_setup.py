@@ -116,7 +116,7 @@ def make_run(
     trainer_class: Callable[..., InRun],
     **trainer_options: Any,
 ) -> TrainingRun:
-    """Load the model, say what trains, open the output, and make the Trainer.
+    """Load the model, make the Trainer, open the output, and say what trains.
 
     Args:
         config: The options of the run.
@@ -142,10 +142,6 @@ def make_run(
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
-    lock = _open_output(config)
-    if PartialState().is_main_process:
-        resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
-        print_start(rates, report, model, [*data_lines, *resumption_lines])
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -167,6 +163,11 @@ def make_run(
     )
     if request.checkpoint is not None:
         trainer.check_checkpoint(request.checkpoint)
+    # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
+    lock = _open_output(config)
+    if PartialState().is_main_process:
+        resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
+        print_start(rates, report, model, [*data_lines, *resumption_lines])
     return TrainingRun(
         config,
         request.checkpoint,

@@ -1,6 +1,7 @@
 """A run goes on where it was, by itself if it is told so, with steps of as many sequences."""
 
 import json
+import os
 
 import pytest
 from training.test_output_folder import checkpoint, config
@@ -66,6 +67,28 @@ def test_what_goes_on_or_begins_by_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert settled(resume="auto") == (True, False)
     assert settled(overwrite=True) == (False, True) and settled() == (False, False)
+
+
+def test_what_lay_there_before_torchrun_began_is_no_run_to_go_on_with(tmp_path, monkeypatch):
+    """Else the second start would take what the first was refused, or was told to overwrite and died before."""
+    output, first = tmp_path / "out", tmp_path / "launch" / "attempt_0"
+    checkpoint(output, 2)
+    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path)))
+    first.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "launch" / "attempt_1" / "0" / "error.json"))
+
+    def settled(**changes):
+        decided = settle_resumption(config(tmp_path, **changes))
+        return decided.resume, decided.overwrite
+
+    os.utime(output / "train_config.yaml", (1, 1))
+    assert (settled(), settled(overwrite=True)) == ((False, False), (False, True))
+    assert settled(resume="auto") == (True, False), "which asks for it"
+    os.utime(first, (0, 0))
+    assert settled() == settled(overwrite=True) == (True, False)
+    first.rmdir()
+    assert settled() == (True, False), "on a machine that has joined since"
 
 
 def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_path, monkeypatch):

@@ -131,6 +131,17 @@ def test_what_does_not_shard_as_it_should_is_refused(environment, message, words
     assert message in capsys.readouterr().err
 
 
+def test_a_run_that_its_trainer_refuses_leaves_what_it_would_overwrite(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    for name in ("train_config.yaml", "config.json", "model.safetensors"):
+        (tmp_path / "out" / name).write_text("before")
+    for variable, value in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, value)
+    assert main([*words, f"output={tmp_path / 'out'}", "overwrite=true"]) == 2
+    assert "accelerate was started with FSDP" in capsys.readouterr().err
+    assert {path.read_text() for path in (tmp_path / "out").iterdir()} == {"before"}
+
+
 def test_the_first_kind_of_fsdp_is_refused(upscaled, corpus, tmp_path):
     trainer = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out")).trainer
     with pytest.raises(
