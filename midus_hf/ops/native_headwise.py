@@ -4,7 +4,7 @@ Shapes as in `headwise_lookup`. Each result is written by one thread alone, in t
 the other tokens of a call change its bits.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -61,10 +61,22 @@ def native_output(
     temperature: float,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The output alone; slots and weights are written into what is `kept` for a gradient, if anything is."""
+    """The output alone; slots and weights are written into what is `kept` for a gradient, if anything is.
+
+    Raises:
+        ValueError: If a tensor is not on the CPU.
+    """
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
         output = native_output(query, row_keys, column_keys, bank, None, k, temperature, kept)
         return (residual + output).to(residual.dtype)
+    if not (
+        query.is_cpu
+        and row_keys.is_cpu
+        and column_keys.is_cpu
+        and bank.is_cpu
+        and (residual is None or residual.is_cpu)
+    ):
+        _refuse_places(query, row_keys, column_keys, bank, residual)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
@@ -187,6 +199,19 @@ def native_bank_gradient(
     )
     _run("midus_row_sums", call)
     return into
+
+
+def _refuse_places(*tensors: torch.Tensor | None) -> NoReturn:
+    """Refuse tensors of which some have no memory that C can read: it would end the process."""
+    names = ("query", "row_keys", "column_keys", "value_bank", "residual")
+    name, place = next(
+        (name, tensor.device)
+        for name, tensor in zip(names, tensors, strict=True)
+        if tensor is not None and not tensor.is_cpu
+    )
+    raise ValueError(
+        f"{name} is on {place}, and others are on cpu; expected one device. Move or load the whole model there."
+    )
 
 
 def _run(name: str, call: bytes) -> None:

@@ -91,7 +91,9 @@ def _is_of_before(output: Path) -> bool:
     if not error_file:
         return False  # torchrun was told to keep no files
     try:
-        return (output / RUN_CONFIG).stat().st_mtime < Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime
+        return (output / RUN_CONFIG).stat().st_mtime < Path(error_file).parents[1].with_name(
+            "attempt_0"
+        ).stat().st_mtime
     except OSError:
         return False  # there is no run, or this machine has joined since
 

@@ -111,3 +111,17 @@ def test_a_residual_of_another_width_is_refused():
     """Else C would read behind its end."""
     with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
         headwise_memory(*inputs(), None, 3, residual=torch.zeros(3, 2, 4))
+
+
+@pytest.mark.skipif(bool(why_missing()), reason=str(why_missing()))
+@pytest.mark.parametrize("place", range(1, 5), ids=["row_keys", "column_keys", "value_bank", "residual"])
+def test_tensors_that_c_cannot_read_are_refused(place):
+    """As of a model that was loaded in part: C would end the process."""
+    arguments = [*inputs(), torch.zeros(3, 2, 5)]
+    arguments[place] = arguments[place].to("meta")
+    name = ("query", "row_keys", "column_keys", "value_bank", "residual")[place]
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"),
+    ):
+        headwise_memory(*arguments[:4], None, 3, residual=arguments[4])
