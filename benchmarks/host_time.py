@@ -186,7 +186,8 @@ def main() -> None:
     torch.set_num_threads(1)
     run = this_run("cpu")
     print(
-        "| body | memory block, us | decoder block, us | ratio | norm | attention | mlp | add | attention of memory block | memory |"
+        "| body | memory block, us | decoder block, us | ratio | norm | attention | mlp | add | attention of memory block | memory "
+        "| launches of decoder block | of memory block |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for body in arguments.bodies.split(","):
