@@ -4,6 +4,10 @@ import torch
 from torch.autograd import forward_ad
 
 
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""Included where modes of a stack of its own trace what is called, before autograd has seen it."""
+
+
 def nobody_watches() -> bool:
     """Whether no gradient is recorded, no graph is traced, and nothing stands between calls and what they compute.
 
@@ -13,6 +17,7 @@ def nobody_watches() -> bool:
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_BEFORE_DISPATCH)
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.interpreter import mended_interpreter
@@ -29,7 +30,7 @@ def test_contexts_that_watch_are_seen(watching):
         assert not nobody_watches()
 
 
-@pytest.mark.parametrize("how", ["compiled", "traced", "transformed"])
+@pytest.mark.parametrize("how", ["compiled", "traced", "in a graph", "in a graph before dispatch", "transformed"])
 def test_calls_that_are_traced_or_transformed_are_seen(how):
     seen = []
 
@@ -45,6 +46,9 @@ def test_calls_that_are_traced_or_transformed_are_seen(how):
             torch._dynamo.reset()
         elif how == "traced":
             assert torch.equal(torch.jit.trace(look, zeros, check_trace=False)(zeros), zeros + 2)
+        elif how.startswith("in a graph"):
+            graph = make_fx(look, pre_dispatch=how.endswith("before dispatch"))(zeros)
+            assert torch.equal(graph(zeros), zeros + 2)
         else:
             assert torch.equal(torch.func.vmap(look)(zeros), zeros + 2)
         assert nobody_watches()
