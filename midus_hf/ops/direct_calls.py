@@ -3,7 +3,6 @@
 import torch
 from torch.autograd import forward_ad
 
-
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """Included where modes of a stack of its own trace what is called, before autograd has seen it."""
 
