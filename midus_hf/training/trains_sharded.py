@@ -92,9 +92,9 @@ class TrainsSharded(AnyTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; a model that FSDP shards is put together in the first process. All processes call it."""
-        if not self.is_fsdp_enabled:
+        if not self.is_fsdp_enabled or _internal_call:  # as a part of a checkpoint, where `FULL_STATE_DICT` has it
             super().save_model(output_dir, _internal_call)
-        elif not _internal_call:
+        else:
             state: dict[str, torch.Tensor] = self.accelerator.get_state_dict(self.model)
             self._save(
                 output_dir,

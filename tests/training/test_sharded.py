@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -148,6 +149,18 @@ def test_the_first_kind_of_fsdp_is_refused(upscaled, corpus, tmp_path):
         ValueError, match=r"fsdp_version is 1, which flattens parameters, .* expected 2, as in configs/acc"
     ):
         trainer._prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1))
+
+
+@pytest.mark.parametrize(("kind", "is_there"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
+def test_a_checkpoint_has_the_whole_model_where_the_trainer_would_save_it(
+    kind, is_there, upscaled, corpus, tmp_path, monkeypatch
+):
+    trainer = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out")).trainer
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    plugin = SimpleNamespace(state_dict_type=kind)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", plugin, raising=False)
+    trainer.save_model(str(tmp_path / "checkpoint-1"), _internal_call=True)
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists() == is_there
 
 
 def test_configs_of_accelerate_are_read_as_they_are_meant(monkeypatch):
