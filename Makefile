@@ -59,6 +59,8 @@ reference:
 # Ends with the first status that is not 0, but only after all of it ran.
 bench: $(VENV)/installed
 	@status=0; \
+	for threads in 1 2; do OMP_NUM_THREADS=$$threads $(VENV)/bin/python -m benchmarks ops --device cpu --ops headwise_memory \
+		--providers naive,torch,sorted --dtype float32,bfloat16 --budget 120 --results $(RESULTS) || status=$$?; done; \
 	$(VENV)/bin/python -m benchmarks ops --device cpu --dtype bfloat16 --tokens 1 --shapes smollm2-135m,llama-3.2-1b \
 		--budget 60 --results $(RESULTS) || status=$$?; \
 	$(VENV)/bin/python -m benchmarks ops --device cpu --budget 180 --results $(RESULTS) || status=$$?; \

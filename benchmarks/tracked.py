@@ -22,7 +22,7 @@ class Run:
     Args:
         date: When it began, to the second; rows of one run have the same.
         commit: As `commit`.
-        machine: Processor and number of cores.
+        machine: Processor and number of cores; behind them, where a CPU is measured, how many threads PyTorch has.
         device: The GPU's name, or "cpu".
         torch: Version.
         triton: Version, or nothing where it is not installed.
@@ -91,12 +91,17 @@ def this_run(device: str) -> Run:
     return Run(
         date=datetime.now().isoformat(timespec="seconds"),
         commit=commit(),
-        machine=MACHINE,
+        machine=f"{MACHINE}, {threads(torch.get_num_threads())}" if device == "cpu" else MACHINE,
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         torch=torch.__version__,
         triton=triton_version,
         transformers=transformers.__version__,
     )
+
+
+def threads(count: int) -> str:
+    """How a machine's description ends where a CPU is measured."""
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def resumed(this: Run, results: Path) -> Run:

@@ -23,7 +23,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--tokens", type=numbers, help="default: 32768,1 on a GPU, 4096,1 on a CPU")
     parser.add_argument("--popularity", type=words, help="default: both")
     parser.add_argument("--modes", type=words, default=list(MODES), help="default: all three")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", type=words, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a case and mode (default: 2)")
     parser.add_argument(
         "--backend",

@@ -21,6 +21,7 @@ DEFAULT_SHAPES = {"cpu": ["smollm2-135m"], "cuda": ["llama-3.2-1b", "llama-3.1-8
 DEFAULT_TOKENS = {"cpu": [4096, 1], "cuda": [32768, 1], "rehearsal": [9, 1]}
 DEFAULT_POPULARITIES = {"cpu": list(POPULARITIES), "cuda": list(POPULARITIES), "rehearsal": ["uniform"]}
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def _fill_in(arguments: argparse.Namespace, sizes: str, device: str) -> None:
     arguments.shapes = arguments.shapes or DEFAULT_SHAPES[sizes]
     arguments.tokens = arguments.tokens or DEFAULT_TOKENS[sizes]
     arguments.popularity = arguments.popularity or DEFAULT_POPULARITIES[sizes]
-    arguments.dtype = arguments.dtype or DEFAULT_DTYPES[device]
+    arguments.dtype = arguments.dtype or [DEFAULT_DTYPES[device]]
 
 
 def _bench(arguments: argparse.Namespace, this: Run) -> Bench:
@@ -85,13 +86,15 @@ def _cases(arguments: argparse.Namespace, device: str) -> Iterator[Case]:
     ops = _known(arguments.ops or list(OPS), OPS, "op")
     shapes = _known(arguments.shapes, SHAPES, "shape")
     popularities = _known(arguments.popularity, POPULARITIES, "popularity")
+    dtypes = _known(arguments.dtype, DTYPES, "dtype")
     _known(arguments.modes, MODES, "mode")
     _known(arguments.providers or [], {name for op in ops for name in PROVIDERS[op]}, "provider")
     for op in ops:
         for tokens in arguments.tokens:
             for shape in shapes:
                 for popularity in popularities if tokens > 1 else popularities[:1]:
-                    yield Case(op, SHAPES[shape], tokens, popularity, arguments.dtype, device)
+                    for dtype in dtypes:
+                        yield Case(op, SHAPES[shape], tokens, popularity, dtype, device)
 
 
 def _known(names: list[str], known: Any, what: str) -> list[str]:

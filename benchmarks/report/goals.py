@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.ops.names import COMPILED, OURS
 from benchmarks.report.rows import Record, groups, having
+from benchmarks.tracked import threads
 
 CAPTURED = ("graph", "compiled")
 """How a token is generated where the GPU alone decides how long it takes."""
@@ -81,12 +82,24 @@ def goals() -> list[Goal]:
     for base in ("llama-3.1-8b", "llama-3.2-1b"):
         text = f"H200: a training step of {base} with HML takes at most 0.8 of OpT-DeUS's, both top-heavy"
         found.append(Goal(text, "cuda", 0.8, False, _step_ratio(base)))
-    case = {"shape": "smollm2-135m", "tokens": 4096, "dtype": "float32"}
-    for mode in ("forward", "backward"):
-        text = f"CPU, HML op of smollm2-135m, 4,096 tokens: {mode} at least 3 times as fast as naive"
-        found.append(Goal(text, "cpu", 3.0, True, _op_ratio(mode, ("naive",), case)))
+    found += [goal for count in (1, 2) for goal in _goals_of_the_op_on_a_cpu(threads(count))]
     text = "CPU: smollm2-135m with HML generates at least as many tokens/s as with LLaMA-Pro"
     found.append(Goal(text, "cpu", 1.0, True, _generation_ratio("smollm2-135m", ("eager",))))
+    return found
+
+
+def _goals_of_the_op_on_a_cpu(counted: str) -> list[Goal]:
+    """Those of one number of threads, such as `"2 threads"`."""
+    where, case = f"CPU, {counted}, HML op of smollm2-135m", {"shape": "smollm2-135m", "dtype": "float32"}
+    found = []
+    for mode in ("forward", "backward"):
+        text = f"{where}, 4,096 tokens: {mode} at least 4 times as fast as naive"
+        found.append(Goal(text, "cpu", 4.0, True, _op_ratio(mode, ("naive",), {**case, "tokens": 4096}, counted)))
+    text = f"{where}, one token: forward at least as fast as PyTorch's operations"
+    found.append(Goal(text, "cpu", 1.0, True, _op_ratio("forward", ("torch",), {**case, "tokens": 1}, counted)))
+    for mode in ("forward", "backward"):
+        text = f"{where}, 4,096 tokens: {mode} in bfloat16 at most 1.5 times as long as in float32"
+        found.append(Goal(text, "cpu", 1.5, False, _bfloat16_ratio(mode, counted)))
     return found
 
 
@@ -106,12 +119,12 @@ def _over_roofline(mode: str, case: dict) -> Callable[[list[Record], list[Record
 
 
 def _op_ratio(
-    mode: str, others: tuple[str, ...], case: dict
+    mode: str, others: tuple[str, ...], case: dict, counted: str = ""
 ) -> Callable[[list[Record], list[Record]], Measurement | None]:
     """How many times as long the fastest of other providers takes: the smallest of the newest run, over popularities."""
 
     def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = having(ops, op="headwise_memory", mode=mode, status="ok", **case)
+        rows = _of_threads(having(ops, op="headwise_memory", mode=mode, status="ok", **case), counted)
         of_others = [row for row in rows if row["provider"] in others]
         theirs = [
             min(found, key=lambda row: float(row["median_ms"]))
@@ -123,12 +136,29 @@ def _op_ratio(
     return measure
 
 
+def _bfloat16_ratio(mode: str, counted: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    """How many times as long ours takes in bfloat16 as in float32: the largest of the newest run, over popularities."""
+
+    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
+        case = {"shape": "smollm2-135m", "tokens": 4096, "provider": OURS, "mode": mode, "status": "ok"}
+        rows = _of_threads(having(ops, op="headwise_memory", **case), counted)
+        half, single = (_of_whole_runs(having(rows, dtype=dtype)) for dtype in ("bfloat16", "float32"))
+        return _newest_ratio(half, single, "median_ms", ("popularity",), max)
+
+    return measure
+
+
+def _of_threads(rows: list[Record], counted: str) -> list[Record]:
+    """Rows of machines whose description ends so."""
+    return [row for row in rows if row["machine"].endswith(counted)]
+
+
 def _of_whole_runs(rows: list[Record]) -> list[Record]:
-    """Rows of runs that timed every popularity: a run of the easier one alone must not replace a worse result."""
+    """Rows of runs that timed every popularity, which of one token is one: an easier one alone must not replace a worse result."""
     seen: dict[str, set[str]] = {}
     for row in rows:
         seen.setdefault(row["date"], set()).add(row["popularity"])
-    return [row for row in rows if seen[row["date"]] == {"uniform", "zipf"}]
+    return [row for row in rows if row["tokens"] == "1" or seen[row["date"]] == {"uniform", "zipf"}]
 
 
 def _generation_ratio(

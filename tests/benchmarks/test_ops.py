@@ -129,3 +129,14 @@ def test_every_op_has_a_naive_provider_and_a_roofline():
         assert forward and backward
         assert roofline_microseconds(case, "forward+backward", "NVIDIA H200") == pytest.approx(forward + backward)
         assert roofline_microseconds(case, "forward", "cpu") is None
+
+
+def test_rows_of_a_cpu_tell_its_threads_and_dtypes_are_measured_in_one_run(ops_arguments, tmp_path):
+    words = ["--ops", "headwise_memory", "--providers", "sorted", "--modes", "forward", "--dtype", "float32,bfloat16"]
+    assert run(ops_arguments(*words)) == 0
+    with (tmp_path / FILE).open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"} and len({row["date"] for row in rows}) == 1
+    assert all(row["machine"].endswith(", 1 thread") for row in rows)
+    with pytest.raises(SystemExit, match=r"dtype is 'float8'; expected one of float32, bfloat16, float16\."):
+        run(ops_arguments("--dtype", "float8"))

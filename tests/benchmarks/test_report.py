@@ -207,6 +207,26 @@ def test_goals_are_ratios_of_one_run_and_the_worst_of_it(tmp_path):
     assert _goal(made, BOTH) == ["8.00", "no", "abc1234"]  # the newer run did not time naive beside it
 
 
+def test_goals_of_a_cpu_are_of_a_number_of_threads(tmp_path):
+    cpu = {**OP, "backend": "cpu", "device": "cpu", "machine": "x86_64 4 cores, 2 threads", "shape": "smollm2-135m"}
+    cpu = {**cpu, "tokens": "4096", "dtype": "float32"}
+    times = {("uniform", "sorted"): "2", ("uniform", "naive"): "12", ("zipf", "sorted"): "3", ("zipf", "naive"): "15"}
+    rows = [{**cpu, "popularity": at, "provider": name, "median_ms": ms} for (at, name), ms in times.items()]
+    half = [{**row, "dtype": "bfloat16", "median_ms": "4"} for row in rows if row["provider"] == "sorted"]
+    token = [
+        {**cpu, "tokens": "1", "provider": name, "median_ms": ms} for name, ms in (("sorted", "2"), ("torch", "1"))
+    ]
+    slower = [{**row, "machine": "x86_64 4 cores, 1 thread", "median_ms": "6"} for row in rows]
+    before = [{**row, "date": "2026-11-22T10:00:00", "machine": "x86_64 2 cores"} for row in rows]
+    made = sections(_write(tmp_path, [*rows, *half, *token, *slower, *before]))["goals"]
+    where = "CPU, 2 threads, HML op of smollm2-135m"
+    assert _goal(made, f"{where}, 4,096 tokens: forward at least") == ["5.00", "yes", "abc1234"]
+    assert _goal(made, f"{where}, 4,096 tokens: forward in bfloat16") == ["2.00", "no", "abc1234"]
+    assert _goal(made, f"{where}, one token") == ["0.50", "no", "abc1234"]
+    assert _goal(made, f"{where}, 4,096 tokens: backward at least")[0] == "not measured"
+    assert _goal(made, "CPU, 1 thread, HML op of smollm2-135m, 4,096 tokens: forward at least")[0] == "1.00"
+
+
 def test_the_rival_is_the_fastest_compiled_one_of_the_run(tmp_path):
     both = {**OP, "mode": "forward+backward", "median_ms": "0.5"}
 

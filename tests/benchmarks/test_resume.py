@@ -172,7 +172,7 @@ def test_what_prepares_a_run_has_ended_before_it_is_profiled(monkeypatch):
 
 
 def test_rivals_are_profiled():
-    assert PROFILED == ("sorted", "kept-values", "compiled", "expand-compiled", "expand-max-autotune")
+    assert PROFILED == ("sorted", "exact", "kept-values", "compiled", "expand-compiled", "expand-max-autotune")
 
 
 @pytest.mark.parametrize("option", ["--resume", "--profile"])

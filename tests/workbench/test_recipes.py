@@ -1,0 +1,31 @@
+"""Comparisons that ship are ones that run: their keys are known, and their arms of the size that they are said to be."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from workbench.small_comparison import write_room
+
+from benchmarks.models.bases import CONFIGS
+from midus_hf.config_file import read_config
+from midus_workbench.arms import plan
+from midus_workbench.checking import check
+from midus_workbench.options import Comparison
+
+RECIPES = sorted(Path("configs/compare").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
+    room = write_room(tmp_path)
+    (tmp_path / "sized").mkdir()
+    shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
+    words = [f"base={tmp_path / 'sized'}", f"output={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
+    texts = [f"domain.addresses={room / 'plants.txt'}", f"retention.articles={room / 'stars.txt'}"]
+    comparison, arms = plan(read_config(Comparison, recipe, [*words, *texts]))
+    check(comparison, arms)
+    assert [arm.name for arm in arms] == list(comparison.arms)
+    budget = comparison.trained_parameters
+    for arm in arms:
+        if arm.fitted and budget:
+            assert arm.trained_parameters == pytest.approx(budget, rel=0.3), arm.name
