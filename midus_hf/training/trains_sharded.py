@@ -101,6 +101,8 @@ class TrainsSharded(AnyTrainer):
                 {name: tensor.to(self.saved_dtypes.get(name, tensor.dtype)) for name, tensor in state.items()},
             )
             self.accelerator.wait_for_everyone()
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
 def _is_told(name: str) -> bool:

@@ -163,6 +163,18 @@ def test_a_checkpoint_has_the_whole_model_where_the_trainer_would_save_it(
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists() == is_there
 
 
+def test_a_whole_model_is_uploaded_as_the_trainer_would(upscaled, corpus, tmp_path, monkeypatch):
+    trainer, there = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out")).trainer, []
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(trainer.args, "push_to_hub", True)
+    saved = tmp_path / "saved" / "model.safetensors"
+    monkeypatch.setattr(
+        trainer, "push_to_hub", lambda **given: there.append((saved.exists(), given["commit_message"]))
+    )
+    trainer.save_model(str(saved.parent))
+    assert there == [(True, "Model save")]
+
+
 def test_configs_of_accelerate_are_read_as_they_are_meant(monkeypatch):
     assert "ACCELERATE_USE_FSDP" not in launched_environment("ddp")
     for variable, value in ENVIRONMENT.items():
