@@ -189,17 +189,3 @@ def test_a_terminated_comparison_is_143(run, config, cells, monkeypatch):
     done = run(config)
     assert (done.status, done.out) == (143, "")
     assert done.err.splitlines()[-1] == "midus-compare: interrupted; the same command goes on"
-
-
-def test_the_configs_of_the_repository_are_comparisons():
-    from commands.command_lines import REPOSITORY
-
-    from midus_hf.config_file import read_config
-    from midus_workbench.options import Comparison
-
-    files = sorted((REPOSITORY / "configs" / "compare").glob("*.yaml"))
-    assert files
-    for file in files:
-        words = ["base=base", "domain.addresses=text", "retention.articles=text"]
-        comparison = read_config(Comparison, file, words)
-        assert comparison.seeds and comparison.trained_parameters

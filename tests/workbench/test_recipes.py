@@ -12,7 +12,7 @@ from midus_workbench.arms import plan
 from midus_workbench.checking import check
 from midus_workbench.options import Comparison
 
-RECIPES = sorted(Path("configs/compare").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -24,7 +24,7 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     texts = [f"domain.addresses={room / 'plants.txt'}", f"retention.articles={room / 'stars.txt'}"]
     comparison, arms = plan(read_config(Comparison, recipe, [*words, *texts]))
     check(comparison, arms)
-    assert [arm.name for arm in arms] == list(comparison.arms)
+    assert comparison.seeds and [arm.name for arm in arms] == list(comparison.arms)
     budget = comparison.trained_parameters
     for arm in arms:
         if arm.fitted and budget:
