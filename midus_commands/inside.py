@@ -1,6 +1,7 @@
 """What `midus-analyze` tells of a model and what was added to it: `layers`, `drift` and `values`."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from midus_hf.analysis.drift import LogitsOfBase
+    from midus_hf.analysis.text_rows import TextRows
+    from midus_hf.analysis.usage import Usage
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model that upscale made.")]
 
@@ -111,26 +114,20 @@ def drift(
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1.")
         documents = named_documents(text, column, encoding, limit)
-        if base == "self":
-            check_base_within(model)
+        loaded, tokenizer, of_base = load_with_base(model, base, dtype, device)
         from midus_hf.analysis import drift as found_drift
 
-        loaded, tokenizer = load_to_read(model, dtype, device)
-        of_base = (
-            found_drift.base_within(loaded) if base == "self" else load_other(base, loaded, tokenizer, dtype, device)
-        )
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             told = adding(show, sum(of_text.num_tokens for of_text in rows))
             found = found_drift.drift(loaded, of_base, rows, most_shown=top, batch_size=batch_size, progress=told)
     from midus_hf.analysis.drift_report import as_json, drift_table, moved_table, write_drift_page
 
-    words = "its base, which is the model without what was added" if base == "self" else base
     compared = {"model": model, "base": base}
     tables = [drift_table(found), moved_table(found, tokenizer)]
     show_report({**compared, "texts": as_json(found, tokenizer)}, tables, json_)
     if page is not None:
-        write_drift_page(page, {**compared, "base": words}, found, tokenizer)
+        write_drift_page(page, {**compared, "base": in_words(base)}, found, tokenizer)
 
 
 def values(
@@ -170,8 +167,6 @@ def values(
             )
         documents = named_documents(text or [], column, encoding, limit)
         from midus_hf.analysis.slot_tokens import memory_of_slots, slot_tokens, slots_table
-        from midus_hf.analysis.text_rows import read_rows
-        from midus_hf.analysis.usage import record_usage
         from upscalers.chapters.numbers import parse_numbers
 
         loaded, tokenizer = load_to_read(model, dtype, device)
@@ -180,10 +175,7 @@ def values(
         usage = None
         if documents:
             rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens)
-            with token_bar() as show, record_usage(loaded) as usage:
-                told = adding(show, sum(of_text.num_tokens for of_text in rows))
-                for of_text in rows:
-                    read_rows(loaded, of_text, batch_size=batch_size, progress=told)
+            usage = usage_of_slots(loaded, rows, batch_size)
         found = slot_tokens(
             loaded, tokenizer, layer, head=head, slots=numbers, usage=usage, most=most, top=top, memory=memory
         )
@@ -196,7 +188,47 @@ def values(
     show_report(report, [slots_table(found, hosted.place)], json_)
 
 
-def check_base_within(model: str) -> None:
+def load_with_base(
+    model: str, base: str, dtype: str, device: str | None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, LogitsOfBase]":
+    """A model, its tokenizer, and what gives the logits of its base.
+
+    Args:
+        model: Folder or hub id.
+        base: Likewise, or `"self"`: the model with all that was added switched off.
+        dtype: As `load_to_read` takes it.
+        device: Likewise.
+
+    Raises:
+        ValueError: If one cannot be loaded, or the base is not in the model, or reads text as other tokens.
+    """
+    if base == "self":
+        _check_base_within(model)
+    from midus_hf.analysis.drift import base_within
+
+    loaded, tokenizer = load_to_read(model, dtype, device)
+    of_base = base_within(loaded) if base == "self" else _load_other(base, loaded, tokenizer, dtype, device)
+    return loaded, tokenizer, of_base
+
+
+def in_words(base: str) -> str:
+    """A base as a page names it."""
+    return "its base, which is the model without what was added" if base == "self" else base
+
+
+def usage_of_slots(model: "PreTrainedModel", rows: "Sequence[TextRows]", batch_size: int) -> "Usage":
+    """Let a model read texts, and count which slots of its memories it reads."""
+    from midus_hf.analysis.text_rows import read_rows
+    from midus_hf.analysis.usage import record_usage
+
+    with token_bar() as show, record_usage(model) as usage:
+        told = adding(show, sum(of_text.num_tokens for of_text in rows))
+        for of_text in rows:
+            read_rows(model, of_text, batch_size=batch_size, progress=told)
+    return usage
+
+
+def _check_base_within(model: str) -> None:
     """See that a model without what was added is its base: its weights are those that the record has a digest of.
 
     Raises:
@@ -220,7 +252,7 @@ def check_base_within(model: str) -> None:
         )
 
 
-def load_other(
+def _load_other(
     name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | None
 ) -> "LogitsOfBase":
     """The base as a model of its own, of the same tokens.
@@ -230,7 +262,7 @@ def load_other(
     """
     from midus_hf.analysis.drift import other_base
 
-    base, of_base = load_to_read(name, dtype, device)
+    base, of_base = load_to_read(name, dtype, device, "base")
     if of_base.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"base is {name!r}, whose tokenizer has other tokens than the model's; expected one tokenizer."

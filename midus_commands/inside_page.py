@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midus_commands.inside import Model, check_base_within, load_other
+from midus_commands.inside import Model, in_words, load_with_base, usage_of_slots
 from midus_commands.reading import (
     BatchSize,
     Column,
@@ -19,7 +19,6 @@ from midus_commands.reading import (
     Texts,
     adding,
     check_picture,
-    load_to_read,
     named_documents,
     rows_of,
     token_bar,
@@ -51,16 +50,11 @@ def page(
     with working():
         check_picture("output", output, ".html")
         documents = named_documents(text, column, encoding, limit)
-        if base == "self":
-            check_base_within(model)
+        loaded, tokenizer, of_base = load_with_base(model, base, dtype, device)
         from midus_hf.analysis import drift, inside_page
         from midus_hf.analysis.layer_effects import layer_effects
         from midus_hf.analysis.slot_tokens import memories_of_slots, slot_tokens, slots_table
-        from midus_hf.analysis.text_rows import read_rows
-        from midus_hf.analysis.usage import record_usage
 
-        loaded, tokenizer = load_to_read(model, dtype, device)
-        of_base = drift.base_within(loaded) if base == "self" else load_other(base, loaded, tokenizer, dtype, device)
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             effects = layer_effects(loaded, rows, batch_size=batch_size, progress=show)
@@ -69,15 +63,9 @@ def page(
             moved = drift.drift(loaded, of_base, rows, batch_size=batch_size, progress=adding(show, total))
         hosts, values = memories_of_slots(loaded), []
         if hosts:
-            with token_bar() as show, record_usage(loaded) as usage:
-                told = adding(show, total)
-                for of_text in rows:
-                    read_rows(loaded, of_text, batch_size=batch_size, progress=told)
+            usage = usage_of_slots(loaded, rows, batch_size)
             for hosted in hosts:
                 near = slot_tokens(loaded, tokenizer, hosted.layer, usage=usage, most=_MOST_SLOTS, memory=hosted.name)
                 values.append(slots_table(near, hosted.place))
-    compared = {
-        "model": model,
-        "base": "its base, which is the model without what was added" if base == "self" else base,
-    }
+    compared = {"model": model, "base": in_words(base)}
     inside_page.write_inside_page(output, compared, effects, moved, values, tokenizer)

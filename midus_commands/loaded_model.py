@@ -6,13 +6,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_on(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load_on(
+    name: str, dtype: str, device: str | None, what: str = "model"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a model, in eval mode, and its tokenizer.
 
     Args:
         name: Folder or hub id.
         dtype: As in `load_model`.
         device: Where to. None: the first GPU, else the CPU.
+        what: Whose name it is, for the error. Default: that of the model.
 
     Raises:
         ValueError: If it cannot be loaded there, or its checkpoint lacks tensors.
@@ -22,7 +25,7 @@ def load_on(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel
     from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with refusing(f"model is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
+    with refusing(f"{what} is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
         tokenizer = load_tokenizer(name)
         model, missing = load_model(name, dtype)
         model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument

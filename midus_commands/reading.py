@@ -60,12 +60,14 @@ def working() -> Iterator[None]:
             raise Ending(WRONG_REQUEST, str(error)) from error
 
 
-def load_to_read(name: str, dtype: str, device: str | None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load_to_read(
+    name: str, dtype: str, device: str | None, what: str = "model"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a model and its tokenizer, as `load_on`; what the dtype may be is told first."""
     from midus_hf.evaluation.settings import check_dtype
 
     check_dtype(dtype)
-    return load_on(name, dtype, device)
+    return load_on(name, dtype, device, what)
 
 
 def check_limit(limit: int | None) -> None:

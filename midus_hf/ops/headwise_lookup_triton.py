@@ -7,7 +7,7 @@ above k, d / 2 and v.
 import torch
 
 from midus_hf.ops.backend import interprets_kernels
-from midus_hf.ops.precision import narrowest_integer
+from midus_hf.ops.lookup_tensors import lookup_tensors
 from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
@@ -224,24 +224,19 @@ def triton_forward(
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `[S, H, v]`, slots `[S, H, k]` and weights `[S, H, k]`, float32."""
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    there = lookup_tensors(query, row_keys, column_keys, bank, residual, k)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
-    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
-    slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
-    weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
     if tokens:
         is_wide = wide_products(query, row_keys)
         tile = _tile(n, k, half, width)
         tile |= _tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {}
         with on_device_of(query):
             forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
-                query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
-                output, slots, weights,
-                tokens, heads, n, half, width, query.stride(0), query.stride(1), _bank_stride(bank), 1.0 / temperature,
+                *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
+                1.0 / temperature,
                 ADDS=residual is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
-    return output, slots, weights
+    return there.output, there.slots, there.weights
 
 
 def triton_score_gradients(

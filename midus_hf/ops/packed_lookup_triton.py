@@ -19,6 +19,7 @@ from midus_hf.ops.headwise_lookup_triton import (
     triton_forward,
     wide_products,
 )
+from midus_hf.ops.lookup_tensors import lookup_tensors
 from midus_hf.ops.packed_selection_triton import (
     best_of_tile,
     best_pairs,
@@ -28,7 +29,6 @@ from midus_hf.ops.packed_selection_triton import (
     tag_of,
     tagged,
 )
-from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two
 
@@ -173,23 +173,18 @@ def packed_forward(
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `[S, H, v]`, slots `[S, H, k]` and weights `[S, H, k]`, float32, of what `packs`."""
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    there = lookup_tensors(query, row_keys, column_keys, bank, residual, k)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
-    output = (bank if residual is None else residual).new_empty(tokens, heads, width)
-    slots = torch.empty(tokens, heads, k, dtype=narrowest_integer(n * n), device=query.device)
-    weights = torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device)
     if tokens:
         tile = _tile(n, k, half, width, tokens)
         with on_device_of(query):
             packed_forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
-                query, row_keys, column_keys, bank, output if residual is None else residual.contiguous(),
-                output, slots, weights, tokens, query.stride(0), query.stride(1), _LOG2_E / temperature,
+                *there, tokens, there.query.stride(0), there.query.stride(1), _LOG2_E / temperature,
                 HEADS=heads, N=n, HALF=half, WIDTH=width, IS_EVEN=tokens % tile["BT"] == 0, HAS_OWN_BANKS=bank.dim() == 3,
                 ADDS=residual is not None, WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k,
                 **tile,
             )  # fmt: skip
-    return output, slots, weights
+    return there.output, there.slots, there.weights
 
 
 def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:

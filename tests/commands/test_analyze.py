@@ -188,6 +188,8 @@ def test_a_base_that_trained_or_has_other_tokens_is_refused(run, upscaled, text,
     assert (
         done.status == 2 and "whose tokenizer has other tokens than the model's; expected one tokenizer." in done.err
     )
+    done = run("drift", upscaled.trained, "--text", text, "--base", tmp_path / "absent")
+    assert done.status == 2 and f"base is '{tmp_path / 'absent'}', which cannot be loaded on cpu" in done.err
 
 
 @pytest.mark.parametrize(
