@@ -1,4 +1,7 @@
-"""Which tests run by default: every family with every test, and every other parameter with every test, but not their product."""
+"""Which tests run by default: every family with every test, and every other parameter with every test, but not their product.
+
+Where tests run a second time, with other versions of what we depend on, each value of a parameter runs once.
+"""
 
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -35,6 +38,25 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
         return row == column % num_rows if num_columns >= num_rows else column == row % num_columns
 
     return [item for item, axis in zip(items, axes, strict=True) if stays(axis)]
+
+
+def keep_each_value(items: Iterable[Any]) -> list[Any]:
+    """Thin out tests that other versions have run in pairs: of each test, every value of every parameter stays with some test.
+
+    Args:
+        items: Tests as pytest has collected them.
+    """
+    items = list(items)
+    values = [_values(item) for item in items]
+    seen: set[Hashable] = set()
+    kept = set()
+    # First those that share no value, so that few are needed for what is left.
+    for enough in (set.isdisjoint, lambda value, seen: not value <= seen):
+        for number, value in enumerate(values):
+            if enough(value, seen):
+                kept.add(number)
+                seen |= value
+    return [item for number, item in enumerate(items) if number in kept]
 
 
 def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
@@ -80,6 +102,13 @@ def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
         return None
     other = tuple((name, str(value)) for name, value in sorted(parameters.items()) if name != fixture)
     return (item.nodeid.partition("[")[0], parameters[fixture], other)
+
+
+def _values(item: Any) -> set[Hashable]:
+    """The test with each value of its parameters; the test alone where it has none."""
+    test = item.nodeid.partition("[")[0]
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return {(test, name, str(value)) for name, value in parameters.items()} or {item.nodeid}
 
 
 def _names(argnames: str | Iterable[str]) -> list[str]:
