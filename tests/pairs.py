@@ -3,6 +3,7 @@
 Where tests run a second time, with other versions of what we depend on, each value of a parameter runs once.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -71,6 +72,26 @@ def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in kept else _of_the_product(value) for value in values]
 
 
+def in_pairs(*axes: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that takes long: by default every two values of two axes meet, and with the product all do.
+
+    Args:
+        axes: The values of each parameter, three or more of them: of two, pairs are the product.
+    """
+    whole = list(itertools.product(*axes))
+    missing = {pair for values in whole for pair in _pairs(values)}
+    kept = []
+    while missing:
+        # The first of those that bring most, so that what runs does not depend on anything but the axes.
+        kept.append(max(whole, key=lambda values: len(missing.intersection(_pairs(values)))))
+        missing.difference_update(_pairs(kept[-1]))
+    return by_default(kept, whole)
+
+
+def _pairs(values: tuple[Any, ...]) -> Iterable[Hashable]:
+    return itertools.combinations([(place, str(value)) for place, value in enumerate(values)], 2)
+
+
 def _of_the_product(value: Any) -> Any:
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.product)
 
@@ -89,7 +110,7 @@ def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
         for item in request.session.items
         if item.path == request.path and request.fixturename in item.fixturenames
     ]
-    given = [item.callspec.params for item in users]
+    given = [item.callspec.params for item in users if hasattr(item, "callspec")]
     return list(dict.fromkeys(tuple(params[name] for name in names) for params in given if {*names} <= params.keys()))
 
 

@@ -1,11 +1,12 @@
 """What the default run leaves out, and that it leaves out nothing else."""
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pairs import by_default, keep_each_value, keep_pairs, wanted_by_tests
+from pairs import by_default, in_pairs, keep_each_value, keep_pairs, wanted_by_tests
 
 
 @dataclass
@@ -84,6 +85,16 @@ def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes():
         ("other", "a", 0),
         ("other", "b", 0),
     ]
+
+
+def test_of_three_parameters_pairs_run_and_the_rest_with_the_product():
+    axes = "abcd", range(3), (True, False)
+    parameters = in_pairs(*axes)
+    kept = [values for values in parameters if type(values) is tuple]
+    assert len(parameters) == 24 and len(kept) <= 13
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert {(values[one], values[other]) for values in kept} == set(itertools.product(axes[one], axes[other]))
+    assert {mark.name for parameter in parameters if parameter not in kept for mark in parameter.marks} == {"product"}
 
 
 def test_parameters_that_are_not_kept_run_with_the_product():
