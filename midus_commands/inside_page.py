@@ -1,4 +1,4 @@
-"""`midus-analyze page`: what layers, drift and values tell of a model, on one page."""
+"""`midus-analyze page`: what layers, drift, values and blocks tell of a model, on one page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,12 +46,13 @@ def page(
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
-    """Write one page of what layers, drift and values tell: parts, how far predictions moved, and what slots hold."""
+    """Write one page: what is lost without each part, how far predictions moved, what slots hold, and which blocks are fetched."""
     with working():
         check_picture("output", output, ".html")
         documents = named_documents(text, column, encoding, limit)
         loaded, tokenizer, of_base = load_with_base(model, base, dtype, device)
         from midus_hf.analysis import drift, inside_page
+        from midus_hf.analysis.block_usage import bank_layouts, usage_by_rows
         from midus_hf.analysis.layer_effects import layer_effects
         from midus_hf.analysis.slot_tokens import memories_of_slots, slot_tokens, slots_table
 
@@ -68,4 +69,7 @@ def page(
                 near = slot_tokens(loaded, tokenizer, hosted.layer, usage=usage, most=_MOST_SLOTS, memory=hosted.name)
                 values.append(slots_table(near, hosted.place))
     compared = {"model": model, "base": in_words(base)}
-    inside_page.write_inside_page(output, compared, effects, moved, values, tokenizer)
+    fetched = {
+        of_text.name: usage_by_rows(bank_layouts(loaded), of_text) for of_text in rows if of_text.paths is not None
+    }
+    inside_page.write_inside_page(output, compared, effects, moved, values, fetched, tokenizer)

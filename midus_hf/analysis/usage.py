@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -12,6 +12,9 @@ from torch import nn
 from midus_hf.analysis.memory_place import MemoryPlace, place_of
 from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.memory.retrieval import recomputing
+
+Place = TypeVar("Place", bound=Hashable)
+"""What is counted apart: a memory, or a level of a bank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +64,11 @@ class Usage:
             counts.zero_()
 
 
-def summarise(counts: Mapping[MemoryPlace, torch.Tensor]) -> dict[MemoryPlace, MemoryUsage]:
-    """What counts of retrieved slots come to.
+def summarise(counts: Mapping[Place, torch.Tensor]) -> dict[Place, MemoryUsage]:
+    """What counts of retrieved slots, opened chapters or fetched blocks come to.
 
     Args:
-        counts: `[H, N]`, int64, by memory.
+        counts: `[H, N]`, int64, by memory, or `[1, N]` by level of a bank.
     """
     return {place: _summarise_memory(of_memory) for place, of_memory in counts.items()}
 
