@@ -182,11 +182,11 @@ def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFin
 
 
 @contextlib.contextmanager
-def token_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of the tokens that have been read."""
+def token_bar(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
+    """A bar of the tokens that have been read, and what for."""
     from tqdm import tqdm
 
-    with tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+    with tqdm(desc=what, unit=" tokens", disable=None) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -42,6 +42,16 @@ class Usage:
 
     def __init__(self, counts: dict[MemoryPlace, torch.Tensor]):
         self.counts = counts
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing while the context is open."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def count(self, place: MemoryPlace, slots: torch.Tensor) -> None:
         """Add retrievals; nothing waits for the device.
@@ -167,7 +177,7 @@ def _counter(
     """
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not recomputing() and (memory.training or not training_only):
+        if not (recomputing() or usage._paused) and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])
                 usage.count(place, slots)

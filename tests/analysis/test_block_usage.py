@@ -182,7 +182,7 @@ def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(
 def test_slots_and_blocks_of_one_model_are_counted_together(folders, tmp_path, capsys):
     folder, _ = folders
     options = {"n": 4, "k": 2}
-    upscale(base=folder / "model", method="midus-hml", output=tmp_path / "both", options=options, verify=False)
+    upscale(base=folder / "model", method="midus-pkm", output=tmp_path / "both", options=options, verify=False)
     words = [str(tmp_path / "both"), "--text", str(folder / "texts.jsonl"), "--sequence-length", "20", "--json"]
     assert main([*words, "--retriever", str(folder / "tree")]) == 0
     report = json.loads(capsys.readouterr().out)
