@@ -38,7 +38,7 @@ def prepare(config: SftConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing has been written then.
     """
-    config = settle_resumption(config)
+    asked, config = config, settle_resumption(config)
     request = check_request(config, config.sequence_length)
     tokenizer = request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
@@ -61,6 +61,7 @@ def prepare(config: SftConfig) -> TrainingRun:
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return make_run(
         config,
+        asked,
         config,
         request,
         arguments,

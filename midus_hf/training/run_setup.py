@@ -105,6 +105,7 @@ def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
 
 def make_run(
     config: RunOptions,
+    asked: RunOptions,
     rates: Rates,
     request: CheckedRequest,
     arguments: TrainingArguments,
@@ -120,6 +121,7 @@ def make_run(
 
     Args:
         config: The options of the run.
+        asked: The same as they were given, before `settle_resumption`.
         rates: Of the run.
         request: From `check_request`.
         arguments: The Trainer's own.
@@ -164,7 +166,7 @@ def make_run(
     if request.checkpoint is not None:
         trainer.check_checkpoint(request.checkpoint)
     # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
-    lock = _open_output(config)
+    lock = _open_output(config, asked, request.checkpoint)
     if PartialState().is_main_process:
         resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
         print_start(rates, report, model, [*data_lines, *resumption_lines])
@@ -182,7 +184,7 @@ def make_run(
     )
 
 
-def _open_output(config: RunOptions) -> Lock | None:
+def _open_output(config: RunOptions, asked: RunOptions, checkpoint: Path | None) -> Lock | None:
     """Let the main process open the output, once no process reads what lies there; all refuse what it refuses.
 
     Returns:
@@ -194,7 +196,7 @@ def _open_output(config: RunOptions) -> Lock | None:
     refusal: list[str | None] = [None]
     if state.is_main_process:
         try:
-            lock = start_output(config)
+            lock = start_output(config, asked, checkpoint)
         except ValueError as error:
             refusal = [str(error)]
     broadcast_object_list(refusal)
