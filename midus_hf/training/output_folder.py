@@ -1,8 +1,9 @@
 """The folder of a run: when it may be written, and how the trained model lands there."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -60,6 +61,19 @@ def check_output(config: RunOptions) -> Path | None:
                 f"{first_few(foreign, _NAMED)}. Move that away, or choose another folder."
             )
     return None
+
+
+@contextlib.contextmanager
+def made_for_nothing(output: Path) -> Iterator[None]:
+    """If the work fails, a folder that was made in the meantime goes again if it is empty, and so do those around it."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint: Path | None = None) -> Lock | None:

@@ -1,5 +1,6 @@
 """Check what is asked of a run, cheapest checks first, and make it ready to start."""
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import HeldOut, check_held_out
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
-from midus_hf.training.output_folder import check_output, start_output
+from midus_hf.training.output_folder import check_output, made_for_nothing, start_output
 from midus_hf.training.precision import hold_for_training
 from midus_hf.training.rates import Rates
 from midus_hf.training.reporting import check_reporting
@@ -144,29 +145,30 @@ def make_run(
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
-    trainer = trainer_class(
-        model=model,
-        args=arguments,
-        train_dataset=dataset,
-        callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
-        tokenizer=request.tokenizer,
-        keep_checkpoints=config.keep_checkpoints,
-        held_out=held_out,
-        eval_every=config.eval_every,
-        keep_best=config.keep_best,
-        early_stop=config.early_stop,
-        max_seconds=config.max_seconds,
-        rates=rates,
-        balance_loss=config.balance_loss,
-        sparse_values=config.sparse_values,
-        shard_values=config.shard_values,
-        usage_every=config.usage_every,
-        **trainer_options,
-    )
-    if request.checkpoint is not None:
-        trainer.check_checkpoint(request.checkpoint)
-    # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
-    lock = _open_output(config, asked, request.checkpoint)
+    with made_for_nothing(Path(config.output)) if arguments.process_index == 0 else contextlib.nullcontext():
+        trainer = trainer_class(
+            model=model,
+            args=arguments,
+            train_dataset=dataset,
+            callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
+            tokenizer=request.tokenizer,
+            keep_checkpoints=config.keep_checkpoints,
+            held_out=held_out,
+            eval_every=config.eval_every,
+            keep_best=config.keep_best,
+            early_stop=config.early_stop,
+            max_seconds=config.max_seconds,
+            rates=rates,
+            balance_loss=config.balance_loss,
+            sparse_values=config.sparse_values,
+            shard_values=config.shard_values,
+            usage_every=config.usage_every,
+            **trainer_options,
+        )
+        if request.checkpoint is not None:
+            trainer.check_checkpoint(request.checkpoint)
+        # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
+        lock = _open_output(config, asked, request.checkpoint)
     if PartialState().is_main_process:
         resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
         print_start(rates, report, model, [*data_lines, *resumption_lines])
