@@ -166,6 +166,29 @@ def iterate_documents(files: Iterable[Path], column: str = "text", encoding: str
     return (document for file in files for document in _read_file(file, column, encoding) if document.strip())
 
 
+def document_rows(
+    files: Iterable[Path], column: str = "text", encoding: str = "utf-8"
+) -> Iterator[tuple[RowPlace, Any]]:
+    """The rows of the documents that `iterate_documents` gives, each with where it is, for messages.
+
+    Args:
+        files: As from `find_files`.
+        column: As in `read_documents`. Default: `"text"`.
+        encoding: As in `read_documents`. Default: `"utf-8"`.
+
+    Raises:
+        DocumentError: As `iterate_documents`; for plain text, which has no rows.
+    """
+    for file in files:
+        rows = rows_of(file, encoding)
+        if rows is None:
+            raise DocumentError(
+                f"file {str(file)!r} is plain text, which has no columns; expected JSON lines or Parquet, as midus-cluster "
+                "assign writes."
+            )
+        yield from (row for row in rows if text_of_row(row[1], column, row[0]).strip())
+
+
 def codec_of(encoding: str) -> str:
     """Python's name of an encoding, such that a byte order mark is no text.
 
