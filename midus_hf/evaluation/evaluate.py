@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.document_paths import read_paths
 from midus_hf.documents import document_rows, find_files, read_documents
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings

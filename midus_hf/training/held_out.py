@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from midus_config.fetched_blocks import BankLayout
-from midus_hf.document_paths import read_paths
 from midus_hf.documents import document_rows, find_files, has_column, read_documents
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measure, prepare_text
 from midus_hf.training.clustered_corpus import check_paths
 from midus_hf.training.options import CorpusOptions

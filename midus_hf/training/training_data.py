@@ -8,8 +8,8 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from midus_config.fetched_blocks import BankLayout
-from midus_hf.document_paths import read_paths
 from midus_hf.documents import describe_files, import_datasets
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths, describe_leaves
 from midus_hf.training.corpus import find_corpus
 from midus_hf.training.mapped_tokens import MappedDataset

@@ -8,8 +8,8 @@ import torch
 from training.tiny_run import tiny_tokenizer
 
 from midus_config.fetched_blocks import BankLayout, FetchedBlocks
-from midus_hf.document_paths import read_paths
 from midus_hf.documents import DocumentError
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.training import CorpusOptions
 from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths
 from midus_hf.training.corpus import find_corpus

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from midus_hf.documents import DocumentError
+from midus_hf.documents.document_error import DocumentError
 
 
 def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> np.ndarray:
