@@ -44,15 +44,6 @@ class Usage:
         self.counts = counts
         self._paused = False
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing while the context is open."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def count(self, place: MemoryPlace, slots: torch.Tensor) -> None:
         """Add retrievals; nothing waits for the device.
 
@@ -72,6 +63,15 @@ class Usage:
         """Start again at zero."""
         for counts in self.counts.values():
             counts.zero_()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing while the context is open."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
 
 def summarise(counts: Mapping[Place, torch.Tensor]) -> dict[Place, MemoryUsage]:
