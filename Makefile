@@ -16,7 +16,7 @@ GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled for a target of each maker with the newest triton (for all of them by test-all), and with the oldest, which is
 # that of a GPU's machine, for its own. Of the benchmarks, what walks through a run on a GPU. What both versions run, the oldest run
 # with each value of a parameter, not in pairs, and without what the C++ compiler takes long for.
-OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py) -k 'not gfx942 and not inductor'
+OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py) -k 'not gfx942 and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
