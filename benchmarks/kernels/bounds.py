@@ -25,10 +25,8 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
     ("packed_forward_kernel", "llama-3.2-1b"): Bound(103, 1600, 855),
     ("packed_forward_kernel", "llama-3.1-8b"): Bound(175, 2155, 957),
-    ("query_gradient_kernel", "llama-3.2-1b"): Bound(106, 1565, 608),
-    ("query_gradient_kernel", "llama-3.1-8b"): Bound(154, 3190, 1085),
-    ("key_gradient_kernel", "llama-3.2-1b"): Bound(100, 20800, 12950),
-    ("key_gradient_kernel", "llama-3.1-8b"): Bound(104, 22480, 12950),
+    ("score_gradient_kernel", "llama-3.2-1b"): Bound(168, 28340, 11510),
+    ("score_gradient_kernel", "llama-3.1-8b"): Bound(255, 41900, 14690),
     ("segment_sums_kernel", "llama-3.2-1b"): Bound(94, 908, 513),
     ("segment_sums_kernel", "llama-3.1-8b"): Bound(144, 1312, 692),
 }

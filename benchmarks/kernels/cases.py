@@ -13,7 +13,8 @@ from midus_hf.ops.depth_attention_triton import triton_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
-from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
+from midus_hf.ops.headwise_lookup_triton import triton_forward
 from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import (

@@ -85,8 +85,7 @@ class Compiled:
 
 TRIPS = {
     "forward_kernel": ("K",),
-    "query_gradient_kernel": ("K",),
-    "key_gradient_kernel": ("blocks_a_split", "K"),
+    "score_gradient_kernel": ("blocks_a_split", "K"),
 }
 """The arguments that say how often the loops of a kernel run, outermost first, as the compiler leaves them."""
 

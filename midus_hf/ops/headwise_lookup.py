@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from midus_hf.ops.headwise_lookup_triton import triton_score_gradients
+from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library

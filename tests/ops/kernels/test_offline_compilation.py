@@ -18,8 +18,7 @@ ROOT = Path(__file__).parents[3]
 KERNELS = {
     "forward_kernel",
     "packed_forward_kernel",
-    "query_gradient_kernel",
-    "key_gradient_kernel",
+    "score_gradient_kernel",
     "segment_sums_kernel",
     "add_rows_kernel",
     "select_kernel",
