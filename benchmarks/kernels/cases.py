@@ -106,7 +106,7 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     if packs(dtype, n, k):
         packed_forward(query, keys, keys, bank, query, k, 1.0)
     triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
-    triton_bank_gradient(output, slots, weights, bank.shape)
+    triton_bank_gradient(output, slots, weights, bank.shape, dtype)
     rows = slots.flatten(0, 1).long()
     triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
     triton_select(_sized(TOKENS * heads, n), _sized(TOKENS * heads, n), k)
