@@ -167,8 +167,9 @@ def bucket_sums(
         count, sum((size - 1) * abs(stride) for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
     )
     is_wide = gradient.dtype == torch.float32
-    # Three products of more float32 spill on compute capability 8.0; the interpreter takes as long for few entries as for many.
-    entries_at_a_time = 32 if is_wide and not interprets_kernels() else 128
+    entries_at_a_time = 128 if count >= 128 * groups else 64  # what many buckets have at least
+    if is_wide and not interprets_kernels():
+        entries_at_a_time = 32  # three products of more spill on compute capability 8.0
     for start in range(0, width, _STRETCH):
         target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
         columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # what registers hold
