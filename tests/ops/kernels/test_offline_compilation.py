@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[3]
 KERNELS = {
     "forward_kernel",
     "packed_forward_kernel",
-    "query_gradient_kernel",
-    "key_gradient_kernel",
-    "segment_sums_kernel",
+    "score_gradient_kernel",
+    "group_starts_kernel",
+    "bucket_sums_kernel",
+    "piece_sums_kernel",
     "add_rows_kernel",
     "select_kernel",
     "weighted_rows_kernel",
