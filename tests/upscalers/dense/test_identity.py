@@ -30,8 +30,8 @@ def computed(folder) -> tuple[torch.dtype, torch.Tensor, torch.Tensor]:
     assert tokens.shape[1] > WINDOW
     with torch.no_grad():
         values = model(tokens).logits
-    text = model.generate(tokens, max_new_tokens=10, do_sample=False, use_cache=True)
-    assert text.shape[1] == tokens.shape[1] + 10
+    text = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=True)
+    assert text.shape[1] == tokens.shape[1] + 4
     return model.dtype, values, text
 
 
