@@ -44,8 +44,8 @@ class DeclaredModule(nn.Module):
         return attrgetter(name)(self)
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter and buffer that no checkpoint has filled."""
+        """Initialise every parameter and buffer that no checkpoint has filled, of those that have values at all."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            if not getattr(tensor, "_is_hf_initialized", False):
+            if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 with torch.no_grad():
                     self.declared[name].initial.fill(tensor)

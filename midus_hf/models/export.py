@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from midus_hf.memory.registry import module_of
@@ -67,17 +68,25 @@ def write_code(folder: str | os.PathLike, config) -> list[Path]:
         module = pending.pop()
         flat_name = _flat_name(module)
         if flat_name not in sources:
-            source, parent = inspect.getsource(importlib.import_module(module)), module.rpartition(".")[0]
-            if not module.startswith("transformers_modules."):
-                source = _FLAT_IMPORT.sub(lambda match, parent=parent: f"from {parent}.{match[1]} import", source)
-            sources[flat_name] = package_import.sub(lambda match: f"from .{_flat_name(match[1])} import", source)
-            pending += [match[1] for match in package_import.finditer(source)]
-            pending += [f"{parent}.{match[1]}" for match in _FLAT_IMPORT.finditer(source)]
+            source = inspect.getsource(importlib.import_module(module))
+            sources[flat_name], imported = _flattened(source, module, package_import)
+            pending += imported
 
     paths = [folder / f"{name}.py" for name in sources]
     for path, source in zip(paths, sources.values(), strict=True):
         path.write_text(source, encoding="utf-8")
     return paths
+
+
+@cache
+def _flattened(source: str, module: str, package_import: re.Pattern[str]) -> tuple[str, list[str]]:
+    """The source of a module as it is written flat, and the modules that it imports: a training run saves the same code often."""
+    parent = module.rpartition(".")[0]
+    if not module.startswith("transformers_modules."):
+        source = _FLAT_IMPORT.sub(lambda match: f"from {parent}.{match[1]} import", source)
+    imported = [match[1] for match in package_import.finditer(source)]
+    imported += [f"{parent}.{match[1]}" for match in _FLAT_IMPORT.finditer(source)]
+    return package_import.sub(lambda match: f"from .{_flat_name(match[1])} import", source), imported
 
 
 def _flat_name(module: str) -> str:

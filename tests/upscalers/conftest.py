@@ -69,17 +69,20 @@ def command(in_process) -> Callable[..., Outcome]:
     return partial(in_process, cli.main, "upscale")
 
 
+def point_client_at(address: str, monkeypatch) -> None:
+    """Let huggingface_hub's client in this process talk to this address and to no other."""
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
+    here = property(lambda client: address, lambda client, value: vars(client).update(endpoint=value))
+    monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> Iterator[LoopbackHub]:
     """An empty hub, which huggingface_hub's client in this process talks to; the working directory is the test's own."""
     with LoopbackHub({}) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        # Clients that were made before, by huggingface_hub and transformers, and keep what they were made with.
-        here = property(lambda client: server.address, lambda client, value: vars(client).update(endpoint=value))
-        monkeypatch.setattr(HfApi, "endpoint", here, raising=False)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        point_client_at(server.address, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

@@ -27,6 +27,11 @@ def one_mutation(folder: Path, seed: int) -> str:
     return rng.choice(MUTATIONS)(folder, rng)
 
 
+def kind_of(seed: int) -> str:
+    """What `one_mutation` does with this seed."""
+    return random.Random(seed).choice(MUTATIONS).__name__
+
+
 def _weights(folder: Path, rng: random.Random) -> Path:
     return rng.choice(sorted(folder.glob("*.safetensors")))
 

@@ -22,6 +22,7 @@ from tests.upscalers.checkpoints import (
     tensor_files,
     write_tensors,
 )
+from tests.upscalers.turns import in_turn
 from upscalers import RequestError, upscale
 
 
@@ -39,11 +40,10 @@ def test_sharded_bases_of_any_number_of_shards_are_read(tmp_path, size, least_fi
     assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("size", ["100KB", "20KB", "1B", 30_000])
+@pytest.mark.parametrize(("size", "verify"), in_turn(["100KB", "20KB", "1B", 30_000], [True, False]))
 def test_outputs_are_split_into_shards_of_the_size_asked_for(base, tmp_path, size, verify):
     report = upscaled(base, tmp_path / "out", max_shard_size=size, verify=verify)
-    upscaled(base, tmp_path / "single", verify=verify)
+    upscaled(base, tmp_path / "single", verify=False)
     files = tensor_files(tmp_path / "out")
     assert len(files) > 1
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"

@@ -13,9 +13,7 @@ from tests.upscalers.checkpoints import (
     logits,
     read_tensors,
     same_tensors,
-    save_base,
 )
-from tests.upscalers.processes import run_upscale
 from upscalers import VerificationError, upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -206,14 +204,6 @@ def test_work_that_fails_ends_in_one_line_and_its_own_status(
     monkeypatch.setattr("upscalers.runs.upscale.upscale", fail)
     outcome = command("--base", base, "--method", "midus-hml", "--output", tmp_path / "out")
     assert (outcome.status, outcome.out, outcome.err) == (status, "", line)
-
-
-def test_a_fresh_process_prints_one_object_on_standard_output(tmp_path):
-    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
-    done = run_upscale("--base", "base", "--method", "midus-hml", "--output", "out", *SMALL, "--json", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
-    assert torch.equal(logits(base), logits(tmp_path / "out"))
 
 
 def test_help_names_every_option_and_command(command):

@@ -29,7 +29,7 @@ OLDER = "Its weights are not known to be the base's: it was upscaled before a di
 
 
 def upscaled(base, output, **request):
-    upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
+    upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, "verify": False, **request})
     return output
 
 

@@ -36,8 +36,8 @@ def model(request, tmp_path):
     return write_config(tmp_path / "base", config), *expected
 
 
-def dry_run(folder, *arguments):
-    result = run_upscale("--base", folder, "--method", "midus-hml", "--dry-run", "--json", *arguments)
+def dry_run(folder):
+    result = run_upscale("--base", folder, "--method", "midus-hml", "--dry-run", "--json")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return json.loads(result.stdout)
@@ -106,7 +106,8 @@ def test_options_of_head_wise_memory_cost_what_their_shapes_say(options, differe
 @pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy"])
 def test_new_layers_stand_where_the_paper_puts_them(model, placement):
     folder, sizes, *_ = model
-    assert dry_run(folder, "--placement", placement)["new_layer_indices"] == TABLES[sizes][placement]
+    plan = upscale(base=folder, method="midus-hml", placement=placement, dry_run=True)
+    assert plan.new_layer_indices == TABLES[sizes][placement]
 
 
 def test_the_report_has_exactly_the_promised_keys(tmp_path):
@@ -145,24 +146,25 @@ def test_peak_memory_is_that_of_the_process_itself_whoever_started_it(tmp_path):
     assert 10_000_000 < json.loads(done.stdout)["peak_rss_bytes"] < 300_000_000
 
 
-def fastest(*arguments) -> float:
-    """Seconds of a processor that the quickest of a few runs took; what else the machine does is not counted."""
-    seconds = []
-    for _ in range(ATTEMPTS):
+def answers_within(limit: float, *arguments) -> bool:
+    """Whether one of a few runs took no more seconds of a processor; what else the machine does is not counted."""
+
+    def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run_upscale(*arguments).returncode == 0
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(seconds)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return any(seconds() < limit for _ in range(ATTEMPTS))
 
 
 def test_help_answers_at_once():
-    assert fastest("--help") < HELP_SECONDS
+    assert answers_within(HELP_SECONDS, "--help")
 
 
 def test_a_dry_run_answers_soon(tmp_path):
     folder = write_config(tmp_path / "base", LLAMA_3_1_8B)
-    assert fastest("--base", folder, "--method", "midus-hml", "--dry-run") < DRY_RUN_SECONDS
+    assert answers_within(DRY_RUN_SECONDS, "--base", folder, "--method", "midus-hml", "--dry-run")
 
 
 def test_a_dry_run_does_without_shards_that_the_index_names(tmp_path):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.memory import MemoryModule
 from midus_hf.training import Rates, parameter_groups, set_trainable
 from tests.upscalers.checkpoints import SMALL_MEMORY, content_digest, load, read_tensors, same_bits, same_tensors
+from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
 
@@ -104,17 +105,15 @@ def test_strip_gives_back_what_it_was_made_from(upscaled, tmp_path):
     assert (tmp_path / "stripped" / "modeling_midus.py").is_file() is config["model_type"].startswith("midus_")
 
 
-def test_layers_and_memories_stack_on_it_and_come_off_again(upscaled, tmp_path):
+@pytest.mark.parametrize(("name", "second"), in_turn(UPSCALED, ["llama-pro", "midus-hml"]))
+def test_layers_and_memories_stack_on_it_and_come_off_again(name, second, tmp_path):
+    upscaled = ROOT / name
     with_memory = {layer for entry in config_of(upscaled).get("memory", []) for layer in entry["layers"]}
     dense = next(layer for layer in range(config_of(upscaled)["num_hidden_layers"]) if layer not in with_memory)
-    deeper, twice = tmp_path / "deeper", tmp_path / "twice"
-    upscale(base=upscaled, method="llama-pro", output=deeper, placement=[dense + 1], verify=False)
-    upscale(base=deeper, method="midus-hml", output=twice, placement=[1, 4], options=SMALL_MEMORY, verify=False)
-    expected = logits(upscaled)
-    assert torch.equal(logits(deeper), expected)
-    assert torch.equal(logits(twice), expected)
-    strip(twice, tmp_path / "once")
-    strip(tmp_path / "once", tmp_path / "stripped")
+    request = {"placement": [dense + 1]} if second == "llama-pro" else {"placement": [1, 4], "options": SMALL_MEMORY}
+    upscale(base=upscaled, method=second, output=tmp_path / "twice", verify=False, **request)
+    assert torch.equal(logits(tmp_path / "twice"), logits(upscaled))
+    strip(tmp_path / "twice", tmp_path / "stripped")
     assert same_tensors(tmp_path / "stripped", upscaled)
 
 

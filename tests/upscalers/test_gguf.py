@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from pairs import by_default
 from tiny import prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,12 +16,15 @@ gguf = pytest.importorskip("gguf")
 
 from tests.upscalers.gguf_file import write_gguf  # noqa: E402 - needs gguf
 
+TOLERANCES = {"F32": 1e-6, "Q8_0": 0.1, "Q4_1": 1.0}
+REAL_PARAMETERS = 134_515_008
+
 
 def upscaled(base, output, **request):
     return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
 
 
-@pytest.fixture(params=["F32", "Q8_0"])
+@pytest.fixture(params=by_default(["F32", "Q4_1"], ["F32", "Q8_0", "Q4_1"]))
 def base(request, tmp_path):
     """A tiny Llama as GGUF, with what it was before it was written."""
     path = tmp_path / "models" / f"tiny-{request.param}.gguf"
@@ -33,7 +37,7 @@ def test_the_result_computes_what_transformers_own_loading_computes(base, tmp_pa
     own = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     with torch.no_grad():
         expected, before = own(prompt()).logits, original.eval()(prompt()).logits
-    assert (expected - before).abs().max() < (1e-6 if "F32" in path.name else 0.1)
+    assert (expected - before).abs().max() < TOLERANCES[path.stem.partition("-")[2]]
     report = upscaled(path, tmp_path / "out")
     assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
     assert report.base == str(path)
@@ -84,12 +88,21 @@ def test_the_missing_package_is_named(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.material
+def test_a_real_file_is_read_for_what_its_header_says():
+    from material.smollm2 import smollm2_gguf
+
+    report = upscale(base=smollm2_gguf(), method="midus-hml", options=SMALL_MEMORY, num_new_layers=3, dry_run=True)
+    assert (report.parameters.base, report.num_layers) == (REAL_PARAMETERS, 33)
+
+
+@pytest.mark.product
+@pytest.mark.material
 def test_a_real_quantised_model_is_upscaled_identically(tmp_path):
     from material.smollm2 import smollm2_135m, smollm2_gguf
 
     report = upscaled(smollm2_gguf(), tmp_path / "out", num_new_layers=3)
     assert (report.identity.checked, report.identity.max_abs_diff) == ("logits", 0.0)
-    assert report.parameters.base == 134_515_008
+    assert report.parameters.base == REAL_PARAMETERS
     assert torch.equal(logits(smollm2_135m()), logits(tmp_path / "out"))
     question = "The capital of France is"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

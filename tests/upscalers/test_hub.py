@@ -5,13 +5,14 @@ import socket
 
 import pytest
 import torch
+from processes.warm import run_warm
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import load, logits, save_base
-from tests.upscalers.hub_server import LoopbackHub, Repository, client_environment, files_of
-from tests.upscalers.processes import run_python, run_upscale
+from tests.upscalers.conftest import point_client_at
+from tests.upscalers.hub_server import Repository, client_environment, files_of
 from upscalers import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
@@ -26,13 +27,13 @@ def base(tmp_path):
     return folder
 
 
-def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub, tmp_path):
+def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub, command, tmp_path):
     hub.repositories["org/base"] = Repository(files_of(base))
-    done = run_upscale(
+    done = command(
         "--base", "org/base", "--method", "midus-hml", "--output", "out", *SMALL, "--max-shard-size", "60KB",
-        "--push-to-hub", "me/upscaled", "--json", folder=tmp_path, **client_environment(hub, tmp_path),
+        "--push-to-hub", "me/upscaled", "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     assert hub.downloaded("org/base") == files_of(base).keys() - {"pytorch_model.bin"}
     assert hub.repositories["me/upscaled"].files == files_of(tmp_path / "out")
     assert hub.repositories["me/upscaled"].commits == 1
@@ -40,7 +41,7 @@ def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub
     assert any(name.endswith(".safetensors") for name in hub.downloaded("me/upscaled"))
     with torch.no_grad():
         assert torch.equal(loaded(prompt()).logits, logits(base))
-    report = json.loads(done.stdout)
+    report = done.json()
     assert report["base"] == "org/base"
     assert report["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
     record = json.loads((tmp_path / "out" / "upscale.json").read_text())
@@ -49,54 +50,52 @@ def test_a_base_is_downloaded_and_the_result_uploaded_and_loaded_again(base, hub
     assert (tmp_path / "out" / "LICENSE").read_text() == "licence"
 
 
-def test_a_dry_run_and_inspect_download_no_weights(base, tmp_path):
+def test_a_dry_run_and_inspect_download_no_weights(base, hub, command, tmp_path):
     upscale(base=base, method="midus-hml", output=tmp_path / "out", options={"n": 8, "k": 2}, verify=False)
-    with LoopbackHub({"org/base": files_of(base), "me/upscaled": files_of(tmp_path / "out")}) as hub:
-        client = client_environment(hub, tmp_path)
-        planned = run_upscale("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json", **client)
-        assert planned.returncode == 0, planned.stderr
-        assert json.loads(planned.stdout)["num_layers"] == 6
-        assert hub.downloaded("org/base") == {"config.json"}
-        told = run_upscale("inspect", "me/upscaled", "--json", **client)
-        assert told.returncode == 0, told.stderr
-        assert json.loads(told.stdout)["base"] == "base"
-        assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
+    hub.repositories |= {"org/base": Repository(files_of(base)), "me/upscaled": Repository(files_of(tmp_path / "out"))}
+    planned = command("--base", "org/base", "--method", "midus-hml", "--dry-run", "--json")
+    assert planned.status == 0, planned.err
+    assert planned.json()["num_layers"] == 6
+    assert hub.downloaded("org/base") == {"config.json"}
+    told = command("inspect", "me/upscaled", "--json")
+    assert told.status == 0, told.err
+    assert told.json()["base"] == "base"
+    assert hub.downloaded("me/upscaled") == {"config.json", "upscale.json"}
 
 
-def refused(done, message, tmp_path):
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert message in done.stderr
-    assert not (tmp_path / "out").exists()
+REQUEST = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
 
 
-def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(tmp_path):
-    request = ("--base", "org/bse", "--method", "midus-hml", "--output", "out")
-    with LoopbackHub({}) as hub:
-        done = run_upscale(*request, folder=tmp_path, **client_environment(hub, tmp_path))
-    refused(done, "base 'org/bse' is no local folder and was not found on the hub. Check its spelling.", tmp_path)
+def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(hub, command, tmp_path, monkeypatch):
+    def refused(message):
+        done = command(*REQUEST)
+        assert done.status == 2, done.err
+        assert len(done.err.splitlines()) == 1
+        assert message in done.err
+        assert not (tmp_path / "out").exists()
+
+    refused("base 'org/base' is no local folder and was not found on the hub. Check its spelling.")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        done = run_upscale(*request, folder=tmp_path, **client_environment(address, tmp_path))
-    refused(done, "base 'org/bse' is no local folder, and the hub cannot be reached", tmp_path)
+        point_client_at(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
+        refused("base 'org/base' is no local folder, and the hub cannot be reached")
 
 
-def test_a_gated_repository_says_what_to_do(base, tmp_path):
-    with LoopbackHub({"org/base": files_of(base)}) as hub:
-        hub.repositories["org/base"].gated = True
-        request = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
-        done = run_upscale(*request, folder=tmp_path, **client_environment(hub, tmp_path))
-    assert done.returncode == 2
-    last_line = done.stderr.splitlines()[-1]
-    assert "base 'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'." in last_line
-    assert "Traceback" not in done.stderr
+def test_a_gated_repository_says_what_to_do(base, hub, command, tmp_path):
+    hub.repositories["org/base"] = Repository(files_of(base), gated=True)
+    done = command(*REQUEST)
+    assert done.status == 2
+    assert "base 'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'." in done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
 
 
 LOAD_WITHOUT_THE_PACKAGE = """
+import os
 import sys
 import torch
+import transformers.dynamic_module_utils
+from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM
 
 class Blocked:
@@ -105,6 +104,13 @@ class Blocked:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocked())
+# These variables were read when the libraries were imported.
+address = os.environ["HF_ENDPOINT"]
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = address, False, True
+constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{repo_id}/resolve/{revision}/{filename}"
+constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]
+HfApi.endpoint = property(lambda client: address, lambda client, value: None)
+transformers.dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_HOME"] + "/modules"
 torch.set_num_threads(1)
 for repository in ("me/pushed", "me/saved-and-pushed"):
     model = AutoModelForCausalLM.from_pretrained(repository, dtype="auto", trust_remote_code=True).eval()
@@ -122,7 +128,7 @@ def test_a_model_pushed_from_python_brings_its_code(base, hub, tmp_path):
         assert {"config.json", "modeling_midus.py", "midus_hf_models_llama.py"} <= hub.repositories[name].files.keys()
     torch.save(prompt(), tmp_path / "tokens.pt")
     arguments = (tmp_path / "tokens.pt", tmp_path / "logits")
-    loaded = run_python(LOAD_WITHOUT_THE_PACKAGE, *arguments, folder=tmp_path, **client_environment(hub, tmp_path))
+    loaded = run_warm(LOAD_WITHOUT_THE_PACKAGE, *arguments, folder=tmp_path, **client_environment(hub, tmp_path))
     assert loaded.returncode == 0, loaded.stderr
     for name in ("pushed", "saved-and-pushed"):
         assert torch.equal(torch.load(tmp_path / f"logits-{name}.pt"), logits(base))
@@ -151,12 +157,11 @@ def test_a_model_pushed_from_python_brings_its_bank(base, hub, tmp_path):
         model.save_pretrained(tmp_path / "saved", push_to_hub=True, repo_id="me/other")
 
 
-def test_a_repository_with_pickled_weights_alone_says_how_to_convert_them(base, tmp_path):
+def test_a_repository_with_pickled_weights_alone_says_how_to_convert_them(base, hub, command, tmp_path):
     files = {name: content for name, content in files_of(base).items() if "safetensors" not in name}
-    with LoopbackHub({"org/base": files}) as hub:
-        request = ("--base", "org/base", "--method", "midus-hml", "--output", "out")
-        done = run_upscale(*request, folder=tmp_path, **client_environment(hub, tmp_path))
-    assert done.returncode == 2
-    assert "the base has pickled weights (pytorch_model.bin), which are never loaded" in done.stderr
-    assert "from_pretrained('org/base')" in done.stderr
+    hub.repositories["org/base"] = Repository(files)
+    done = command(*REQUEST)
+    assert done.status == 2
+    assert "the base has pickled weights (pytorch_model.bin), which are never loaded" in done.err
+    assert "from_pretrained('org/base')" in done.err
     assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from tests.upscalers.checkpoints import (
     save_base,
     variants,
 )
+from tests.upscalers.turns import in_turn
 from upscalers import upscale
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,13 +50,11 @@ for case, base, upscaled in json.load(open(sys.argv[2])):
 """
 
 
-PLACED = [("float32", placement) for placement in PLACEMENTS]
-"""What every family is compared at."""
-
 CASES = [
-    *((dtype, placement) for dtype in ("bfloat16", "float16") for placement in PLACEMENTS),
-    *((dtype, variant) for dtype in ("float32", "bfloat16") for variant in VARIANTS),
+    *in_turn(PLACEMENTS, ["bfloat16", "float16"]),
+    *in_turn(VARIANTS, ["float32", "bfloat16"]),
 ]
+"""Placement or memory, and dtype, beside placements in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +64,9 @@ def compared(request, tmp_path_factory) -> dict[str, list]:
     All of them in one process that never saw the models made, since starting it takes longest.
     """
     folder = tmp_path_factory.mktemp("identity")
-    families = {family for (family,) in wanted_by_tests(request, "family")}
-    chosen = wanted_by_tests(request, "family", "dtype_and_case")
+    placed = [(family, placement, "float32") for family, placement in wanted_by_tests(request, "family", "placement")]
     pairs, bases = [], {}
-    for family, (dtype, case) in [*((family, placed) for family in sorted(families) for placed in PLACED), *chosen]:
+    for family, case, dtype in [*placed, *wanted_by_tests(request, "family", "case", "dtype")]:
         changes = base_for(case)
         key = (family, dtype, *changes)
         if key not in bases:
@@ -88,15 +86,14 @@ def compared(request, tmp_path_factory) -> dict[str, list]:
     return {case: findings for case, *findings in map(json.loads, result.stdout.splitlines())}
 
 
-def test_at_every_placement_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, compared):
-    for dtype, placement in PLACED:
-        assert compared[f"{family} {dtype} {placement}"] == [[dtype, dtype], True, True], placement
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_at_every_placement_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, placement, compared):
+    assert compared[f"{family} float32 {placement}"] == [["float32", "float32"], True, True]
 
 
-@pytest.mark.parametrize("dtype_and_case", CASES, ids=" ".join)
-def test_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, dtype_and_case, compared):
+@pytest.mark.parametrize(("case", "dtype"), CASES)
+def test_logits_and_greedy_tokens_equal_the_bases_in_a_fresh_process(family, case, dtype, compared):
     """Of every memory and option, too."""
-    dtype, case = dtype_and_case
     assert compared[f"{family} {dtype} {case}"] == [[dtype, dtype], True, True]
 
 

@@ -1,5 +1,6 @@
 """The method moc: the base computes the same with it, `strip` gives the base back, and requests that do not fit are refused."""
 
+import itertools
 import json
 import re
 
@@ -10,6 +11,7 @@ from tiny import prompt, save_tiny_model, tiny_model
 
 from midus_hf.memory.chapters import Chapters
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_tensors
+from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
 
@@ -35,10 +37,11 @@ def trained(folder, output):
     return output
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("site", SITES)
-def test_logits_are_those_of_the_base_and_strip_gives_it_back(native_family, site, share, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("share", "site_and_dtype"), in_turn(SHARES, itertools.product(SITES, [torch.float32, torch.bfloat16])), ids=str
+)
+def test_logits_are_those_of_the_base_and_strip_gives_it_back(native_family, share, site_and_dtype, tmp_path):
+    site, dtype = site_and_dtype
     base = save_tiny_model(native_family, tmp_path / "base", dtype)
     options = {**SMALL, "site": site, **SHARES[share]}
     report = upscale(base=base, method="moc", output=tmp_path / "out", options=options)
@@ -105,6 +108,14 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
     assert found == names
 
 
+@pytest.fixture(scope="module")
+def deep_base(tmp_path_factory):
+    """A tiny Llama of sixteen layers; nobody may change it."""
+    base = tmp_path_factory.mktemp("deep") / "base"
+    tiny_model("llama", num_hidden_layers=16).save_pretrained(base)
+    return base
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -122,11 +133,9 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
         ("late:3", [13, 14, 15]),
     ],
 )
-def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected, tmp_path):
-    base = tmp_path / "base"
-    tiny_model("llama", num_hidden_layers=16).save_pretrained(base)
+def test_a_quarter_of_the_layers_has_it_unless_others_are_named(layers, expected, deep_base, tmp_path):
     options = {**SMALL, **({} if layers is None else {"layers": layers})}
-    upscale(base=base, method="moc", output=tmp_path / "out", options=options, verify=False)
+    upscale(base=deep_base, method="moc", output=tmp_path / "out", options=options, verify=False)
     (entry,) = config_of(tmp_path / "out")["memory"]
     assert entry["layers"] == expected and entry["type"] == entry["name"] == "chapters"
     assert {key: entry[key] for key in SMALL} == SMALL
@@ -171,9 +180,8 @@ def check_stack(base, first, second, tmp_path):
     return load(tmp_path / "twice"), config_of(tmp_path / "twice")["memory"]
 
 
-@pytest.mark.parametrize("second", SECOND)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_another_method_goes_on_top(family, second, shared_base, tmp_path):
+@pytest.mark.parametrize(("second", "family"), in_turn(SECOND, ["qwen2", "gemma3"]))
+def test_another_method_goes_on_top(second, family, shared_base, tmp_path):
     model, memory = check_stack(shared_base(family), MOC, SECOND[second], tmp_path)
     assert not torch.equal(logits(tmp_path / "once"), logits(shared_base(family)))
     if second == "moc":
@@ -184,9 +192,8 @@ def test_another_method_goes_on_top(family, second, shared_base, tmp_path):
     assert hosts == memory[0]["layers"]
 
 
-@pytest.mark.parametrize("first", ["midus-hml", "llama-pro"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_it_goes_on_top_of_another_method(family, first, shared_base, tmp_path):
+@pytest.mark.parametrize(("first", "family"), in_turn(["midus-hml", "llama-pro"], ["qwen3", "gemma2"]))
+def test_it_goes_on_top_of_another_method(first, family, shared_base, tmp_path):
     layers = [0, 2] if first == "midus-hml" else [1, 4]
     second = {"method": "moc", "options": {**SMALL, "layers": layers}}
     _, memory = check_stack(shared_base(family), SECOND[first], second, tmp_path)

@@ -15,7 +15,9 @@ from upscalers.landing.output_folder import REPLACING, OutputFolder
 
 
 def upscaled(base, output, **request):
-    return upscale(base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, **request})
+    return upscale(
+        base=base, method="midus-hml", output=output, **{"options": SMALL_MEMORY, "verify": False, **request}
+    )
 
 
 def text(mark):

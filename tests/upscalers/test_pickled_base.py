@@ -3,11 +3,11 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_warm
 from transformers import AutoTokenizer
 
 from tests.upscalers.checkpoints import logits, read_tensors, same_tensors, save_base
@@ -25,12 +25,17 @@ def save_pickled(folder: Path, with_tokenizer: bool) -> Path:
 
 
 def run_in_shell(line: str, folder: Path) -> None:
-    """Type a command into a shell, in a folder, without the network."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["/bin/sh", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    """Type a command that calls `python -c` into a shell, in a folder, without the network."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        '#!/bin/sh\nprintf "%s" "$1" >"$TOLD/option"\nprintf "%s" "$2" >"$TOLD/code"\nexit $(($# != 2))\n'
     )
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "TOLD": str(folder)}
+    subprocess.run(["/bin/sh", "-c", line], cwd=folder, env=environment, check=True, timeout=300)
+    assert (folder / "option").read_text() == "-c"
+    done = run_warm((folder / "code").read_text(), folder=folder)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,5 +1,6 @@
 """Every stage of the work tells of steps, and none stands at its end while work goes on."""
 
+import json
 import os
 import pty
 import re
@@ -7,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from tests.upscalers.checkpoints import SMALL
+from tests.upscalers.checkpoints import SMALL, logits, save_base
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import upscale
 from upscalers.runs.strip import strip
@@ -87,14 +89,28 @@ def test_a_failure_ends_the_display(shared_base, tmp_path, monkeypatch):
     assert progress.log == ["start", "finish"]
 
 
-def test_a_terminal_shows_the_stages_one_after_the_other(shared_base, tmp_path):
+def test_a_fresh_process_shows_the_stages_on_a_terminal_and_prints_one_object_on_standard_output(tmp_path):
     code = "from midus_commands.upscale import main; main()"
-    arguments = ["--base", shared_base(), "--method", "llama-pro", "--output", tmp_path / "out", "--json"]
+    base = save_base(tmp_path / "base", dtype=torch.bfloat16)
+    arguments = [
+        "--base",
+        "base",
+        "--method",
+        "midus-hml",
+        "--output",
+        "out",
+        "--set",
+        "n=8",
+        "--set",
+        "k=2",
+        "--json",
+    ]
     reader, writer = pty.openpty()
     environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
-        stdout=subprocess.DEVNULL,
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
         stderr=writer,
         env=environment,
     )
@@ -106,7 +122,10 @@ def test_a_terminal_shows_the_stages_one_after_the_other(shared_base, tmp_path):
     except OSError:  # the other end is closed
         pass
     os.close(reader)
-    assert process.wait() == 0
+    printed, _ = process.communicate()
+    assert process.returncode == 0
+    assert json.loads(printed)["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
+    assert torch.equal(logits(base), logits(tmp_path / "out"))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     order = [text.index(name) for name in ("loading libraries", "writing 1 shard", "comparing with the base")]
     assert order == sorted(order)

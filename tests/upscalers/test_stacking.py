@@ -41,7 +41,7 @@ def trained(folder, output):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, verify):
-    upscaled(shared_base(family), tmp_path / "once", placement="1,4")
+    upscaled(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
     upscaled(tmp_path / "once", tmp_path / "twice", placement="0,2,8", options={"n": 4, "k": 1}, verify=verify)
     config = json.loads((tmp_path / "twice" / "config.json").read_text())
     assert config["num_hidden_layers"] == 9
@@ -56,7 +56,7 @@ def test_an_upscaled_model_is_upscaled_again(family, shared_base, tmp_path, veri
 
 @pytest.mark.parametrize("placement", ["distributed", "top-heavy", "bottom-heavy", "llama-pro", "0,1,2,9,10,11"])
 def test_trained_memories_keep_their_place_and_their_effect(family, shared_base, tmp_path, placement):
-    upscaled(shared_base(family), tmp_path / "once", placement="1,4")
+    upscaled(shared_base(family), tmp_path / "once", placement="1,4", verify=False)
     once = trained(tmp_path / "once", tmp_path / "trained")
     assert not torch.allclose(logits(shared_base(family)), logits(once))
     report = upscaled(once, tmp_path / "twice", placement=placement)
@@ -70,9 +70,9 @@ def test_trained_memories_keep_their_place_and_their_effect(family, shared_base,
 
 
 def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(family, shared_base, tmp_path):
-    upscaled(shared_base(family), tmp_path / "once", placement="0,5")
+    upscaled(shared_base(family), tmp_path / "once", placement="0,5", verify=False)
     once = trained(tmp_path / "once", tmp_path / "trained")
-    upscaled(once, tmp_path / "twice", placement="0,7")
+    upscaled(once, tmp_path / "twice", placement="0,7", verify=False)
     old, new = read_tensors(once), read_tensors(tmp_path / "twice")
     for index, donor in ((0, 0), (7, 5)):
         names = {
@@ -90,7 +90,14 @@ def test_a_block_whose_neighbour_is_a_block_takes_the_attention_of_that_block(fa
     ("first", "second"), [("midus-hml", "midus-pkm"), ("midus-pkm", "midus-linear"), ("midus-linear", "midus-hml")]
 )
 def test_memories_of_different_types_stack_and_come_off_again(family, shared_base, tmp_path, first, second):
-    upscale(base=shared_base(family), method=first, output=tmp_path / "once", options=SMALL[first], placement="1,4")
+    upscale(
+        base=shared_base(family),
+        method=first,
+        output=tmp_path / "once",
+        options=SMALL[first],
+        placement="1,4",
+        verify=False,
+    )
     once = trained(tmp_path / "once", tmp_path / "trained")
     report = upscale(base=once, method=second, output=tmp_path / "twice", options=SMALL[second], placement="0,2,8")
     assert report.identity.max_abs_diff == 0.0
@@ -109,7 +116,14 @@ def test_memories_of_different_types_stack_and_come_off_again(family, shared_bas
 @pytest.mark.parametrize("method", ["midus-pkm", "midus-linear"])
 def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_base, tmp_path, method):
     """With the batch norm of these methods too, whose statistics would move without a gradient."""
-    upscale(base=shared_base("llama"), method=method, output=tmp_path / "once", options=SMALL[method], placement="1,4")
+    upscale(
+        base=shared_base("llama"),
+        method=method,
+        output=tmp_path / "once",
+        options=SMALL[method],
+        placement="1,4",
+        verify=False,
+    )
     once = trained(tmp_path / "once", tmp_path / "trained")
     upscaled(once, tmp_path / "twice", placement="0,2")
     model = load(tmp_path / "twice").train()
@@ -125,7 +139,9 @@ def test_training_the_second_memories_leaves_the_first_to_be_stripped_to(shared_
 def test_where_the_neighbour_has_no_output_projection_the_attention_comes_from_further_off(
     family, shared_base, tmp_path, method
 ):
-    upscaled(shared_base(family), tmp_path / "once", placement="0,3,6")  # beside 1, between 2 and 4, beside 5
+    upscaled(
+        shared_base(family), tmp_path / "once", placement="0,3,6", verify=False
+    )  # beside 1, between 2 and 4, beside 5
     output = tmp_path / "twice"
     upscale(base=tmp_path / "once", method=method, output=output, options=SMALL[method], placement="0,4,9")
     plan = json.loads((output / "config.json").read_text())["upscale"]["plan"]

@@ -9,6 +9,7 @@ from tiny import WINDOW, prompt
 from tests.upscalers.checkpoints import edit_config, load, logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import FUSING, planned, upscaled
+from tests.upscalers.turns import in_turn
 from upscalers import RequestError
 
 S, F = "sliding_attention", "full_attention"
@@ -79,7 +80,7 @@ def test_types_that_the_base_only_implies_are_listed_in_the_result(mixed, method
     assert saved_types(tmp_path / "out") == TABLES[family, method]
 
 
-@pytest.mark.parametrize("method", REQUESTS)
+@pytest.mark.parametrize(("mixed", "method"), in_turn(BASES, REQUESTS), indirect=["mixed"])
 def test_a_model_saved_again_keeps_types_logits_and_record(mixed, method, tmp_path):
     family, base = mixed
     upscaled(base, tmp_path / "out", method, **REQUESTS[method])
@@ -92,7 +93,9 @@ def test_a_model_saved_again_keeps_types_logits_and_record(mixed, method, tmp_pa
     assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "again"))
 
 
-@pytest.mark.parametrize("placement", ["llama-pro", "2,5,8,9", "0,3", "6"])
+@pytest.mark.parametrize(
+    ("mixed", "placement"), in_turn(BASES, ["llama-pro", "2,5,8,9", "0,3", "6"]), indirect=["mixed"]
+)
 def test_base_layers_keep_their_type_so_that_identity_holds_beyond_the_window(mixed, placement, tmp_path):
     _, base = mixed
     upscaled(base, tmp_path / "out", "llama-pro", placement=placement)

@@ -1,9 +1,11 @@
 """Methods that promise identity compute what the base computes, bit for bit; the others promise nothing."""
 
+import itertools
 from functools import cache
 
 import pytest
 import torch
+from pairs import by_default
 from tiny import WINDOW, prompt
 
 from tests.upscalers.checkpoints import load, save_base
@@ -11,6 +13,7 @@ from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, up
 from upscalers import upscale
 from upscalers.runs.inspection import inspect_checkpoint
 
+BIASES = [{"attention_bias": True}, {"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}]
 DTYPES = ["float32", "bfloat16", "float16"]
 EXACT, OTHERWISE = "It computes exactly what the base computes", "It is not promised to compute what the base computes"
 
@@ -27,8 +30,8 @@ def computed(folder) -> tuple[torch.dtype, torch.Tensor, torch.Tensor]:
     assert tokens.shape[1] > WINDOW
     with torch.no_grad():
         values = model(tokens).logits
-    text = model.generate(tokens, max_new_tokens=10, do_sample=False, use_cache=True)
-    assert text.shape[1] == tokens.shape[1] + 10
+    text = model.generate(tokens, max_new_tokens=4, do_sample=False, use_cache=True)
+    assert text.shape[1] == tokens.shape[1] + 4
     return model.dtype, values, text
 
 
@@ -73,11 +76,15 @@ def test_llama_pro_is_the_identity_wherever_its_layers_stand(native_family, plac
     assert same(base, tmp_path / "out")
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
-    "biases", [{"attention_bias": True}, {"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
+    ("method", "biases", "tied"),
+    by_default(
+        [(method, BIASES[number % 3], bool(number % 2)) for number, method in enumerate(PROMISING)]
+        + [("llama-pro", biases, False) for biases in BIASES],
+        itertools.product(PROMISING, BIASES, [True, False]),
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("method", PROMISING)
 def test_biases_behind_zero_projections_are_zero_as_well(tmp_path, method, biases, tied):
     base = save_base(tmp_path / "base", tie_word_embeddings=tied, **biases)
     upscaled(base, tmp_path / "out", method, options={"identity": "auto"})

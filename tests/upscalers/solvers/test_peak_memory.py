@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 from pairs import by_default
-
-from tests.upscalers.processes import run_python
+from processes.warm import run_warm
 
 REPOSITORY = Path(__file__).parents[3]
 CONSTANT_BYTES = 8_000_000
 """For what does not grow with the matrices."""
-GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""The C library gives memory back as soon as it is free: what a solver holds is counted, not what the library keeps."""
+PROGRAM = """
+import ctypes, runpy
+if hasattr(ctypes.CDLL(None), "mallopt"):
+    assert ctypes.CDLL(None).mallopt(-3, 65536) and ctypes.CDLL(None).mallopt(-1, 65536)
+runpy.run_module("tests.upscalers.solvers.peak_memory", run_name="__main__")
+"""
+"""The C library gives memory back as soon as it is free (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD): what a solver holds is counted, not
+what the library keeps."""
 
 SMALL = {"epochs": 1, "batch_size": 1024, "hidden_size": 16}
 """A predictor that takes no memory to speak of."""
@@ -35,9 +40,8 @@ QUICK = (0, 6)
 @cache
 def measured(cases: tuple[int, ...]) -> list[dict[str, int]]:
     """Growth and statement of some cases, in bytes."""
-    code = "import runpy; runpy.run_module('tests.upscalers.solvers.peak_memory', run_name='__main__')"
-    paths = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
-    done = run_python(code, json.dumps([CASES[case] for case in cases]), folder=REPOSITORY, **paths, **GIVEN_BACK)
+    path = f"{REPOSITORY}:{REPOSITORY / 'tests'}"
+    done = run_warm(PROGRAM, json.dumps([CASES[case] for case in cases]), folder=REPOSITORY, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
