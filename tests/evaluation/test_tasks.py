@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation.local_tasks import load_local_task, local_task_names, write_local_tasks
 
-lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval")
 
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -281,7 +281,7 @@ def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_pa
 def test_an_unknown_task_is_refused_with_near_matches(data, of_the_harness, monkeypatch):
     """By default the harness has one of its tasks: it takes seconds to look through the files of all."""
     if of_the_harness == "one":
-        folder = Path(lm_eval.__file__).with_name("tasks") / "hellaswag"
+        folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
         own = TaskManager(include_defaults=False, include_path=str(folder))
         monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: own)
     with pytest.raises(
