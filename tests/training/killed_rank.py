@@ -1,4 +1,4 @@
-"""Run a script in one of several processes, which is killed with SIGKILL if it is the one, or `all` are, and not started again by torchrun:
+"""Run a script in one of several processes, or `all`, which is killed with SIGKILL and not started again by torchrun:
 
     killed_rank.py RANK KIND POINT SCRIPT [WORD ...]
 
