@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _core(draw: random.Random, rank: int) -> tuple[list[list[float]], list[float
 
 
 def _dot(left: list[float], right: list[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+    return sum(map(mul, left, right))
 
 
 def _times(row: list[float], matrix: list[list[float]]) -> list[float]:

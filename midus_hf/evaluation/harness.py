@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager, get_task_dict
@@ -161,7 +161,7 @@ class Tasks:
             (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None where it came out as
             no finite number, and text where it is no number at all; a standard error that is not known is left out.
         """
-        with without_bars() if quiet else contextlib.nullcontext():
+        with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
             results = simple_evaluate(
                 model=MidusLM(
                     model,
@@ -207,6 +207,20 @@ class Tasks:
         """What a request asks, without worked examples."""
         tasks = self.built()
         return lambda request: question_of(tasks[request.task_name], request.doc)
+
+
+@contextlib.contextmanager
+def _without_environment_report() -> Iterator[None]:
+    """The harness lists installed packages, compilers and drivers by processes of their own, which takes seconds; nobody reads it."""
+    report = getattr(evaluator, "add_env_info", None)
+    evaluator.add_env_info = lambda results: None
+    try:
+        yield
+    finally:
+        if report is None:
+            del evaluator.add_env_info
+        else:
+            evaluator.add_env_info = report
 
 
 def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

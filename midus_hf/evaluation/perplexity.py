@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -298,7 +298,9 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _
         # A token reaches from the end of the one before it to its own end, and the last one to the end of the text.
         ends = [end for _, end in encoded.offset_mapping]
         ends[-1] = len(text)
-        bytes_before = [0, *itertools.accumulate(len(character.encode()) for character in text)]
+        bytes_before: Sequence[int] = range(len(text) + 1)
+        if not text.isascii():
+            bytes_before = [0, *itertools.accumulate(len(character.encode()) for character in text)]
         for start, end in zip([0, *ends], ends, strict=False):
             characters.append(end - start)
             utf8_bytes.append(bytes_before[end] - bytes_before[start])

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, memories, memory_model
+from pairs import by_default
 from tiny import FAMILIES, prompt, tiny_model
 
 from midus_hf.analysis.memory_place import MemoryPlace, place_of
@@ -122,9 +123,10 @@ def compiled(model, what: str):
     return model, model
 
 
-@pytest.mark.parametrize(
-    "what", ["module", "function", "in place", "forward", "layers", "accelerate", "accelerate, by region"]
-)
+COMPILED = ("module", "function", "in place", "forward", "layers", "accelerate", "accelerate, by region")
+
+
+@pytest.mark.parametrize("what", by_default(["module", "in place", "accelerate, by region"], COMPILED))
 def test_a_compiled_model_is_counted_like_any_other(what):
     tokens = prompt(length=6)
     with torch.no_grad():

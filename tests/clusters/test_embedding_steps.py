@@ -98,13 +98,14 @@ def test_tasks_in_processes_give_the_tree_of_one_run(embed, texts, built_alone, 
     """Three tasks in two processes, a build that waits for them, and paths for all documents."""
     folders = {name: str(tmp_path / name) for name in ("embeddings", "tree", "logs-1", "logs-2")}
     embedding = LocalPipelineExecutor(
-        [ParquetReader(texts), embed()], tasks=3, workers=2, logging_dir=folders["logs-1"]
+        [ParquetReader(texts), embed()], tasks=3, workers=2, logging_dir=folders["logs-1"], start_method="fork"
     )
     building = LocalPipelineExecutor(
         [BuildTree(folders["embeddings"], folders["tree"], OPTIONS)],
         tasks=1,
         logging_dir=folders["logs-2"],
         depends=embedding,
+        start_method="fork",
     )
     building.run()
     assert_same_tree(tmp_path / "tree", built_alone)

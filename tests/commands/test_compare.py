@@ -1,7 +1,9 @@
 """`midus-compare`: what it would run, what it reports, how it ends, and what it refuses."""
 
 import json
+import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,13 +37,21 @@ def run(as_command):
     return as_command(cli.main, "midus-compare")
 
 
-@pytest.fixture
-def measured(room, tmp_path) -> Measured:
-    """The base and the first cell of `hml`, measured."""
-    measured = Measured(room, tmp_path / "out", ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
+@pytest.fixture(scope="module")
+def results(room, tmp_path_factory) -> Path:
+    """What the base and the first cell of `hml` leave that are measured."""
+    output = tmp_path_factory.mktemp("results") / "out"
+    measured = Measured(room, output, ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
     measured.measure_base()
     measured.measure(measured.cells()[0])
-    return measured
+    return output
+
+
+@pytest.fixture
+def measured(room, results, tmp_path) -> Measured:
+    """The base and the first cell of `hml`, measured."""
+    shutil.copytree(results, tmp_path / "out")
+    return Measured(room, tmp_path / "out", ARMS, seeds=[0, 1], controls=False, trained_parameters=9000)
 
 
 def test_a_dry_run_says_what_would_run_and_writes_nothing(run, config, tmp_path):
@@ -129,15 +139,16 @@ def cells(monkeypatch):
     return told
 
 
-@pytest.mark.parametrize(
-    ("failures", "words"),
-    [
-        ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory."),
-        ({"full/recipe/seed-0": "no memory", "b": "c"}, "2 runs failed, the first full/recipe/seed-0: no memory."),
-    ],
-    ids=["one", "two"],
+ONE_FAILED = ({"full/recipe/seed-0": "no memory"}, "one run failed, full/recipe/seed-0: no memory.")
+TWO_FAILED = (
+    {"full/recipe/seed-0": "no memory", "b": "c"},
+    "2 runs failed, the first full/recipe/seed-0: no memory.",
 )
-@pytest.mark.parametrize("json_", [[], ["--json"]], ids=["words", "json"])
+
+
+@pytest.mark.parametrize(
+    ("failures", "words", "json_"), [(*ONE_FAILED, []), (*TWO_FAILED, ["--json"])], ids=["one", "two-json"]
+)
 def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
     run, config, measured, cells, failures, words, json_
 ):

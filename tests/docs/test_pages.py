@@ -25,7 +25,7 @@ def script(page: str) -> str:
 def folder(tmp_path, monkeypatch) -> Path:
     """A folder with what the scripts read, which they are run in."""
     save_upscaled("llama", tmp_path).rename(tmp_path / MODEL)
-    write_corpus(tmp_path / "texts", documents=140)
+    write_corpus(tmp_path / "texts", documents=40)
     rows = [{"prompt": document(8, seed), "completion": " " + document(8, seed + 99)} for seed in range(16)]
     (tmp_path / "instructions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

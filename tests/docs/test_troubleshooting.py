@@ -39,6 +39,8 @@ def templates() -> list[str]:
 def says(text: str, quoted: str) -> bool:
     """Whether a message reads as quoted, where `...` is anything; it may go on behind the last `...`."""
     parts = [part.strip() for part in quoted.split("...")]
+    if not all(part in text for part in parts):
+        return False
     pattern = ".*?".join(re.escape(part) for part in parts)
     return re.match(rf"\W*{pattern}", text, flags=re.DOTALL) is not None
 

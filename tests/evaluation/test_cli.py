@@ -339,17 +339,19 @@ def test_every_metric_of_a_task_of_ones_own_is_shown(room, tmp_path, capsys):
 
 
 @needs_harness
-def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path, keyboard):
+def test_an_interruption_shows_the_finished_models_and_says_where_it_came(room, tmp_path, capfd, keyboard):
     words = write_task(tmp_path, stop_at=6)  # in the second model's questions
     models = [room / "base", room / "upscaled"]
-    done = run_warm(COMMAND, *models, "--text", room / "text.txt", "--sequence-length", 32, *words, "--json")
-    assert done.returncode == 130
-    report = json.loads(done.stdout)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*map(str, models), "--text", str(room / "text.txt"), "--sequence-length", "32", *words, "--json"])
+    assert ended.value.code == 130
+    out, err = capfd.readouterr()
+    report = json.loads(out)
     assert report["interrupted"] is True
     assert [model["model"] for model in report["models"]] == [str(room / "base")]
     assert report["models"][0]["tasks"]["mine"]["shininess"] == 2.5
     perplexity_of_base = report["models"][0]["perplexity"]["perplexity"]
-    assert done.stderr == (
+    assert err == (
         f"midus-eval: interrupted at {room}/upscaled; finished: {room}/base; "
         f"the perplexity of {room}/upscaled is {perplexity_of_base:.4f}\n"
     )

@@ -17,7 +17,9 @@ from midus_hf.evaluation.harness import Tasks
 _LM_EVAL = """
 import sys
 sys.argv = ["lm_eval", *{arguments!r}]
+from lm_eval import evaluator
 from lm_eval.__main__ import cli_evaluate
+evaluator.add_env_info = lambda results: None  # lists of packages and compilers, which take a second
 cli_evaluate()
 assert "midus_hf" not in sys.modules
 """

@@ -1,6 +1,7 @@
 """Tasks: their prompts, their scores, and what is said of those that do not exist."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from midus_hf.evaluation.local_tasks import load_local_task, local_task_names, w
 
 pytest.importorskip("lm_eval")
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from midus_hf.evaluation.harness import Tasks
@@ -258,6 +259,13 @@ def test_the_harness_loads_an_upscaled_model_as_midus_without_trusting_its_code(
     assert results["config"]["model"] == "midus"
 
 
+def test_the_harness_is_kept_from_describing_the_machine(data, monkeypatch):
+    described = []
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", described.append)
+    Tasks(["piqa"], data=data).run(byte_model("llama", max_position_embeddings=256), byte_tokenizer(), limit=1)
+    assert described == [] and evaluator.add_env_info == described.append
+
+
 def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_path):
     paths = write_local_tasks(tmp_path / "tasks", data)
     assert [path.name for path in paths] == [f"midus_{name}.yaml" for name in sorted(QUESTIONS)]
@@ -269,7 +277,13 @@ def test_written_tasks_name_their_data_and_are_found_by_the_harness(data, tmp_pa
     assert by_path == Tasks(["piqa"], data=data).run(model, byte_tokenizer())["piqa"]
 
 
-def test_an_unknown_task_is_refused_with_near_matches(data):
+@pytest.mark.parametrize("of_the_harness", ["one", pytest.param("all", marks=pytest.mark.product)])
+def test_an_unknown_task_is_refused_with_near_matches(data, of_the_harness, monkeypatch):
+    """By default the harness has one of its tasks: it takes seconds to look through the files of all."""
+    if of_the_harness == "one":
+        folder = Path(evaluator.__file__).with_name("tasks") / "hellaswag"
+        own = TaskManager(include_defaults=False, include_path=str(folder))
+        monkeypatch.setattr("midus_hf.evaluation.harness._own_tasks", lambda: own)
     with pytest.raises(
         ValueError, match=r"task is 'piqqa'; expected atomic_numbers, .*piqa or a task of lm-eval\. .*'piqa'"
     ):

@@ -17,6 +17,10 @@ import types
 from typing import Any
 
 LIBRARIES = (
+    "datasets",
+    "pydantic.type_adapter",
+    "rich.progress",
+    "scipy.io",
     "torch._dynamo",
     "torch.distributed.tensor",
     "transformers.generation",
@@ -29,8 +33,18 @@ LIBRARIES = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.tokenization_utils_tokenizers",
     "transformers.trainer",
+    "typer.main",
 )
 """What programs of tests import, as far as it is installed."""
+
+
+def import_libraries() -> None:
+    """Import them, and let transformers compile all patterns that it knows names of tensors by, as it does for the first model."""
+    for library in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
+    with contextlib.suppress(ImportError, AttributeError):
+        importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 
 def await_request() -> dict[str, Any] | None:
@@ -71,9 +85,7 @@ def run(process: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for library in LIBRARIES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(library)
+    import_libraries()
     gc.collect()
     gc.freeze()
     request = await_request()

@@ -1,9 +1,10 @@
-"""Run a script in one of several processes, which is killed with SIGKILL if it is the one, and not started again by torchrun:
+"""Run a script in one of several processes, or `all`, which is killed with SIGKILL and not started again by torchrun:
 
     killed_rank.py RANK KIND POINT SCRIPT [WORD ...]
 
-KIND and POINT are `step 3`, when it would update parameters for the third time; `save NAME` or `open NAME`, when it would write a
-file whose path ends so, by `torch.save` or by Python; or `seconds 0.3`, so long after its first update.
+KIND and POINT are `step 3`, when it would update parameters for the third time; `interrupt 3`, when it hears SIGINT then; `save NAME`
+or `open NAME`, when it would write a file whose path ends so, by `torch.save` or by Python; or `seconds 0.3`, so long after its first
+update.
 """
 
 import os
@@ -29,6 +30,8 @@ def step(*_: Any) -> None:
     steps += 1
     if kind == "step" and steps == int(point):
         die()
+    if kind == "interrupt" and steps == int(point):
+        signal.raise_signal(signal.SIGINT)
     if kind == "seconds" and steps == 1:
         threading.Timer(float(point), die).start()
 
@@ -44,7 +47,7 @@ def watch(event: str, arguments: tuple) -> None:
         die()
 
 
-if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if rank in ("all", os.environ["RANK"]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     register_optimizer_step_pre_hook(step)
     torch.save = watched_save
     sys.addaudithook(watch)

@@ -9,6 +9,7 @@ done then), and at the how manieth time; or `["step", "", 3]`, when blocks have 
 as it was left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -18,8 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import datasets  # noqa: F401
 import torch
+from processes.server import import_libraries
 
 from midus_commands.train import main
 from midus_hf.banks import trained_bank
@@ -82,6 +83,9 @@ def one_run(asked: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    import_libraries()
+    gc.collect()
+    gc.freeze()
     endings = []
     for asked in json.loads(sys.argv[1]):
         endings.append(one_run(asked))

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
 from training.test_run import exact_log
 from training.tiny_run import tiny_config
+from training.two_processes import SCRIPT
 from transformers import TrainerCallback
 
 from midus_commands.train import main
@@ -23,7 +25,7 @@ from midus_hf.training.run import prepare
 from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.saving import SaveError
 
-REPOSITORY = Path(__file__).parents[2]
+KILLER = Path(__file__).with_name("killed_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
 
 
@@ -112,29 +114,6 @@ def fail_in(folder: Path, patch) -> None:
     patch.setattr(torch, "save", save)
 
 
-class Process:
-    """The script in a process of its own, which minds signals as one at a terminal does."""
-
-    def __init__(self, words: list[str], launcher: list[str] | None = None):
-        self.process = subprocess.Popen(
-            [*(launcher or [sys.executable]), REPOSITORY / "scripts" / "train_cpt.py", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            # Shells start what runs in the background with SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-
-    def signal_after_first_event(self, log: Path, number: signal.Signals) -> tuple[int, str]:
-        deadline = time.monotonic() + 120
-        while not (log.exists() and log.stat().st_size):
-            assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()
-            time.sleep(0.05)
-        self.process.send_signal(number)
-        return self.process.wait(timeout=120), self.process.communicate()[1]
-
-
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_tells_how_to_go_on_and_has_no_traceback(number, status, words, tmp_path, capfd, keyboard):
     log, ended = tmp_path / "out" / "log.jsonl", threading.Event()
@@ -192,12 +171,40 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     assert capsys.readouterr().err == "interrupted\n" and not (tmp_path / "out").exists()
 
 
-def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path):
-    """A launcher gets the signal and passes it on, here as if the terminal had sent it to all of them at once."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    _, err = Process(words, launcher).signal_after_first_event(tmp_path / "out" / "log.jsonl", signal.SIGINT)
-    saved = last_checkpoint(tmp_path / "out")
+def assert_stopped_together(output: Path, err: str) -> int:
+    """The step at which all processes stopped; the first one alone has said so."""
+    saved = last_checkpoint(output)
     step = int(saved.name.rpartition("-")[2])
     assert err.count(f"interrupted after step {step:,}; resume=true goes on from {saved}") == 1
-    assert err.count(HINT) == 1
     assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    return step
+
+
+@pytest.mark.parametrize(("rank", "hints"), [("all", 1), ("1", 0)], ids=["all-hear-it", "one-hears-it"])
+def test_all_processes_stop_at_the_same_step_and_the_first_one_speaks(words, tmp_path, rank, hints):
+    run = run_ranks(KILLER, rank, "interrupt", "3", SCRIPT, *words)
+    assert run.returncode == 130
+    assert assert_stopped_together(tmp_path / "out", run.stderr) == 3
+    assert run.stderr.count(HINT) == hints
+
+
+@pytest.mark.product
+def test_processes_of_a_launcher_stop_at_the_same_step(words, tmp_path):
+    """It gets the signal and passes it on, here as if the terminal had sent it to all of them at once."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT, *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        # Shells start what runs in the background with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    log, deadline = tmp_path / "out" / "log.jsonl", time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=120)[1]
+    assert_stopped_together(tmp_path / "out", err)
+    assert err.count(HINT) == 1

@@ -4,15 +4,16 @@ import itertools
 import json
 import math
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes.warm import run_ranks
 from safetensors.torch import load_file
-from training.test_interruption import Process, SignalAt, interrupted
+from training.test_interruption import SignalAt, interrupted
 from training.test_run import exact_log
 from training.tiny_run import tiny_config
+from training.two_processes import SCRIPT
 from transformers import TrainerState
 
 from midus_hf.config_file import from_mapping
@@ -133,11 +134,9 @@ def test_seconds_are_above_zero(seconds):
 
 
 def test_all_processes_end_at_the_same_step(words, tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = Process([*words, "max_seconds=0.5", "save_every=1000000"], launcher).process
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    run = run_ranks(SCRIPT, *words, "max_seconds=0.2", "save_every=1000000")
+    assert run.returncode == 0, run.stderr
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     assert {path.name for path in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     step = int(checkpoint.name.rpartition("-")[2])
-    assert err.count(f"Training ends after step {step:,} of 100,000") == 1 and f"{step:,} steps" in out
+    assert run.stderr.count(f"Training ends after step {step:,} of 100,000") == 1 and f"{step:,} steps" in run.stdout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from analysis.memory_models import memory_model
 from safetensors.torch import load_file
-from training.test_run import interrupted
+from training.test_run import as_it_was_at
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
@@ -76,9 +76,9 @@ def test_a_run_trains_the_transforms_as_it_is_told(upscaled, corpus, tmp_path, v
     ids=["4x-to-1x", "fixed-balance", "balance-usage"],
 )
 def test_they_resume_exactly(aids, upscaled, corpus, tmp_path):
-    options = {"save_every": 8, **aids}
+    options = {"save_every": 5, "max_steps": 9, "keep_checkpoints": None, **aids}
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "whole", **options))
-    interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", **options), step=11)
+    as_it_was_at(5, tmp_path / "whole", tmp_path / "parts")
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "parts", resume=True, **options))
     assert events_of(tmp_path / "parts") == events_of(tmp_path / "whole")
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))

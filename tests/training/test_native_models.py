@@ -42,13 +42,15 @@ def train_watched(config) -> tuple[set[str], set[str], set[str]]:
 def test_the_layers_that_the_config_records_as_new_train_and_all_else_keeps_its_bytes(
     family, native, corpus, tmp_path
 ):
-    names, moved, with_gradient = train_watched(tiny_config(native(family), corpus, tmp_path / "out"))
+    names, moved, with_gradient = train_watched(tiny_config(native(family), corpus, tmp_path / "out", max_steps=6))
     assert moved == with_gradient == of_layers(names, NEW_LAYERS)
 
 
 def test_in_bf16_too(family, corpus, tmp_path):
     model = save_native(family, tmp_path / "model", dtype=torch.bfloat16)
-    names, moved, with_gradient = train_watched(tiny_config(model, corpus, tmp_path / "out", precision="bf16"))
+    names, moved, with_gradient = train_watched(
+        tiny_config(model, corpus, tmp_path / "out", precision="bf16", max_steps=6)
+    )
     assert moved == with_gradient == of_layers(names, NEW_LAYERS)
 
 
@@ -56,14 +58,14 @@ def test_listed_layers_train_in_a_plain_base_and_all_else_keeps_its_bytes(family
     base = save_tiny_model(family, tmp_path / "base")
     letter_tokenizer().save_pretrained(base)
     names, moved, with_gradient = train_watched(
-        tiny_config(base, corpus, tmp_path / "out", trainable=[0, 3], max_steps=10)
+        tiny_config(base, corpus, tmp_path / "out", trainable=[0, 3], max_steps=6)
     )
     assert moved == with_gradient == of_layers(names, [0, 3])
 
 
 def test_everything_trains_if_the_config_records_that(family, corpus, tmp_path):
     model = save_native(family, tmp_path / "model", method="solar", trainable="all")
-    names, moved, _ = train_watched(tiny_config(model, corpus, tmp_path / "out"))
+    names, moved, _ = train_watched(tiny_config(model, corpus, tmp_path / "out", max_steps=6))
     assert moved == names
 
 

@@ -1,6 +1,5 @@
 """`midus-train` and `scripts/train_cpt.py` from the outside: what it prints, what it writes, how it exits."""
 
-import os
 import runpy
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes.warm import run_ranks
+from processes.warm import run_ranks, run_warm
 from safetensors.torch import load_file
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
@@ -35,13 +34,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 def run_script(words: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *words],
-        capture_output=True,
-        timeout=300,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
-    )
+    return run_warm(f"import runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')", *words, COLUMNS="120")
 
 
 @pytest.fixture

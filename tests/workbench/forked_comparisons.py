@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from commands.command_lines import main_of
-from processes.server import LIBRARIES
+from processes.server import import_libraries
 
 NOTED = Path(sys.argv[1])
 FROM_HERE = ("midus_workbench.cell_process", "midus_workbench.dies_with_parent")
@@ -103,9 +103,7 @@ def compare(words: list[str]) -> int:
 
 def main() -> None:
     """Import what all of them need, and serve."""
-    for name in (*LIBRARIES, "datasets"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    import_libraries()
     for command in ("midus-compare", "midus-eval", "midus-train", "upscale"):
         main_of(command)
     for name in ("training.run", "evaluation.evaluate", "models.families"):

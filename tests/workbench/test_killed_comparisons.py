@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pairs import by_default
 from workbench.small_comparison import HEADWISE, keys, write_room
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +26,9 @@ KILLS = {
     "interrupt": (signal.SIGINT, False, {130}),
 }
 """A signal, whether the first process that the comparison started gets it, and how the comparison ends then."""
-MARKS = {kill: [] if kill in ("kill", "terminate") else [pytest.mark.product] for kill in KILLS}
-MOMENTS = [pytest.param(number, marks=[pytest.mark.product] if number else []) for number in range(10)]
+SEQUENCES = {"each": ("kill", "terminate", "kill-cell"), **{kill: (kill,) * 3 for kill in KILLS}}
+"""How a comparison is killed, time after time."""
+RUNS = [(name, number) for name in SEQUENCES for number in range(10)]
 
 
 class Forks:
@@ -135,14 +137,13 @@ def results(output: Path) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.parametrize("number", MOMENTS)
-@pytest.mark.parametrize("kill", [pytest.param(kill, marks=MARKS[kill]) for kill in KILLS])
-def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, whole, tmp_path, kill, number):
+@pytest.mark.parametrize(("name", "number"), by_default([("each", 0)], RUNS))
+def test_what_is_gone_on_with_after_kills_is_what_nobody_disturbed(forks, room, whole, tmp_path, name, number):
     expected, seconds = whole
-    signal_number, of_cell, endings = KILLS[kill]
     words = [room / "compare.yaml", f"output={tmp_path / 'out'}"]
-    choice = random.Random(f"{kill} {number}")
-    for _ in range(3):
+    choice = random.Random(f"{name} {number}")
+    for kill in SEQUENCES[name]:
+        signal_number, of_cell, endings = KILLS[kill]
         main = forks.start(*words)
         time.sleep(choice.uniform(0, seconds))
         processes = [process for process in forks.processes()[1:] if is_alive(process)] if of_cell else [main]

@@ -4,9 +4,12 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from workbench.forked_cells import ForkedCell
 
 import midus_workbench
 from midus_workbench.arms import Arm
@@ -92,6 +95,16 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Place:
+    """Cells are pretended in forks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("midus_workbench.running._SECONDS_BETWEEN_LOOKS", 0.01)
+    forks = SimpleNamespace(Popen=ForkedCell, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr("midus_workbench.running.subprocess", forks)
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def place_of_processes(tmp_path, monkeypatch) -> Place:
     """Processes of cells find a program that pretends, and all other modules of the package where they are."""
     package = tmp_path / "midus_workbench"
     package.mkdir()
@@ -125,7 +138,8 @@ def test_the_base_is_first_and_every_arm_has_a_first_seed_before_one_has_a_secon
     assert watched.ended_ == dict.fromkeys(expected) and running.failures == {}
 
 
-def test_what_cells_print_does_not_come_between_the_caller_and_the_report(place, capfd):
+def test_what_cells_print_does_not_come_between_the_caller_and_the_report(place_of_processes, capfd):
+    place = place_of_processes
     place.run([arm("a")])
     assert capfd.readouterr() == ("", "")
     assert (place.folder / "out/cells/a/0.001/seed-0/said.txt").read_text() == "printed by a cell\n"
@@ -153,7 +167,8 @@ def test_several_cells_run_beside_one_another_and_the_base_alone(place):
     assert {note["parent"] for note in place.notes()} == {os.getpid()}
 
 
-def test_each_cell_has_a_device_of_its_own(place, monkeypatch):
+def test_each_cell_has_a_device_of_its_own(place_of_processes, monkeypatch):
+    place = place_of_processes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     names = [f"{name}/0.001/seed-0" for name in "abcd"]
     place.behave(**{name: {"seconds": 0.3} for name in names})
@@ -378,7 +393,8 @@ class Interrupts(Watched):
             raise KeyboardInterrupt
 
 
-def test_what_runs_is_told_to_stop_and_waited_for_when_a_person_interrupts(place):
+def test_what_runs_is_told_to_stop_and_waited_for_when_a_person_interrupts(place_of_processes):
+    place = place_of_processes
     place.behave(**{f"{name}/0.001/seed-0": {"seconds": 60} for name in "ab"})
 
     class Waits(Interrupts):

@@ -3,11 +3,14 @@
 import dataclasses
 import importlib.util
 import json
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 from workbench.small_comparison import InProcess
 
+from material.fetch import FETCH
 from midus_workbench.arms import plan
 from midus_workbench.cells import cells_of
 from midus_workbench.checking import check_runs
@@ -26,7 +29,19 @@ ROW = "MIDUS-HML"
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def excerpts(tmp_path_factory):
+    """Real texts are shorter here: to read all of them takes longer than everything else."""
+    folder = tmp_path_factory.mktemp("excerpts")
+    paths = {name: folder / f"{Path(name).name}.jsonl" for name in ("articles", "chats/held_out")}
+    for name, path in paths.items():
+        path.write_text("".join(FETCH[name]().read_text(encoding="utf-8").splitlines(keepends=True)[:40]))
+    paths["addresses/train"] = sorted(FETCH["addresses/train"]().iterdir())[0]
+    with patch.dict(FETCH, {name: lambda path=path: path for name, path in paths.items()}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(excerpts, tmp_path_factory):
     """A row of MIDUS's first table, whose models stay: the table, its comparison, the result, the folder."""
     repository, output = Repository(), tmp_path_factory.mktemp("table")
     table = read_table(repository, "midus", "1", "tiny")
