@@ -122,11 +122,12 @@ def headwise_lookup_backward_op(
     )
     backend = _at_hand(backend)
     if wants_scores:
-        bodies = {"triton": triton_score_gradients, "native": native_score_gradients}
-        differentiate = bodies.get(backend, _score_gradients)
-        into_query, into_row_keys, into_column_keys = differentiate(
-            gradient, query, row_keys, column_keys, bank, slots, weights, temperature
-        )
+        scored = (gradient, query, row_keys, column_keys, bank, slots, weights, temperature)
+        if backend == "native":
+            into_query, into_row_keys, into_column_keys = native_score_gradients(*scored)
+        else:
+            differentiate = triton_score_gradients if backend == "triton" else _score_gradients
+            into_query, into_row_keys, into_column_keys = differentiate(*scored)
     if wants_bank and backend == "native" and backward == "sorted":
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants_bank and backend == "triton" and backward == "sorted":

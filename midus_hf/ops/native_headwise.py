@@ -18,10 +18,16 @@ _MOST_RETRIEVED = 64
 """Each of which costs as much as all others: torch's own selection is faster for more."""
 
 _STRETCH = 256
-"""Tokens of one unit of work."""
+"""Tokens of which gradients of tables are summed apart, at least."""
 
 _MOST_PARTS = 16
-"""Stretches with gradients of keys of their own."""
+"""Stretches with gradients of tables of their own."""
+
+_MOST_LANES = 16
+"""Rows that are padded have at most as many numbers more as make them a multiple of these."""
+
+_RESULTS = 5
+"""Gradients that C writes by tokens, at most."""
 
 _FEWEST_SHARED = 512
 """Tokens times heads for which threads are started: it takes as long as computing some hundreds."""
@@ -42,12 +48,13 @@ def native_lookup(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
+    transform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, slots and weights: what a gradient needs."""
     kept, n = (*query.shape[:2], k), row_keys.shape[1]
     slots = query.new_empty(kept, dtype=narrowest_integer(n * n))
     weights = query.new_empty(kept, dtype=torch.float32)
-    output = native_output(query, row_keys, column_keys, bank, residual, k, temperature, (slots, weights))
+    output = native_output(query, row_keys, column_keys, bank, residual, k, temperature, transform, (slots, weights))
     return output, slots, weights
 
 
@@ -59,27 +66,32 @@ def native_output(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
+    transform: torch.Tensor | None = None,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The output alone; slots and weights are written into what is `kept` for a gradient, if anything is.
+
+    With a transform `[H, v, v]` of each head what is gathered is multiplied by it, in float32, before it is rounded.
 
     Raises:
         ValueError: If a tensor is not on the CPU.
     """
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
-        output = native_output(query, row_keys, column_keys, bank, None, k, temperature, kept)
+        output = native_output(query, row_keys, column_keys, bank, None, k, temperature, transform, kept)
         return (residual + output).to(residual.dtype)
     if not (
         query.is_cpu
         and row_keys.is_cpu
         and column_keys.is_cpu
         and bank.is_cpu
+        and (transform is None or transform.is_cpu)
         and (residual is None or residual.is_cpu)
     ):
-        _refuse_places(query, row_keys, column_keys, bank, residual)
+        _refuse_places(query, row_keys, column_keys, bank, transform, residual)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    transform = None if transform is None else transform.contiguous()
     if residual is None:
         output = bank.new_empty((tokens, heads, width))
     else:
@@ -90,6 +102,7 @@ def native_output(
         row_keys.data_ptr(),
         column_keys.data_ptr(),
         bank.data_ptr(),
+        0 if transform is None else transform.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         output.data_ptr(),
         0 if slots is None else slots.data_ptr(),
@@ -106,7 +119,6 @@ def native_output(
         query.dtype == torch.bfloat16,
         residual is not None and residual.dtype == torch.bfloat16,
         0 if slots is None else slots.itemsize,
-        _STRETCH,
         _threads(tokens * heads),
         temperature,
     )
@@ -123,41 +135,40 @@ def native_score_gradients(
     slots: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys and column keys, in their dtype."""
+    transform: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, row keys and column keys, in their dtype.
+
+    With a transform also its own, and that of what was gathered, `[S, H, v]`, float32.
+    """
     tokens, heads, k = slots.shape
-    n, half = row_keys.shape[1:]
+    (n, half), width = row_keys.shape[1:], bank.shape[-1]
     gradient, query = _gradient_rows(gradient), _with_rows(query)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     slots, weights = slots.contiguous(), weights.contiguous()
-    into_query = query.new_empty(query.shape)
-    into_row_keys, into_column_keys = row_keys.new_empty(row_keys.shape), column_keys.new_empty(column_keys.shape)
+    results = [tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys)]
     stretch = max(_STRETCH, -(-tokens // _MOST_PARTS))
-    parts = weights.new_empty(heads * -(-tokens // stretch), 2 * n * half)
-    tensors = (
-        gradient,
-        query,
-        row_keys,
-        column_keys,
-        bank,
-        slots,
-        weights,
-        into_query,
-        into_row_keys,
-        into_column_keys,
-        parts,
-    )
+    units = heads * -(-tokens // stretch)
+    parts, transform_parts = weights.new_empty(units, 2 * n * half), None
+    if transform is not None:
+        transform = transform.contiguous()
+        results += [transform.new_empty(transform.shape), weights.new_empty(tokens, heads, width)]
+        transform_parts = weights.new_empty(units, width, -(-width // _MOST_LANES) * _MOST_LANES)
+    tensors = (gradient, query, row_keys, column_keys, bank, transform, slots, weights)
     call = SCORE_GRADIENTS_CALL.pack(
-        *(tensor.data_ptr() for tensor in tensors),
+        *(_address(tensor) for tensor in tensors),
+        *(_address(tensor) for tensor in (*results, *(None,) * (_RESULTS - len(results)))),
+        parts.data_ptr(),
+        _address(transform_parts),
         tokens,
         heads,
         n,
         half,
-        bank.shape[-1],
+        width,
         k,
         *gradient.stride()[:2],
         *query.stride()[:2],
-        n * n * bank.shape[-1] if bank.dim() == 3 else 0,
+        n * n * width if bank.dim() == 3 else 0,
         query.dtype == torch.bfloat16,
         gradient.dtype == torch.bfloat16,
         slots.itemsize,
@@ -166,7 +177,7 @@ def native_score_gradients(
         temperature,
     )
     _run("midus_score_gradients", call)
-    return into_query, into_row_keys, into_column_keys
+    return tuple(results)
 
 
 def native_bank_gradient(
@@ -178,8 +189,6 @@ def native_bank_gradient(
     own = len(bank_shape) == 3
     gradient, slots, weights = _gradient_rows(gradient), slots.contiguous(), weights.contiguous()
     into = weights.new_empty(bank_shape)
-    threads = _threads(tokens * heads)
-    tables = heads if own else 1
     call = ROW_SUMS_CALL.pack(
         gradient.data_ptr(),
         slots.data_ptr(),
@@ -194,8 +203,7 @@ def native_bank_gradient(
         rows * width if own else 0,
         gradient.dtype == torch.bfloat16,
         slots.itemsize,
-        1 if threads == 1 else -(-2 * threads // tables),  # every range reads all slots
-        threads,
+        _threads(tokens * heads),
     )
     _run("midus_row_sums", call)
     return into
@@ -203,7 +211,7 @@ def native_bank_gradient(
 
 def _refuse_places(*tensors: torch.Tensor | None) -> NoReturn:
     """Refuse tensors of which some have no memory that C can read: it would end the process."""
-    names = ("query", "row_keys", "column_keys", "value_bank", "residual")
+    names = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")
     name, place = next(
         (name, tensor.device)
         for name, tensor in zip(names, tensors, strict=True)
@@ -219,6 +227,10 @@ def _run(name: str, call: bytes) -> None:
     assert library is not None
     if getattr(library, name)(call):
         raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
