@@ -1,7 +1,7 @@
 """C that the compiled bodies share: vectors as wide as the processor's, numbers of 16 bits, threads.
 
 It is text of a Python module, and not a file of its own, since a checkpoint carries along modules alone. It needs the C library and
-POSIX threads, and GCC or Clang for vectors.
+POSIX threads, and GCC or Clang for vectors, of which only parts need AVX-512's own functions.
 """
 
 BASE = r"""
@@ -13,6 +13,7 @@ BASE = r"""
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8
@@ -126,22 +127,37 @@ INLINE void store(void *table, int64_t place, int narrow, floats x) {
     }
 }
 
-/* The same for fewer numbers than a vector has. */
+/* The same for fewer numbers than a vector has, at least one. */
 
 INLINE floats load_some(const void *table, int64_t place, int narrow, int64_t count) {
+#if defined(__AVX512F__)
+    __mmask16 some = (__mmask16)((1u << count) - 1);
+    if (!narrow) return (floats)_mm512_maskz_loadu_ps(some, (const float *)table + place);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, (const uint16_t *)table + place)), 16);
+#else
     float lane[LANES] = {0};
     floats found;
     for (int64_t i = 0; i < count; i++) lane[i] = one_of(table, place + i, narrow);
     memcpy(&found, lane, sizeof found);
     return found;
+#endif
 }
 
 INLINE void store_some(void *table, int64_t place, int narrow, floats x, int64_t count) {
+#if defined(__AVX512F__)
+    __mmask16 some = (__mmask16)((1u << count) - 1);
+    halves upper = rounded(x);
+    if (narrow)
+        _mm256_mask_storeu_epi16((uint16_t *)table + place, some, (__m256i)upper);
+    else
+        _mm512_mask_storeu_ps((float *)table + place, some, (__m512)x);
+#else
     halves upper = rounded(x);
     if (narrow)
         memcpy((uint16_t *)table + place, &upper, 2 * count);
     else
         memcpy((float *)table + place, &x, 4 * count);
+#endif
 }
 
 INLINE void widen(const void *table, int64_t place, int narrow, float *into, int64_t count) {

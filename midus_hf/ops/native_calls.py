@@ -17,7 +17,7 @@ _OWN = "32x"
 LOOKUP_CALL = _structure(
     "query row_keys column_keys bank transform residual output slots weights",
     "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
-    "narrow residual_narrow slot_bytes threads",
+    "narrow residual_narrow slot_bytes raw threads",
     f"d{_OWN}",  # temperature
 )
 
@@ -25,11 +25,15 @@ SCORE_GRADIENTS_CALL = _structure(
     "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
     "passed parts transform_parts",
     "tokens heads n half width k gradient_token gradient_head query_token query_head bank_head "
-    "narrow gradient_narrow slot_bytes stretch threads",
+    "narrow gradient_narrow slot_bytes stretch raw threads",
     f"d{_OWN}",  # temperature
 )
 
 ROW_SUMS_CALL = _structure(
     "gradient slots weights into",
     "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
+)
+
+GATHERS_CALL = _structure(
+    "bank slots given into", "tokens rows width k given_token narrow given_narrow slot_bytes threads", "8x"
 )

@@ -75,7 +75,7 @@ struct score_gradients {
     float *transform_parts; /* [heads][stretches][width][padded] */
     int64_t tokens, heads, n, half, width, k;
     int64_t gradient_token, gradient_head, query_token, query_head, bank_head;
-    int64_t narrow, gradient_narrow, slot_bytes, stretch, threads;
+    int64_t narrow, gradient_narrow, slot_bytes, stretch, raw, threads; /* raw: gradients of scores are given, [tokens][heads][k] */
     double temperature;
     struct tables tables; /* this and the following are not the caller's */
     int64_t groups;
@@ -151,7 +151,7 @@ INLINE void score_block(
         }
         for (int64_t m = 0; m < k; m++) {
             uint32_t slot = (uint32_t)slot_at(call->slots, entry + m, call->slot_bytes); /* of 32 bits: divided in half the time */
-            into_scores[m] = weights[m] * (into_scores[m] - mean) / (float)call->temperature;
+            into_scores[m] = call->raw ? weights[m] : weights[m] * (into_scores[m] - mean) / (float)call->temperature;
             rows[m] = slot / (uint32_t)n, columns[m] = slot % (uint32_t)n;
         }
         float *into_query = narrow ? wide_answer : (float *)call->into_query + answer;

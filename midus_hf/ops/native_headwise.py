@@ -4,13 +4,11 @@ Shapes as in `headwise_lookup`. Each result is written by one thread alone, in t
 the other tokens of a call change its bits.
 """
 
-from typing import Any, NoReturn
-
 import torch
 
 from midus_hf.ops.backend import NATIVE_DTYPES
 from midus_hf.ops.native_calls import LOOKUP_CALL, ROW_SUMS_CALL, SCORE_GRADIENTS_CALL
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native_run import address, gradient_rows, refuse_places, run, threads_for, with_rows
 from midus_hf.ops.precision import narrowest_integer
 
 _MOST_SUB_KEYS = 1 << 15
@@ -28,9 +26,6 @@ _MOST_LANES = 16
 
 _RESULTS = 5
 """Gradients that C writes by tokens, at most."""
-
-_FEWEST_SHARED = 512
-"""Tokens times heads for which threads are started: it takes as long as computing some hundreds."""
 
 
 def native_refusal(n: int, k: int) -> str | None:
@@ -87,9 +82,11 @@ def native_output(
         and (transform is None or transform.is_cpu)
         and (residual is None or residual.is_cpu)
     ):
-        _refuse_places(query, row_keys, column_keys, bank, transform, residual)
+        names = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")
+        tensors = (query, row_keys, column_keys, bank, transform, residual)
+        refuse_places(dict(zip(names, tensors, strict=True)))
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
-    query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
+    query, residual = with_rows(query), None if residual is None else with_rows(residual)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     transform = None if transform is None else transform.contiguous()
     if residual is None:
@@ -119,10 +116,11 @@ def native_output(
         query.dtype == torch.bfloat16,
         residual is not None and residual.dtype == torch.bfloat16,
         0 if slots is None else slots.itemsize,
-        _threads(tokens * heads),
+        False,
+        threads_for(tokens * heads),
         temperature,
     )
-    _run("midus_lookup", call)
+    run("midus_lookup", call)
     return output
 
 
@@ -141,9 +139,24 @@ def native_score_gradients(
 
     With a transform also its own, and that of what was gathered, `[S, H, v]`, float32.
     """
+    return _score_gradients(gradient, query, row_keys, column_keys, bank, slots, weights, temperature, transform)
+
+
+def _score_gradients(
+    gradient: torch.Tensor | None,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+    transform: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Without a gradient of what was gathered, `weights` are gradients of scores."""
     tokens, heads, k = slots.shape
     (n, half), width = row_keys.shape[1:], bank.shape[-1]
-    gradient, query = _gradient_rows(gradient), _with_rows(query)
+    gradient, query = None if gradient is None else gradient_rows(gradient), with_rows(query)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     slots, weights = slots.contiguous(), weights.contiguous()
     results = [tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys)]
@@ -156,28 +169,63 @@ def native_score_gradients(
         transform_parts = weights.new_empty(units, width, -(-width // _MOST_LANES) * _MOST_LANES)
     tensors = (gradient, query, row_keys, column_keys, bank, transform, slots, weights)
     call = SCORE_GRADIENTS_CALL.pack(
-        *(_address(tensor) for tensor in tensors),
-        *(_address(tensor) for tensor in (*results, *(None,) * (_RESULTS - len(results)))),
+        *(address(tensor) for tensor in tensors),
+        *(address(tensor) for tensor in (*results, *(None,) * (_RESULTS - len(results)))),
         parts.data_ptr(),
-        _address(transform_parts),
+        address(transform_parts),
         tokens,
         heads,
         n,
         half,
         width,
         k,
-        *gradient.stride()[:2],
+        *((0, 0) if gradient is None else gradient.stride()[:2]),
         *query.stride()[:2],
         n * n * width if bank.dim() == 3 else 0,
         query.dtype == torch.bfloat16,
-        gradient.dtype == torch.bfloat16,
+        gradient is not None and gradient.dtype == torch.bfloat16,
         slots.itemsize,
         stretch,
-        _threads(tokens * heads),
+        gradient is None,
+        threads_for(tokens * heads),
         temperature,
     )
-    _run("midus_score_gradients", call)
+    run("midus_score_gradients", call)
     return tuple(results)
+
+
+def native_scores(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
+
+    Raises:
+        ValueError: If a tensor is not on the CPU.
+    """
+    if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
+        refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
+    (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
+    query, row_keys, column_keys = with_rows(query), row_keys.contiguous(), column_keys.contiguous()
+    slots = query.new_empty(tokens, heads, k, dtype=torch.int64)
+    scores = query.new_empty(tokens, heads, k, dtype=torch.float32)
+    tensors = (query, row_keys, column_keys, None, None, None, None, slots, scores)
+    sizes = (tokens, heads, n, half, 0, k, *query.stride()[:2], 0, 0, 0)
+    narrow, raw = query.dtype == torch.bfloat16, True
+    kinds = (narrow, False, slots.itemsize, raw, threads_for(tokens * heads))
+    run("midus_lookup", LOOKUP_CALL.pack(*map(address, tensors), *sizes, *kinds, 1.0))
+    return scores, slots
+
+
+def native_gradients_of_scores(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, row keys and column keys, in their dtype, for one of scores, `[S, H, k]`."""
+    weights, no_bank = gradient.float(), query.new_empty(0, 0)
+    return _score_gradients(None, query, row_keys, column_keys, no_bank, slots, weights, 1.0, None)
 
 
 def native_bank_gradient(
@@ -187,7 +235,7 @@ def native_bank_gradient(
     tokens, heads, k = slots.shape
     rows, width = bank_shape[-2:]
     own = len(bank_shape) == 3
-    gradient, slots, weights = _gradient_rows(gradient), slots.contiguous(), weights.contiguous()
+    gradient, slots, weights = gradient_rows(gradient), slots.contiguous(), weights.contiguous()
     into = weights.new_empty(bank_shape)
     call = ROW_SUMS_CALL.pack(
         gradient.data_ptr(),
@@ -203,44 +251,7 @@ def native_bank_gradient(
         rows * width if own else 0,
         gradient.dtype == torch.bfloat16,
         slots.itemsize,
-        _threads(tokens * heads),
+        threads_for(tokens * heads),
     )
-    _run("midus_row_sums", call)
+    run("midus_row_sums", call)
     return into
-
-
-def _refuse_places(*tensors: torch.Tensor | None) -> NoReturn:
-    """Refuse tensors of which some have no memory that C can read: it would end the process."""
-    names = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")
-    name, place = next(
-        (name, tensor.device)
-        for name, tensor in zip(names, tensors, strict=True)
-        if tensor is not None and not tensor.is_cpu
-    )
-    raise ValueError(
-        f"{name} is on {place}, and others are on cpu; expected one device. Move or load the whole model there."
-    )
-
-
-def _run(name: str, call: bytes) -> None:
-    library: Any = native_library()
-    assert library is not None
-    if getattr(library, name)(call):
-        raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dimension in one piece; the others may lie as they do."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
-    return _with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
-
-
-def _threads(rows: int) -> int:
-    return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()

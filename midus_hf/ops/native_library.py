@@ -7,7 +7,13 @@ from pathlib import Path
 
 from midus_hf.ops.native_build import CACHE_VARIABLE, NotBuilt, built_library, is_off, variant
 
-_FUNCTIONS = ("midus_lookup", "midus_score_gradients", "midus_row_sums")
+_FUNCTIONS = (
+    "midus_lookup",
+    "midus_score_gradients",
+    "midus_weighted_rows",
+    "midus_gathered_products",
+    "midus_row_sums",
+)
 
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None

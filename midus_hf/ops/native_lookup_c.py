@@ -9,7 +9,7 @@ struct lookup {
     float *weights;
     int64_t tokens, heads, n, half, width, k;
     int64_t query_token, query_head, residual_token, residual_head, bank_head; /* strides, in numbers */
-    int64_t narrow, residual_narrow, slot_bytes, threads;
+    int64_t narrow, residual_narrow, slot_bytes, raw, threads; /* raw: weights are scores, which no temperature divides */
     double temperature;
     struct tables tables; /* this and the following are not the caller's */
     int64_t groups;
@@ -80,6 +80,10 @@ INLINE void select_block(
     for (int64_t i = 0; i < k; i++)
         for (int64_t j = 0; (i + 1) * (j + 1) <= k; j++)
             enter(row_best[i] + column_best[j], rows[i] * (int32_t)call->n + columns[j], k, weights, slots);
+    if (call->raw) {
+        for (int64_t i = 0; i < k; i++) weights[i] = pick(spoiled, all(NAN), weights[i]);
+        return;
+    }
     floats total = {0}, temperature = all((float)call->temperature);
     floats largest = pick(spoiled, all(NAN), weights[0] / temperature);
     for (int64_t i = 0; i < k; i++) {

@@ -42,7 +42,7 @@ def weighted_gather(
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
     if slots.shape != weights.shape:
         raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
-    choices = resolve(backend, "auto", backward, bank)
+    choices = resolve(backend, "auto", backward, bank, native_refusal=None)
     if choices.backend == "reference":
         return reference(bank, slots, weights, sparse_gradient)
     leading, m = slots.shape[:-1], slots.shape[-1]

@@ -11,12 +11,9 @@ from midus_hf.ops.native_library import why_missing
 NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
-def backend(request) -> str:
-    """Each fast body, in turn; the one in C where it can run."""
-    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
-        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
-    return request.param
+@pytest.fixture
+def backend(body) -> str:
+    return body
 
 
 def inputs(tokens, heads, dim, n, width, own=False, transform=False, dtype=torch.float32, seed=0):
