@@ -172,7 +172,7 @@ INLINE void score_stretch(const struct score_gradients *call, int64_t unit, char
     for (int64_t head = first_head; head < last_head; head++) {
         int64_t part = head * stretches + stretch;
         memset(call->parts + part * keys, 0, 4 * keys);
-        memset(call->transform_parts + part * transform, 0, 4 * transform);
+        if (transform) memset(call->transform_parts + part * transform, 0, 4 * transform);
     }
     for (int64_t first = from; first < to; first += BLOCK)
         for (int64_t head = first_head; head < last_head; head++) {
