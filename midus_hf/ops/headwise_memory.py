@@ -62,7 +62,8 @@ def headwise_memory(
         k: Slots retrieved per head, `1 <= k <= n`.
         residual: `[..., H, v]`, any floating dtype, which the output then has; added to what is retrieved. Default: none.
         temperature: Scores are divided by it before the softmax. Default: 1.
-        expand: Whether rows are transformed before they are gathered. Default: where that is less work.
+        expand: Whether rows are transformed before they are gathered. Default: where that is less work, which in C it is from
+            three tokens a slot on.
         sparse_gradient: Whether the gradient of `value_bank` is a coalesced sparse tensor of the rows that were hit, for
             banks of which a batch hits few: for `torch.optim.SparseAdam` and SGD, as Adam and AdamW refuse sparse gradients.
             Rows are then transformed after they are gathered, and their gradients always summed in order; scores of all

@@ -37,6 +37,7 @@ def weighted_gather(
 
     Raises:
         ValueError: If the shapes disagree.
+        IndexError: On a CPU, if a slot is no row of the bank.
     """
     if bank.dim() != 2 and not (sparse_gradient and bank.dim() > 2):
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
