@@ -235,7 +235,7 @@ EXPORTED int midus_score_gradients(const struct score_gradients *given) {
     call.groups = groups_of(call.heads, stretches, call.threads, call.bank_head);
     if (call.narrow || call.transform)
         failed = new_tables(&call.tables, call.heads, call.narrow ? keys : 0, call.width * padded) ||
-                 run_units(score_tables_unit, &call, call.heads, call.threads, 0);
+                 run_units(score_tables_unit, &call, call.heads, 1, 0);
     int64_t numbers = 3 * BLOCK * padded + call.width + 4 * call.half + 5 * call.k;
     failed = failed || run_units(score_unit, &call, call.groups * stretches, call.threads, 4 * numbers) ||
              run_units(table_unit, &call, call.heads, call.threads, 4 * sums);

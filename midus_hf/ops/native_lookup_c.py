@@ -247,7 +247,7 @@ EXPORTED int midus_lookup(const struct lookup *given) {
     if (call.narrow || call.transform) {
         int64_t keys = call.narrow ? 2 * call.n * call.half : 0, transform = call.transform ? call.width * padded : 0;
         failed = new_tables(&call.tables, call.heads, keys, transform) ||
-                 run_units(lookup_tables_unit, &call, call.heads, call.threads, 0);
+                 run_units(lookup_tables_unit, &call, call.heads, 1, 0);
     }
     int64_t vectors = 2 * call.half + 8 * call.k, transformed = call.transform ? 2 * LANES * padded : 0;
     failed = failed || run_units(lookup_unit, &call, call.groups * stretches, call.threads, 4 * (vectors * LANES + transformed));
