@@ -73,7 +73,8 @@ class _Counting(TorchDispatchMode):
         self.launches = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = any(given.alias_info is not None for given in function._schema.returns)
+        aliases = [given.alias_info for given in function._schema.returns if given.alias_info is not None]
+        is_view = any(not alias.is_write for alias in aliases)  # what is written in place is computed
         if function.namespace == "aten" and not is_view and "empty" not in function.name():
             self.launches += 1
         return function(*args, **(kwargs or {}))
@@ -183,6 +184,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="(default: 200)")
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
+    bodies = arguments.bodies.split(",")
+    for body in bodies:
+        if body not in BODIES:
+            parser.error(f"body is {body!r}; expected one of {', '.join(BODIES)}, joined by commas.")
+    if arguments.rounds < 1:
+        parser.error(f"rounds is {arguments.rounds}; expected 1 or more.")
     torch.set_num_threads(1)
     run = this_run("cpu")
     print(
@@ -190,7 +197,7 @@ def main() -> None:
         "| launches of decoder block | of memory block |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for body in arguments.bodies.split(","):
+    for body in bodies:
         row = measured(run, arguments.family, body, arguments.rounds)
         print(
             f"| {body} | {row.memory_us:.0f} | {row.decoder_us:.0f} | {row.ratio:.2f} | {row.norm_us:.0f} | {row.attention_us:.0f} | "

@@ -45,7 +45,7 @@ def gathered_products(
         raise ValueError(
             f"slots is {tuple(slots.shape)}; expected slots for each of the vectors {tuple(vectors.shape[:-1])}."
         )
-    choices = resolve(backend, "auto", backward, bank)
+    choices = resolve(backend, "auto", backward, bank, native_refusal=None)
     vectors = vectors.to(bank.dtype)
     if choices.backend == "reference":
         return reference(vectors, bank, slots, sparse_gradient)

@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 
 from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
+from midus_hf.ops.key_gradients import halves, query_and_key_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library
@@ -46,7 +47,7 @@ def lookup(
     with without_autocast(query.device.type):
         row_scores, column_scores = (
             torch.bmm(asked, keys.to(wide).transpose(1, 2))  # [H, S, n]
-            for asked, keys in zip(_halves(query, wide), (row_keys, column_keys), strict=True)
+            for asked, keys in zip(halves(query, wide), (row_keys, column_keys), strict=True)
         )
     rows, columns = select(row_scores, column_scores, k, selection)  # [H, S, k]
     scores = row_scores.gather(-1, rows) + column_scores.gather(-1, columns)
@@ -77,7 +78,7 @@ def lookup_few(
     tokens, heads, _ = query.shape
     n = row_keys.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
-    row_query, column_query = _halves(query, wide)  # [H, S, d / 2]
+    row_query, column_query = halves(query, wide)  # [H, S, d / 2]
     row_best, rows = torch.bmm(row_query, row_keys.to(wide).mT).topk(k, dim=-1)  # [H, S, k]
     column_best, columns = torch.bmm(column_query, column_keys.to(wide).mT).topk(k, dim=-1)
     scores, pairs = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2).topk(k, dim=-1)
@@ -122,11 +123,12 @@ def headwise_lookup_backward_op(
     )
     backend = _at_hand(backend)
     if wants_scores:
-        bodies = {"triton": triton_score_gradients, "native": native_score_gradients}
-        differentiate = bodies.get(backend, _score_gradients)
-        into_query, into_row_keys, into_column_keys = differentiate(
-            gradient, query, row_keys, column_keys, bank, slots, weights, temperature
-        )
+        scored = (gradient, query, row_keys, column_keys, bank, slots, weights, temperature)
+        if backend == "native":
+            into_query, into_row_keys, into_column_keys = native_score_gradients(*scored)
+        else:
+            differentiate = triton_score_gradients if backend == "triton" else _score_gradients
+            into_query, into_row_keys, into_column_keys = differentiate(*scored)
     if wants_bank and backend == "native" and backward == "sorted":
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants_bank and backend == "triton" and backward == "sorted":
@@ -170,22 +172,13 @@ def _score_gradients(
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, row keys and column keys, through the softmax and the chosen scores."""
-    n, wide = row_keys.shape[1], weights.dtype
     slots_of_head = slots.transpose(0, 1).long()  # [H, S, k]
     weights_of_head = weights.transpose(0, 1).contiguous()  # [H, S, k]
     by_head = gradient.transpose(0, 1).flatten(0, 1)  # [H * S, v]
     into_weights = weight_gradients(by_head, *_flat(bank, slots_of_head), "torch").view_as(weights_of_head)
     mean = (into_weights * weights_of_head).sum(-1, keepdim=True)
     into_scores = weights_of_head * (into_weights - mean) / temperature  # [H, S, k]
-    into_query, into_keys = [], []
-    for keys, chosen, asked in zip(
-        (row_keys, column_keys), (slots_of_head // n, slots_of_head % n), _halves(query, wide), strict=True
-    ):
-        spread = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)  # [H, S, n]
-        with without_autocast(query.device.type):
-            into_query.append(torch.bmm(spread, keys.to(wide)))  # [H, S, d / 2]
-            into_keys.append(torch.bmm(spread.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
-    return torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(), into_keys[0], into_keys[1]
+    return query_and_key_gradients(into_scores, slots_of_head, query, row_keys, column_keys)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -221,15 +214,6 @@ def _weights(scores: torch.Tensor, temperature: float) -> torch.Tensor:
         return scores.softmax(dim=-1)
     shares = (scores - scores[..., :1]).exp_()  # torch's softmax of so few columns takes five times as long
     return shares.div_(shares.sum(-1, keepdim=True))
-
-
-def _halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
-
-    They are copied apart: what a matrix product of strided rows rounds to depends on where they lie in memory.
-    """
-    rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
-    return rows, columns
 
 
 def _flat(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,14 @@ from midus_hf.ops.packed_lookup_triton import triton_lookup
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk
 from midus_hf.ops.product_key import reference as product_key_reference
+from midus_hf.ops.transformed_lookup import transformed, transformed_lookup_op
 from midus_hf.ops.weighted_gather import weighted_gather
 
 MOST_EXPANDED = 1 << 28
 """Elements of an expanded bank that are made for one forward pass: 512 MB in bfloat16."""
+
+_TIMES_EXPANDED_IN_C = 3
+"""So many tokens a slot make expanding less work for compiled C, which else transforms what it gathered while it has it at hand."""
 
 _FEW_ROWS = 256
 """Tokens times heads up to which calls cost more than what they compute."""
@@ -58,7 +62,8 @@ def headwise_memory(
         k: Slots retrieved per head, `1 <= k <= n`.
         residual: `[..., H, v]`, any floating dtype, which the output then has; added to what is retrieved. Default: none.
         temperature: Scores are divided by it before the softmax. Default: 1.
-        expand: Whether rows are transformed before they are gathered. Default: where that is less work.
+        expand: Whether rows are transformed before they are gathered. Default: where that is less work, which in C it is from
+            three tokens a slot on.
         sparse_gradient: Whether the gradient of `value_bank` is a coalesced sparse tensor of the rows that were hit, for
             banks of which a batch hits few: for `torch.optim.SparseAdam` and SGD, as Adam and AdamW refuse sparse gradients.
             Rows are then transformed after they are gathered, and their gradients always summed in order; scores of all
@@ -90,20 +95,25 @@ def headwise_memory(
             return _added(residual, output)
         if sparse_gradient:
             output = _gathered_sparsely(query, row_keys, column_keys, value_bank, k, temperature, choices)
-            return _added(residual, output if value_transform is None else _transformed(output, value_transform))
+            return _added(residual, output if value_transform is None else transformed(output, value_transform))
 
         tokens = query.shape[:-2].numel()
+        in_c = choices.backend == "native" and (choices.selection, choices.backward) == ("two-stage", "sorted")
         if value_transform is not None and expand is None:
-            expand = tokens >= n * n and heads * value_bank.numel() <= MOST_EXPANDED
+            fewest = (_TIMES_EXPANDED_IN_C if in_c else 1) * n * n
+            expand = tokens >= fewest and heads * value_bank.numel() <= MOST_EXPANDED
         if value_transform is not None and expand:
             value_bank, value_transform = expand_values(value_bank, value_transform), None
         added = None
-        if residual is not None and value_transform is None:
+        if residual is not None and (value_transform is None or in_c):
             added = _shaped(residual, (tokens, heads, value_bank.shape[-1]))
         flat_query = _shaped(query, (tokens, heads, query.shape[-1]))
-        output = _looked_up(flat_query, row_keys, column_keys, value_bank, added, k, temperature, choices)  # [S, H, v]
-        if value_transform is not None:
-            output = _transformed(output, value_transform)
+        arguments = (flat_query, row_keys, column_keys, value_bank)
+        if value_transform is not None and in_c:
+            output = _transformed_in_c(*arguments, value_transform, added, k, temperature)
+        else:
+            output = _looked_up(*arguments, added, k, temperature, choices)  # [S, H, v]
+            output = output if value_transform is None else transformed(output, value_transform)
         output = _shaped(output, (*query.shape[:-1], output.shape[-1]))
         return output if added is not None else _added(residual, output)
 
@@ -202,10 +212,21 @@ def _looked_up(
     return headwise_lookup_op(*arguments, choices.exact, choices.selection, choices.backward, body)[0]
 
 
-def _transformed(output: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
-    """`W_h` applied to what head h retrieved, `[..., H, v]`."""
-    by_head = output.flatten(0, -3).transpose(0, 1)  # [H, S, v]
-    return torch.matmul(by_head, value_transform.transpose(1, 2)).transpose(0, 1).reshape(output.shape)
+def _transformed_in_c(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    value_transform: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+) -> torch.Tensor:
+    """What `transformed_lookup` gives, `[S, H, v]`; where nothing needs the registered op, by calling its body."""
+    added = query if residual is None else residual
+    if nobody_watches() and are_plain(query, row_keys, column_keys, bank, value_transform, added):
+        return native_output(query, row_keys, column_keys, bank, residual, k, temperature, value_transform)
+    return transformed_lookup_op(query, row_keys, column_keys, bank, value_transform, residual, k, temperature)[0]
 
 
 def _first_slots(heads: int, n: int, device: torch.device) -> torch.Tensor:

@@ -11,21 +11,29 @@ def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
     return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
 
 
+_OWN = "32x"
+"""Fields that C adds to its own copy, zero until then: `struct tables` and the number of groups of heads."""
+
 LOOKUP_CALL = _structure(
-    "query row_keys column_keys bank residual output slots weights",
+    "query row_keys column_keys bank transform residual output slots weights",
     "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
-    "narrow residual_narrow slot_bytes stretch threads",
-    "d",  # temperature
+    "narrow residual_narrow slot_bytes raw threads",
+    f"d{_OWN}",  # temperature
 )
 
 SCORE_GRADIENTS_CALL = _structure(
-    "gradient query row_keys column_keys bank slots weights into_query into_row_keys into_column_keys parts",
+    "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
+    "passed parts transform_parts",
     "tokens heads n half width k gradient_token gradient_head query_token query_head bank_head "
-    "narrow gradient_narrow slot_bytes stretch threads",
-    "d",  # temperature
+    "narrow gradient_narrow slot_bytes stretch raw threads",
+    f"d{_OWN}",  # temperature
 )
 
 ROW_SUMS_CALL = _structure(
     "gradient slots weights into",
-    "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes ranges threads",
+    "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
+)
+
+GATHERS_CALL = _structure(
+    "bank slots given into", "tokens rows width k given_token narrow given_narrow slot_bytes threads", "8x"
 )

@@ -1,6 +1,12 @@
 """How compiled ops are made, for the first use of them and for wheels, whose build imports no more than this file."""
 
-PARTS = {"native_base_c": "BASE", "native_lookup_c": "LOOKUP", "native_gradients_c": "GRADIENTS"}
+PARTS = {
+    "native_base_c": "BASE",
+    "native_products_c": "PRODUCTS",
+    "native_lookup_c": "LOOKUP",
+    "native_gradients_c": "GRADIENTS",
+    "native_sums_c": "SUMS",
+}
 """Modules that hold the source, and its name in each; in this order they are one file of C."""
 
 FLAGS = (

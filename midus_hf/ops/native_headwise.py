@@ -4,13 +4,11 @@ Shapes as in `headwise_lookup`. Each result is written by one thread alone, in t
 the other tokens of a call change its bits.
 """
 
-from typing import Any, NoReturn
-
 import torch
 
 from midus_hf.ops.backend import NATIVE_DTYPES
 from midus_hf.ops.native_calls import LOOKUP_CALL, ROW_SUMS_CALL, SCORE_GRADIENTS_CALL
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native_run import address, gradient_rows, refuse_places, run, threads_for, with_rows
 from midus_hf.ops.precision import narrowest_integer
 
 _MOST_SUB_KEYS = 1 << 15
@@ -18,13 +16,16 @@ _MOST_RETRIEVED = 64
 """Each of which costs as much as all others: torch's own selection is faster for more."""
 
 _STRETCH = 256
-"""Tokens of one unit of work."""
+"""Tokens of which gradients of tables are summed apart, at least."""
 
 _MOST_PARTS = 16
-"""Stretches with gradients of keys of their own."""
+"""Stretches with gradients of tables of their own."""
 
-_FEWEST_SHARED = 512
-"""Tokens times heads for which threads are started: it takes as long as computing some hundreds."""
+_MOST_LANES = 16
+"""Rows that are padded have at most as many numbers more as make them a multiple of these."""
+
+_RESULTS = 5
+"""Gradients that C writes by tokens, at most."""
 
 
 def native_refusal(n: int, k: int) -> str | None:
@@ -42,12 +43,13 @@ def native_lookup(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
+    transform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, slots and weights: what a gradient needs."""
     kept, n = (*query.shape[:2], k), row_keys.shape[1]
     slots = query.new_empty(kept, dtype=narrowest_integer(n * n))
     weights = query.new_empty(kept, dtype=torch.float32)
-    output = native_output(query, row_keys, column_keys, bank, residual, k, temperature, (slots, weights))
+    output = native_output(query, row_keys, column_keys, bank, residual, k, temperature, transform, (slots, weights))
     return output, slots, weights
 
 
@@ -59,27 +61,34 @@ def native_output(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
+    transform: torch.Tensor | None = None,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The output alone; slots and weights are written into what is `kept` for a gradient, if anything is.
+
+    With a transform `[H, v, v]` of each head what is gathered is multiplied by it, in float32, before it is rounded.
 
     Raises:
         ValueError: If a tensor is not on the CPU.
     """
     if residual is not None and residual.dtype not in NATIVE_DTYPES:
-        output = native_output(query, row_keys, column_keys, bank, None, k, temperature, kept)
+        output = native_output(query, row_keys, column_keys, bank, None, k, temperature, transform, kept)
         return (residual + output).to(residual.dtype)
     if not (
         query.is_cpu
         and row_keys.is_cpu
         and column_keys.is_cpu
         and bank.is_cpu
+        and (transform is None or transform.is_cpu)
         and (residual is None or residual.is_cpu)
     ):
-        _refuse_places(query, row_keys, column_keys, bank, residual)
+        names = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")
+        tensors = (query, row_keys, column_keys, bank, transform, residual)
+        refuse_places(dict(zip(names, tensors, strict=True)))
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
-    query, residual = _with_rows(query), None if residual is None else _with_rows(residual)
+    query, residual = with_rows(query), None if residual is None else with_rows(residual)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    transform = None if transform is None else transform.contiguous()
     if residual is None:
         output = bank.new_empty((tokens, heads, width))
     else:
@@ -90,6 +99,7 @@ def native_output(
         row_keys.data_ptr(),
         column_keys.data_ptr(),
         bank.data_ptr(),
+        0 if transform is None else transform.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         output.data_ptr(),
         0 if slots is None else slots.data_ptr(),
@@ -106,11 +116,11 @@ def native_output(
         query.dtype == torch.bfloat16,
         residual is not None and residual.dtype == torch.bfloat16,
         0 if slots is None else slots.itemsize,
-        _STRETCH,
-        _threads(tokens * heads),
+        False,
+        threads_for(tokens * heads),
         temperature,
     )
-    _run("midus_lookup", call)
+    run("midus_lookup", call)
     return output
 
 
@@ -123,50 +133,99 @@ def native_score_gradients(
     slots: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys and column keys, in their dtype."""
+    transform: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, row keys and column keys, in their dtype.
+
+    With a transform also its own, and that of what was gathered, `[S, H, v]`, float32.
+    """
+    return _score_gradients(gradient, query, row_keys, column_keys, bank, slots, weights, temperature, transform)
+
+
+def _score_gradients(
+    gradient: torch.Tensor | None,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    temperature: float,
+    transform: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Without a gradient of what was gathered, `weights` are gradients of scores."""
     tokens, heads, k = slots.shape
-    n, half = row_keys.shape[1:]
-    gradient, query = _gradient_rows(gradient), _with_rows(query)
+    (n, half), width = row_keys.shape[1:], bank.shape[-1]
+    gradient, query = None if gradient is None else gradient_rows(gradient), with_rows(query)
     row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
     slots, weights = slots.contiguous(), weights.contiguous()
-    into_query = query.new_empty(query.shape)
-    into_row_keys, into_column_keys = row_keys.new_empty(row_keys.shape), column_keys.new_empty(column_keys.shape)
+    results = [tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys)]
     stretch = max(_STRETCH, -(-tokens // _MOST_PARTS))
-    parts = weights.new_empty(heads * -(-tokens // stretch), 2 * n * half)
-    tensors = (
-        gradient,
-        query,
-        row_keys,
-        column_keys,
-        bank,
-        slots,
-        weights,
-        into_query,
-        into_row_keys,
-        into_column_keys,
-        parts,
-    )
+    units = heads * -(-tokens // stretch)
+    parts, transform_parts = weights.new_empty(units, 2 * n * half), None
+    if transform is not None:
+        transform = transform.contiguous()
+        results += [transform.new_empty(transform.shape), weights.new_empty(tokens, heads, width)]
+        transform_parts = weights.new_empty(units, width, -(-width // _MOST_LANES) * _MOST_LANES)
+    tensors = (gradient, query, row_keys, column_keys, bank, transform, slots, weights)
     call = SCORE_GRADIENTS_CALL.pack(
-        *(tensor.data_ptr() for tensor in tensors),
+        *(address(tensor) for tensor in tensors),
+        *(address(tensor) for tensor in (*results, *(None,) * (_RESULTS - len(results)))),
+        parts.data_ptr(),
+        address(transform_parts),
         tokens,
         heads,
         n,
         half,
-        bank.shape[-1],
+        width,
         k,
-        *gradient.stride()[:2],
+        *((0, 0) if gradient is None else gradient.stride()[:2]),
         *query.stride()[:2],
-        n * n * bank.shape[-1] if bank.dim() == 3 else 0,
+        n * n * width if bank.dim() == 3 else 0,
         query.dtype == torch.bfloat16,
-        gradient.dtype == torch.bfloat16,
+        gradient is not None and gradient.dtype == torch.bfloat16,
         slots.itemsize,
         stretch,
-        _threads(tokens * heads),
+        gradient is None,
+        threads_for(tokens * heads),
         temperature,
     )
-    _run("midus_score_gradients", call)
-    return into_query, into_row_keys, into_column_keys
+    run("midus_score_gradients", call)
+    return tuple(results)
+
+
+def native_scores(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
+
+    Raises:
+        ValueError: If a tensor is not on the CPU.
+    """
+    if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
+        refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
+    (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
+    query, row_keys, column_keys = with_rows(query), row_keys.contiguous(), column_keys.contiguous()
+    slots = query.new_empty(tokens, heads, k, dtype=torch.int64)
+    scores = query.new_empty(tokens, heads, k, dtype=torch.float32)
+    tensors = (query, row_keys, column_keys, None, None, None, None, slots, scores)
+    sizes = (tokens, heads, n, half, 0, k, *query.stride()[:2], 0, 0, 0)
+    narrow, raw = query.dtype == torch.bfloat16, True
+    kinds = (narrow, False, slots.itemsize, raw, threads_for(tokens * heads))
+    run("midus_lookup", LOOKUP_CALL.pack(*map(address, tensors), *sizes, *kinds, 1.0))
+    return scores, slots
+
+
+def native_gradients_of_scores(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, row keys and column keys, in their dtype, for one of scores, `[S, H, k]`."""
+    weights, no_bank = gradient.float(), query.new_empty(0, 0)
+    return _score_gradients(None, query, row_keys, column_keys, no_bank, slots, weights, 1.0, None)
 
 
 def native_bank_gradient(
@@ -176,10 +235,8 @@ def native_bank_gradient(
     tokens, heads, k = slots.shape
     rows, width = bank_shape[-2:]
     own = len(bank_shape) == 3
-    gradient, slots, weights = _gradient_rows(gradient), slots.contiguous(), weights.contiguous()
+    gradient, slots, weights = gradient_rows(gradient), slots.contiguous(), weights.contiguous()
     into = weights.new_empty(bank_shape)
-    threads = _threads(tokens * heads)
-    tables = heads if own else 1
     call = ROW_SUMS_CALL.pack(
         gradient.data_ptr(),
         slots.data_ptr(),
@@ -194,41 +251,7 @@ def native_bank_gradient(
         rows * width if own else 0,
         gradient.dtype == torch.bfloat16,
         slots.itemsize,
-        1 if threads == 1 else -(-2 * threads // tables),  # every range reads all slots
-        threads,
+        threads_for(tokens * heads),
     )
-    _run("midus_row_sums", call)
+    run("midus_row_sums", call)
     return into
-
-
-def _refuse_places(*tensors: torch.Tensor | None) -> NoReturn:
-    """Refuse tensors of which some have no memory that C can read: it would end the process."""
-    names = ("query", "row_keys", "column_keys", "value_bank", "residual")
-    name, place = next(
-        (name, tensor.device)
-        for name, tensor in zip(names, tensors, strict=True)
-        if tensor is not None and not tensor.is_cpu
-    )
-    raise ValueError(
-        f"{name} is on {place}, and others are on cpu; expected one device. Move or load the whole model there."
-    )
-
-
-def _run(name: str, call: bytes) -> None:
-    library: Any = native_library()
-    assert library is not None
-    if getattr(library, name)(call):
-        raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its last dimension in one piece; the others may lie as they do."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def _gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
-    return _with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
-
-
-def _threads(rows: int) -> int:
-    return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from midus_hf.ops.native_build import CACHE_VARIABLE, NotBuilt, built_library, is_off, variant
 
-_FUNCTIONS = ("midus_lookup", "midus_score_gradients", "midus_row_sums")
+_FUNCTIONS = (
+    "midus_lookup",
+    "midus_score_gradients",
+    "midus_weighted_rows",
+    "midus_gathered_products",
+    "midus_row_sums",
+)
 
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -45,7 +51,7 @@ def _load() -> None:
         _missing = f"it does not load ({error}); set {CACHE_VARIABLE} to another folder"
     if _missing is not None:
         warnings.warn(
-            "head-wise memory runs by PyTorch on this CPU, which takes two to four times as long, since its C code could not be "
+            "memory is computed by PyTorch on this CPU, which takes two to seven times as long, since its C code could not be "
             f"built: {_missing}, or set {CACHE_VARIABLE}=off to do without.",
             RuntimeWarning,
             stacklevel=2,

@@ -4,13 +4,15 @@ LOOKUP = r"""
 /* Tokens stand side by side in a vector while slots are selected: lane t of every vector is token t of a block. */
 
 struct lookup {
-    const void *query, *row_keys, *column_keys, *bank, *residual;
+    const void *query, *row_keys, *column_keys, *bank, *transform, *residual; /* [heads][width][width], or none */
     void *output, *slots;
     float *weights;
     int64_t tokens, heads, n, half, width, k;
     int64_t query_token, query_head, residual_token, residual_head, bank_head; /* strides, in numbers */
-    int64_t narrow, residual_narrow, slot_bytes, stretch, threads;
+    int64_t narrow, residual_narrow, slot_bytes, raw, threads; /* raw: weights are scores, which no temperature divides */
     double temperature;
+    struct tables tables; /* this and the following are not the caller's */
+    int64_t groups;
 };
 
 /* Enters a score for each token into its k best, descending; among equal ones the first stays in front. */
@@ -33,6 +35,7 @@ INLINE int any(ints where) {
     return found != 0;
 }
 
+#define STRETCH 64 /* tokens of one unit of work */
 #define AHEAD 6 /* tokens whose rows are asked for before they are read */
 #define KEYS_AT_ONCE 8
 
@@ -77,6 +80,10 @@ INLINE void select_block(
     for (int64_t i = 0; i < k; i++)
         for (int64_t j = 0; (i + 1) * (j + 1) <= k; j++)
             enter(row_best[i] + column_best[j], rows[i] * (int32_t)call->n + columns[j], k, weights, slots);
+    if (call->raw) {
+        for (int64_t i = 0; i < k; i++) weights[i] = pick(spoiled, all(NAN), weights[i]);
+        return;
+    }
     floats total = {0}, temperature = all((float)call->temperature);
     floats largest = pick(spoiled, all(NAN), weights[0] / temperature);
     for (int64_t i = 0; i < k; i++) {
@@ -102,9 +109,10 @@ INLINE void put_sum(const struct lookup *call, floats sum, int64_t residual, int
     }
 }
 
-/* The weighted sum of k rows of a table, for one token and head. */
+/* The weighted sum of k rows of a table, for one token and head: into the output, or, padded, into `gathered`. */
 INLINE void gather(
-    const struct lookup *call, int64_t token, int64_t head, int64_t k, int narrow, const int32_t *slots, const float *weights
+    const struct lookup *call, int64_t token, int64_t head, int64_t k, int narrow, const int32_t *slots, const float *weights,
+    float *gathered
 ) {
     int64_t width = call->width, column = 0;
     const char *bank = (const char *)call->bank + head * call->bank_head * (narrow ? 2 : 4);
@@ -114,7 +122,11 @@ INLINE void gather(
         floats sums[4] = {0};
         for (int64_t m = 0; m < k; m++)
             for (int i = 0; i < 4; i++) sums[i] += weights[m] * load(bank, slots[m] * width + column + i * LANES, narrow);
-        for (int i = 0; i < 4; i++) put_sum(call, sums[i], residual + column + i * LANES, output + column + i * LANES, narrow, LANES);
+        for (int i = 0; i < 4; i++)
+            if (gathered)
+                store(gathered, column + i * LANES, 0, sums[i]);
+            else
+                put_sum(call, sums[i], residual + column + i * LANES, output + column + i * LANES, narrow, LANES);
     }
     for (; column < width; column += LANES) {
         int64_t count = smaller(LANES, width - column);
@@ -122,53 +134,89 @@ INLINE void gather(
         for (int64_t m = 0; m < k; m++)
             sum += weights[m] * (count == LANES ? load(bank, slots[m] * width + column, narrow)
                                                 : load_some(bank, slots[m] * width + column, narrow, count));
-        put_sum(call, sum, residual + column, output + column, narrow, count);
+        if (gathered)
+            store(gathered, column, 0, sum);
+        else
+            put_sum(call, sum, residual + column, output + column, narrow, count);
     }
 }
 
-/* One head and a stretch of tokens. */
+/* What a block of tokens gathered, transformed: [count][padded], by a transform that was turned. */
+INLINE void put_transformed(
+    const struct lookup *call, int64_t first, int64_t count, int64_t head, int narrow, const float *turned, const float *gathered,
+    float *products
+) {
+    int64_t width = call->width, padded = whole_vectors(width);
+    multiply(gathered, padded, 1, turned, padded, products, padded, count, padded, width, 0);
+    for (int64_t token = first; token < first + count; token++)
+        for (int64_t column = 0; column < width; column += LANES)
+            put_sum(
+                call, load(products, (token - first) * padded + column, 0),
+                token * call->residual_token + head * call->residual_head + column,
+                (token * call->heads + head) * width + column, narrow, smaller(LANES, width - column)
+            );
+}
+
+/* Queries of a block of tokens, turned: [numbers][LANES]. Lanes that no token is left for repeat the last one. */
+INLINE void turn_queries(const struct lookup *call, int64_t first, int64_t count, int64_t head, int narrow, floats *asked) {
+    int64_t numbers = 2 * call->half, places[LANES], p = 0;
+    for (int64_t lane = 0; lane < LANES; lane++)
+        places[lane] = (first + smaller(lane, count - 1)) * call->query_token + head * call->query_head;
+    for (; p + LANES <= numbers; p += LANES) {
+        for (int lane = 0; lane < LANES; lane++) asked[p + lane] = load(call->query, places[lane] + p, narrow);
+        turn(asked + p);
+    }
+    for (; p < numbers; p++)
+        for (int lane = 0; lane < LANES; lane++) ((float *)asked)[p * LANES + lane] = one_of(call->query, places[lane] + p, narrow);
+}
+
+/* A stretch of tokens, head by head: what lies side by side in memory is read and written soon after one another. */
 INLINE void lookup_stretch(const struct lookup *call, int64_t unit, char *scratch, int64_t k, int narrow) {
-    int64_t stretches = (call->tokens + call->stretch - 1) / call->stretch, n = call->n, half = call->half;
-    int64_t head = unit / stretches, from = unit % stretches * call->stretch, to = smaller(from + call->stretch, call->tokens);
+    int64_t stretches = (call->tokens + STRETCH - 1) / STRETCH, from = unit % stretches * STRETCH, group = unit / stretches;
+    int64_t to = smaller(from + STRETCH, call->tokens), first_head = call->heads * group / call->groups;
+    int64_t last_head = call->heads * (group + 1) / call->groups;
+    int64_t n = call->n, half = call->half, padded = whole_vectors(call->width);
     floats *asked = (floats *)scratch, *best = asked + 2 * half, *weights = best + 2 * k;
     ints *numbers = (ints *)(weights + k), *slots = numbers + 2 * k;
     float *lane_weights = (float *)(slots + k);
     int32_t *lane_slots = (int32_t *)(lane_weights + k * LANES);
-    float *wide_keys = (float *)(lane_slots + k * LANES);
-    const float *row_keys = (const float *)call->row_keys + head * n * half;
-    const float *column_keys = (const float *)call->column_keys + head * n * half;
-    if (narrow) {
-        widen(call->row_keys, head * n * half, narrow, wide_keys, n * half);
-        widen(call->column_keys, head * n * half, narrow, wide_keys + n * half, n * half);
-        row_keys = wide_keys, column_keys = wide_keys + n * half;
-    }
-    for (int64_t first = from; first < to; first += LANES) {
-        int64_t count = smaller(LANES, to - first);
-        for (int64_t lane = 0; lane < LANES; lane++) {
-            int64_t token = smaller(first + lane, to - 1); /* lanes that no token is left for repeat the last one */
-            int64_t place = token * call->query_token + head * call->query_head;
-            if (first + LANES + lane < to) prefetch(call->query, place + LANES * call->query_token, 2 * half, narrow);
-            for (int64_t p = 0; p < 2 * half; p++) ((float *)asked)[p * LANES + lane] = one_of(call->query, place + p, narrow);
-        }
-        select_block(call, asked, row_keys, column_keys, k, weights, slots, best, numbers);
-        for (int64_t lane = 0; lane < LANES; lane++)
-            for (int64_t m = 0; m < k; m++) {
-                lane_weights[lane * k + m] = ((float *)weights)[m * LANES + lane];
-                lane_slots[lane * k + m] = ((int32_t *)slots)[m * LANES + lane];
-            }
+    float *gathered = (float *)(lane_slots + k * LANES), *products = gathered + LANES * padded;
+    for (int64_t head = first_head; head < last_head; head++) {
+        const float *transform = call->tables.transforms + head * call->tables.transform;
+        const float *row_keys = (const float *)call->row_keys + head * n * half;
+        const float *column_keys = (const float *)call->column_keys + head * n * half;
+        if (narrow) row_keys = call->tables.keys + head * 2 * n * half, column_keys = row_keys + n * half;
         const char *bank = (const char *)call->bank + head * call->bank_head * (narrow ? 2 : 4);
-        for (int64_t lane = 0; lane < count; lane++) {
-            for (int64_t m = 0; m < k && lane + AHEAD < count; m++)
-                prefetch(bank, lane_slots[(lane + AHEAD) * k + m] * call->width, call->width, narrow);
-            gather(call, first + lane, head, k, narrow, lane_slots + lane * k, lane_weights + lane * k);
-        }
-        if (!call->slots) continue;
-        for (int64_t lane = 0; lane < count; lane++)
-            for (int64_t m = 0; m < k; m++) {
-                int64_t place = ((first + lane) * call->heads + head) * k + m;
-                call->weights[place] = lane_weights[lane * k + m];
-                put_slot(call->slots, place, call->slot_bytes, lane_slots[lane * k + m]);
+        for (int64_t first = from; first < to; first += LANES) {
+            int64_t count = smaller(LANES, to - first);
+            turn_queries(call, first, count, head, narrow, asked);
+            int64_t later = first + LANES, next = head;
+            if (later >= to && head + 1 < last_head) later = from, next = head + 1;
+            for (int64_t token = later; token < smaller(later + LANES, call->tokens); token++)
+                prefetch(call->query, token * call->query_token + next * call->query_head, 2 * half, narrow);
+            select_block(call, asked, row_keys, column_keys, k, weights, slots, best, numbers);
+            for (int64_t lane = 0; lane < LANES; lane++)
+                for (int64_t m = 0; m < k; m++) {
+                    lane_weights[lane * k + m] = ((float *)weights)[m * LANES + lane];
+                    lane_slots[lane * k + m] = ((int32_t *)slots)[m * LANES + lane];
+                }
+            for (int64_t lane = 0; lane < count; lane++) {
+                for (int64_t m = 0; m < k && lane + AHEAD < count; m++)
+                    prefetch(bank, lane_slots[(lane + AHEAD) * k + m] * call->width, call->width, narrow);
+                int64_t output = ((first + lane) * call->heads + head) * call->width;
+                prefetch_output(call->output, output, call->width, call->residual ? (int)call->residual_narrow : narrow);
+                float *into = call->transform ? gathered + lane * padded : NULL;
+                gather(call, first + lane, head, k, narrow, lane_slots + lane * k, lane_weights + lane * k, into);
             }
+            if (call->transform) put_transformed(call, first, count, head, narrow, transform, gathered, products);
+            if (!call->slots) continue;
+            for (int64_t lane = 0; lane < count; lane++)
+                for (int64_t m = 0; m < k; m++) {
+                    int64_t place = ((first + lane) * call->heads + head) * k + m;
+                    call->weights[place] = lane_weights[lane * k + m];
+                    put_slot(call->slots, place, call->slot_bytes, lane_slots[lane * k + m]);
+                }
+        }
     }
 }
 
@@ -180,9 +228,30 @@ static void lookup_unit(const void *given, int64_t unit, char *scratch) {
         call->narrow ? lookup_stretch(call, unit, scratch, call->k, 1) : lookup_stretch(call, unit, scratch, call->k, 0);
 }
 
-EXPORTED int midus_lookup(const struct lookup *call) {
-    int64_t vectors = 2 * call->half + 8 * call->k, keys = call->narrow ? 2 * call->n * call->half : 0;
-    int64_t stretches = (call->tokens + call->stretch - 1) / call->stretch;
-    return run_units(lookup_unit, call, call->heads * stretches, call->threads, 4 * (vectors * LANES + keys));
+static void lookup_tables_unit(const void *given, int64_t head, char *scratch) {
+    const struct lookup *call = given;
+    (void)scratch;
+    if (call->narrow)
+        widen_keys(&call->tables, call->row_keys, call->column_keys, head, call->n * call->half);
+    if (call->transform) {
+        int64_t width = call->width, place = head * width * width;
+        float *into = call->tables.transforms + head * call->tables.transform;
+        pad_turned(call->transform, place, (int)call->narrow, width, width, into, whole_vectors(width));
+    }
+}
+
+EXPORTED int midus_lookup(const struct lookup *given) {
+    struct lookup call = *given;
+    int64_t stretches = (call.tokens + STRETCH - 1) / STRETCH, padded = whole_vectors(call.width), failed = 0;
+    call.groups = groups_of(call.heads, stretches, call.threads, call.bank_head);
+    if (call.narrow || call.transform) {
+        int64_t keys = call.narrow ? 2 * call.n * call.half : 0, transform = call.transform ? call.width * padded : 0;
+        failed = new_tables(&call.tables, call.heads, keys, transform) ||
+                 run_units(lookup_tables_unit, &call, call.heads, 1, 0);
+    }
+    int64_t vectors = 2 * call.half + 8 * call.k, transformed = call.transform ? 2 * LANES * padded : 0;
+    failed = failed || run_units(lookup_unit, &call, call.groups * stretches, call.threads, 4 * (vectors * LANES + transformed));
+    free(call.tables.keys);
+    return (int)failed;
 }
 """

@@ -3,7 +3,10 @@
 import torch
 
 from midus_hf.ops.backend import resolve
+from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.native_headwise import native_refusal, native_scores
+from midus_hf.ops.native_product_key import product_key_scores_op
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.selection import largest
@@ -43,10 +46,15 @@ def product_key_topk(
         ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`.
     """
     check_product_keys(query, row_keys, column_keys, k)
-    choices = resolve(backend, selection, "auto", query)
+    heads, n, half = row_keys.shape
+    choices = resolve(backend, selection, "auto", query, native_refusal=native_refusal(n, k))
     if choices.backend == "reference":
         return reference(query, row_keys, column_keys, k)
-    n = row_keys.shape[1]
+    if choices.backend == "native" and choices.selection == "two-stage":
+        flat = (query.reshape(-1, heads, 2 * half), row_keys.to(query.dtype), column_keys.to(query.dtype))
+        call = native_scores if nobody_watches() and are_plain(*flat) else product_key_scores_op
+        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in call(*flat, k))
+        return scores, slots
     row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)  # 2 x [..., H, n]
     with torch.no_grad():
         if choices.backend == "triton" and choices.selection == "two-stage":

@@ -6,17 +6,24 @@ Rows and weights are flat here, `[S, m]` slots into a table `[R, v]`. All sums a
 import torch
 import torch.nn.functional as F
 
+from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native_sums import native_gathered_products, native_row_sums, native_weighted_rows
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 
 _MOST_ELEMENTS = 1 << 24
 """Elements of gathered rows held at a time where no fused sum exists: 64 MB in float32."""
 
+_MOST_COLUMNS_IN_C = 64
+"""Wider rows PyTorch sums as fast, or faster: it sorts what hits them, and writes each row once."""
+
 
 def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
     """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     if backend == "triton":
         return triton_weighted_rows(bank, slots, weights)
+    if backend == "native" and native_library() is not None:
+        return native_weighted_rows(bank, slots, weights)
     wide_rows, places = _widened(bank, slots)
     return F.embedding_bag(places, wide_rows, per_sample_weights=weights.to(wide_rows.dtype), mode="sum").to(
         bank.dtype
@@ -34,12 +41,15 @@ def row_sums(
         weights: `[S, m]`.
         num_rows: R.
         backward: `"sorted"`, `"atomic"` or `"dedup"`.
-        backend: `"torch"` or `"triton"`.
+        backend: `"torch"`, `"native"` or `"triton"`; a graph may have been traced for C that cannot be built here.
     """
     if backward == "dedup":
         return _deduplicated(gradient, slots, weights, num_rows)
     if backend == "triton":
         return triton_row_sums(gradient, slots, weights, num_rows, atomic=backward == "atomic")
+    in_c = backend == "native" and backward == "sorted" and native_library() is not None
+    if in_c and gradient.shape[1] <= _MOST_COLUMNS_IN_C:
+        return native_row_sums(gradient, slots, weights, num_rows)
     wide = torch.promote_types(gradient.dtype, torch.float32)
     if backward == "atomic":
         sums = gradient.new_zeros(num_rows, gradient.shape[1], dtype=wide)
@@ -65,6 +75,8 @@ def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Te
     """`<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
     if backend == "triton":
         return triton_weight_gradients(gradient, bank, slots)
+    if backend == "native" and native_library() is not None:
+        return native_gathered_products(gradient, bank, slots)
     wide_rows, places = _widened(bank, slots)
     starts = torch.arange(0, slots.numel(), slots.shape[1], device=slots.device)
     bags = torch.arange(len(slots), device=slots.device).repeat_interleave(slots.shape[1])

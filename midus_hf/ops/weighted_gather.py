@@ -37,12 +37,13 @@ def weighted_gather(
 
     Raises:
         ValueError: If the shapes disagree.
+        IndexError: On a CPU, if a slot is no row of the bank.
     """
     if bank.dim() != 2 and not (sparse_gradient and bank.dim() > 2):
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
     if slots.shape != weights.shape:
         raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
-    choices = resolve(backend, "auto", backward, bank)
+    choices = resolve(backend, "auto", backward, bank, native_refusal=None)
     if choices.backend == "reference":
         return reference(bank, slots, weights, sparse_gradient)
     leading, m = slots.shape[:-1], slots.shape[-1]

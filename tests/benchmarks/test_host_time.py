@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.host_time import body_of, main, measured, model_of, tasks_of
+from benchmarks.host_time import _Counting, body_of, main, measured, model_of, tasks_of
 from benchmarks.tracked import this_run
 from midus_hf.models import FAMILIES
 
@@ -73,3 +73,30 @@ def test_a_table_is_printed_and_nothing_kept_if_so_asked(monkeypatch, capsys, tm
     monkeypatch.setattr(sys, "argv", words)
     main()
     assert len(kept.read_text().splitlines()) == 2
+
+
+def test_what_computes_is_counted_in_place_or_not_and_views_are_not():
+    numbers = torch.ones(2, 3)
+    with _Counting() as counting:
+        numbers.T, numbers.view(6), torch.empty(2), numbers[0]
+    assert counting.launches == 0
+    with _Counting() as counting:
+        numbers.add_(1), torch.mul(numbers, 2, out=torch.empty(2, 3)), numbers + 1, numbers.T.relu_()
+    assert counting.launches == 4
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--bodies", "torch,cuda"], "body is 'cuda'; expected one of native, torch, triton, joined by commas."),
+        (["--bodies", ""], "body is ''; expected one of"),
+        (["--rounds", "0"], "rounds is 0; expected 1 or more."),
+    ],
+    ids=["body", "no-body", "rounds"],
+)
+def test_what_cannot_be_measured_is_refused_in_a_line(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["host_time", "--no-append", *words])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    told = capsys.readouterr()
+    assert refused.value.code == 2 and message in told.err and not told.out

@@ -118,14 +118,32 @@ def test_a_residual_of_another_width_is_refused():
 
 
 @pytest.mark.skipif(bool(why_missing()), reason=str(why_missing()))
-@pytest.mark.parametrize("place", range(1, 5), ids=["row_keys", "column_keys", "value_bank", "residual"])
+@pytest.mark.parametrize(
+    "place", range(1, 6), ids=["row_keys", "column_keys", "value_bank", "value_transform", "residual"]
+)
 def test_tensors_that_c_cannot_read_are_refused(place):
     """As of a model that was loaded in part: C would end the process."""
-    arguments = [*inputs(), torch.zeros(3, 2, 5)]
+    arguments = [*inputs(), torch.zeros(2, 5, 5), torch.zeros(3, 2, 5)]
     arguments[place] = arguments[place].to("meta")
-    name = ("query", "row_keys", "column_keys", "value_bank", "residual")[place]
+    name = ("query", "row_keys", "column_keys", "value_bank", "value_transform", "residual")[place]
     with (
         torch.no_grad(),
         pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"),
     ):
-        headwise_memory(*arguments[:4], None, 3, residual=arguments[4])
+        headwise_memory(*arguments[:5], 3, residual=arguments[5])
+
+
+@pytest.mark.skipif(bool(why_missing()), reason=str(why_missing()))
+def test_a_direct_call_that_transforms_gives_the_bits_of_the_registered_op(monkeypatch):
+    arguments, asked = [*inputs(), torch.randn(2, 5, 5)], []
+    registered = headwise_memory.__globals__["transformed_lookup_op"]
+    monkeypatch.setitem(
+        headwise_memory.__globals__,
+        "transformed_lookup_op",
+        lambda *given: (asked.append(given), registered(*given))[1],
+    )
+    expected = headwise_memory(*arguments, 3, backend="native")
+    assert len(asked) == 1
+    with torch.no_grad():
+        assert torch.equal(headwise_memory(*arguments, 3, backend="native"), expected)
+    assert len(asked) == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.interpreter import mended_interpreter
+from midus_hf.ops.native_library import why_missing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -13,6 +14,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(params=["torch", "triton"])
 def backend(request) -> str:
     """Each fast body, in turn; kernels run in triton's interpreter where there is no GPU."""
+    return request.param
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def body(request) -> str:
+    """Each fast body of an op that has one in C; that one where it can run."""
+    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
+        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
     return request.param
 
 

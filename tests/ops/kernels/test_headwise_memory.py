@@ -11,12 +11,9 @@ from midus_hf.ops.native_library import why_missing
 NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
 
 
-@pytest.fixture(params=["torch", "native", "triton"])
-def backend(request) -> str:
-    """Each fast body, in turn; the one in C where it can run."""
-    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
-        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
-    return request.param
+@pytest.fixture
+def backend(body) -> str:
+    return body
 
 
 def inputs(tokens, heads, dim, n, width, own=False, transform=False, dtype=torch.float32, seed=0):
@@ -92,8 +89,25 @@ def test_transforming_before_or_after_gathering(backend, expand):
     assert_equals_reference(inputs(30, 3, 16, 6, 8, transform=True), 3, backend, expand=expand)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "tokens, heads, dim, n, width, k",
+    [
+        (1, 1, 2, 1, 1, 1),
+        (33, 2, 16, 64, 16, 4),
+        (70, 9, 64, 12, 64, 4),
+        (20, 2, 80, 33, 80, 2),
+        (9, 2, 20, 40, 133, 32),
+    ],
+)
+def test_every_size_of_what_is_transformed_after_gathering(backend, tokens, heads, dim, n, width, k, dtype):
+    arguments = inputs(tokens, heads, dim, n, width, transform=True, dtype=dtype)
+    assert_equals_reference(arguments, k, backend, expand=False)
+
+
 def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(backend):
-    few, many = (inputs(tokens, 2, 8, 4, 8, transform=True) for tokens in (15, 16))
+    enough = 48 if backend == "native" else 16
+    few, many = (inputs(tokens, 2, 8, 4, 8, transform=True) for tokens in (enough - 1, enough))
     for arguments, expand in ((few, False), (many, True)):
         chosen = headwise_memory(*arguments, 2, backend=backend)
         assert torch.equal(chosen, headwise_memory(*arguments, 2, expand=expand, backend=backend))

@@ -9,6 +9,11 @@ from midus_hf.ops.product_key import select, select_op
 from midus_hf.ops.selection import largest
 
 
+@pytest.fixture
+def backend(body) -> str:
+    return body
+
+
 def chosen_sums(row_scores, column_scores, rows, columns):
     return (row_scores.gather(-1, rows) + column_scores.gather(-1, columns)).cpu()
 

@@ -9,17 +9,8 @@ from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.chapter_attention import chapter_attention
 from midus_hf.ops.chapter_segments import segment_attention_op
 from midus_hf.ops.headwise_lookup import headwise_lookup_op
-from midus_hf.ops.native_library import why_missing
 from midus_hf.ops.product_key import select_op
 from midus_hf.ops.weighted_gather import weighted_gather_op
-
-
-@pytest.fixture(params=["torch", "native", "triton"])
-def lookup_backend(request) -> str:
-    """Each fast body of head-wise memory, in turn; the one in C where it can run."""
-    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
-        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
-    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +27,19 @@ def tables(dtype=torch.float32):
 
 
 @pytest.mark.parametrize("with_residual", ["none", "plain", "strided"])
-def test_the_lookup_is_registered_rightly(lookup_backend, with_residual):
+def test_the_lookup_is_registered_rightly(body, with_residual):
     residual = None
     if with_residual != "none":
         residual = torch.randn(6, 2, 5, device=DEVICE)
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
-    arguments = (*tables(), residual, 3, 0.5, False, "two-stage", "sorted", lookup_backend)
+    arguments = (*tables(), residual, 3, 0.5, False, "two-stage", "sorted", body)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
-def test_gathering_is_registered_rightly(backend):
+def test_gathering_is_registered_rightly(body):
     bank, weights = torch.randn(7, 4, device=DEVICE), torch.randn(5, 3, device=DEVICE)
     slots = torch.randint(7, (5, 3), device=DEVICE)
-    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), "sorted", backend)
+    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), "sorted", body)
     torch.library.opcheck(weighted_gather_op, arguments)
 
 
@@ -93,19 +84,19 @@ def nodes_of(function, arguments):
     return names
 
 
-def test_head_wise_memory_is_one_node_and_views(lookup_backend):
+def test_head_wise_memory_is_one_node_and_views(body):
     def lookup(query, row_keys, column_keys, bank):
-        return headwise_memory(query, row_keys, column_keys, bank, None, 3, backend=lookup_backend)
+        return headwise_memory(query, row_keys, column_keys, bank, None, 3, backend=body)
 
     names = nodes_of(lookup, tables())
     assert sum("headwise_lookup" in name for name in names) == 1
     assert not any(word in name for name in names for word in ("topk", "softmax", "embedding", "matmul", "bmm"))
 
 
-def test_gathering_is_one_node(backend):
+def test_gathering_is_one_node(body):
     bank, slots, weights = torch.randn(7, 4), torch.randint(7, (5, 3)), torch.randn(5, 3)
     on_device = [tensor.to(DEVICE) for tensor in (bank, slots, weights)]
-    names = nodes_of(lambda *tensors: weighted_gather(*tensors, backend=backend), on_device)
+    names = nodes_of(lambda *tensors: weighted_gather(*tensors, backend=body), on_device)
     assert sum("weighted_gather" in name for name in names) == 1
 
 
@@ -138,11 +129,11 @@ def test_compiled_attention_to_chapters_computes_the_same_gradients():
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
-def test_a_compiled_call_computes_the_same_gradients(lookup_backend):
+def test_a_compiled_call_computes_the_same_gradients(body):
     leaves = tables()
 
     def lookup(*tensors):
-        return headwise_memory(*tensors, None, 3, backend=lookup_backend)
+        return headwise_memory(*tensors, None, 3, backend=body)
 
     upstream = torch.randn(6, 2, 5, device=DEVICE)
     eager, compiled = (

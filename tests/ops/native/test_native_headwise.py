@@ -1,14 +1,17 @@
 """Head-wise memory in C: exact selection, the same bits by any threads, and nothing read outside of what was given."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from midus_hf.ops import headwise_memory, op_choices
+from midus_hf.ops import headwise_memory, native_calls, op_choices, transformed_lookup
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup
-from midus_hf.ops.native_headwise import native_lookup
-from midus_hf.ops.native_library import why_missing
+from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup
+from midus_hf.ops.native_library import native_library, why_missing
+from midus_hf.ops.transformed_lookup import transformed_lookup_op
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,20 +28,27 @@ def threads():
     torch.set_num_threads(before)
 
 
-def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, dtype=torch.float32, seed=0):
+def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, transform=False, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (tokens, heads, 2 * half),
         (heads, n, half),
         (heads, n, half),
         ((heads,) if own else ()) + (n * n, width),
+        *([(heads, width, width)] if transform else []),
     ]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
+def retrieved(arguments, k=4, **options):
+    """Of a bank of each head or one that they share, whose rows are transformed after they are gathered, if at all."""
+    given = arguments if len(arguments) == 5 else [*arguments, None]
+    return headwise_memory(*given, k, backend="native", expand=False, **options)
+
+
 def output_and_gradients(arguments, k, **options):
     leaves = [argument.detach().requires_grad_() for argument in arguments]
-    output = headwise_memory(*leaves, None, k, backend="native", **options)
+    output = retrieved(leaves, k, **options)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output.dtype)
     return output.detach(), *torch.autograd.grad(output, leaves, upstream)
 
@@ -69,6 +79,30 @@ def test_slots_are_those_of_a_search_through_all_of_them(sizes, k, dtype):
     assert torch.equal(weights.sum(-1).round(decimals=5), torch.ones(weights.shape[:2]))
 
 
+def test_threads_are_started_where_there_are_none_to_borrow(tmp_path):
+    """As without OpenMP, which PyTorch brings: another process, without PyTorch, gets the same bits by two threads."""
+    generator = torch.Generator().manual_seed(0)
+    gradient, weights = (torch.randn(500, 3, last, generator=generator) for last in (20, 4))
+    slots = torch.randint(36, (500, 3, 4), generator=generator, dtype=torch.int16)
+    expected = native_bank_gradient(gradient, slots, weights, torch.Size((3, 36, 20)))
+    for name, tensor in {"gradient": gradient, "slots": slots, "weights": weights}.items():
+        (tmp_path / name).write_bytes(tensor.numpy().tobytes())
+    code = """
+import ctypes, pathlib, runpy, sys
+calls, library, folder = sys.argv[1], ctypes.CDLL(sys.argv[2]), pathlib.Path(sys.argv[3])
+assert not hasattr(ctypes.CDLL(None), "GOMP_parallel")
+given = [ctypes.create_string_buffer((folder / name).read_bytes()) for name in ("gradient", "slots", "weights")]
+into = ctypes.create_string_buffer(4 * 3 * 36 * 20)
+numbers = (500, 3, 36, 20, 4, 60, 20, 36 * 20, 0, 2, 2)
+call = runpy.run_path(calls)["ROW_SUMS_CALL"].pack(*map(ctypes.addressof, (*given, into)), *numbers)
+assert library.midus_row_sums(call) == 0
+(folder / "sums").write_bytes(into.raw)
+"""
+    words = [native_calls.__file__, native_library()._name, str(tmp_path)]
+    subprocess.run([sys.executable, "-c", code, *words], check=True)
+    assert (tmp_path / "sums").read_bytes() == expected.numpy().tobytes()
+
+
 def test_the_first_of_equal_slots_is_retrieved():
     query, row_keys, column_keys, bank = inputs(tokens=3, heads=1, n=9)
     _, slots, weights = native_lookup(query, row_keys * 0, column_keys * 0, bank, None, 4, 1.0)
@@ -77,25 +111,29 @@ def test_the_first_of_equal_slots_is_retrieved():
     assert all(len(set(of_token.flatten().tolist())) == 4 and 0 in of_token for of_token in slots)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared-bank", "bank-per-head"])
+BANKS = pytest.mark.parametrize(
+    "bank", [{}, {"own": True}, {"transform": True}], ids=["shared-bank", "bank-per-head", "transformed"]
+)
+
+
+@BANKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_change_no_bit(own, dtype, threads):
-    arguments = inputs(tokens=1500, own=own, dtype=dtype)
+def test_threads_change_no_bit(bank, dtype, threads):
+    arguments = inputs(tokens=1500, **bank, dtype=dtype)
     results = []
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 40):
         threads(number)
         results.append(output_and_gradients(arguments, 4))
     for others in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
 
 
-def test_other_tokens_of_a_call_change_no_bit():
-    arguments = inputs(tokens=77, own=True)
-    whole = headwise_memory(*arguments, None, 4, backend="native")
+@BANKS
+def test_other_tokens_of_a_call_change_no_bit(bank):
+    arguments = inputs(tokens=77, **bank)
+    whole = retrieved(arguments)
     with torch.no_grad():
-        one_by_one = [
-            headwise_memory(token[None], *arguments[1:], None, 4, backend="native") for token in arguments[0]
-        ]
+        one_by_one = [retrieved([token[None], *arguments[1:]]) for token in arguments[0]]
     assert torch.equal(whole, torch.cat(one_by_one))
 
 
@@ -124,17 +162,19 @@ def test_infinite_scores_read_nothing_outside(value):
 
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("gradients", [True, False])
-def test_a_residual_of_any_dtype_is_added_to_what_was_rounded(stream, gradients):
-    arguments = inputs(dtype=torch.bfloat16)
+@pytest.mark.parametrize("transform", [False, True], ids=["as-it-is", "transformed"])
+def test_a_residual_of_any_dtype_is_added_to_what_was_rounded(stream, gradients, transform):
+    arguments = inputs(dtype=torch.bfloat16, transform=transform)
     residual = torch.randn(40, 20, 3).to(stream).transpose(1, 2)
     with torch.set_grad_enabled(gradients):
-        output = headwise_memory(*arguments, None, 4, residual=residual, backend="native")
-        alone = headwise_memory(*arguments, None, 4, backend="native")
+        output = retrieved(arguments, residual=residual)
+        alone = retrieved(arguments)
     assert output.dtype == stream and torch.equal(output, (residual + alone).to(stream))
 
 
-def test_tensors_that_lie_otherwise_give_the_same_bits():
-    arguments = inputs(own=True)
+@BANKS
+def test_tensors_that_lie_otherwise_give_the_same_bits(bank):
+    arguments = inputs(**bank)
     expected = output_and_gradients(arguments, 4)
 
     def laid(tensor):
@@ -146,14 +186,15 @@ def test_tensors_that_lie_otherwise_give_the_same_bits():
         assert all(torch.equal(a, b) for a, b in zip(output_and_gradients(moved, 4), expected, strict=True))
 
 
-def test_gradients_that_lie_otherwise_give_the_same_bits():
-    arguments = inputs()
+@BANKS
+def test_gradients_that_lie_otherwise_give_the_same_bits(bank):
+    arguments = inputs(**bank)
     upstream = torch.randn(40, 20, 3).transpose(1, 2)
     results = []
     for given in (upstream, upstream.contiguous(), upstream.double().contiguous()):
         leaves = [argument.detach().requires_grad_() for argument in arguments]
         residual = torch.zeros(40, 3, 20, dtype=given.dtype)
-        output = headwise_memory(*leaves, None, 4, residual=residual, backend="native")
+        output = retrieved(leaves, residual=residual)
         results.append(torch.autograd.grad(output, leaves, given))
     for others in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
@@ -210,11 +251,21 @@ def test_what_it_cannot_take_is_refused(change, message):
         headwise_memory(*arguments, None, k, backend="native")
 
 
-def test_no_tokens_are_no_trouble():
-    arguments = inputs(tokens=0)
-    output, into_query, into_row_keys, into_column_keys, into_bank = output_and_gradients(arguments, 4)
+@BANKS
+def test_no_tokens_are_no_trouble(bank):
+    output, into_query, *into_tables = output_and_gradients(inputs(tokens=0, **bank), 4)
     assert output.shape == (0, 3, 20) and into_query.shape == (0, 3, 16)
-    assert not (into_row_keys.any() or into_column_keys.any() or into_bank.any())
+    assert not any(into_table.any() for into_table in into_tables)
+
+
+@pytest.mark.parametrize("wanted", range(5), ids=["query", "row_keys", "column_keys", "bank", "transform"])
+def test_a_gradient_of_one_tensor_is_what_it_is_among_all(wanted):
+    arguments = inputs(transform=True)
+    _, *expected = output_and_gradients(arguments, 4)
+    arguments[wanted].requires_grad_()
+    output = retrieved(arguments)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(torch.autograd.grad(output, arguments[wanted], upstream)[0], expected[wanted])
 
 
 def test_tensors_without_memory_are_not_read():
@@ -225,12 +276,12 @@ def test_tensors_without_memory_are_not_read():
         assert headwise_memory(*arguments, None, 4).shape == (2, 3, 20)
 
 
-def test_a_graph_holds_it_and_gives_the_same_bits():
-    arguments = inputs(tokens=30)
+@BANKS
+def test_a_graph_holds_it_and_gives_the_same_bits(bank):
+    arguments = inputs(tokens=30, **bank)
     torch._dynamo.reset()
-    compiled = torch.compile(headwise_memory, fullgraph=True, backend="aot_eager")
     leaves = [argument.requires_grad_() for argument in arguments]
-    output, eager = compiled(*leaves, None, 4), headwise_memory(*leaves, None, 4, backend="native")
+    output, eager = torch.compile(retrieved, fullgraph=True, backend="aot_eager")(leaves), retrieved(leaves)
     assert torch.equal(output, eager)
     upstream = torch.randn_like(output)
     both = (torch.autograd.grad(made, leaves, upstream) for made in (output, eager))
@@ -241,3 +292,23 @@ def test_a_graph_holds_it_and_gives_the_same_bits():
 def test_it_is_registered_rightly_in_half_precision():
     arguments = [argument.requires_grad_() for argument in inputs(tokens=6, dtype=torch.bfloat16)]
     torch.library.opcheck(headwise_lookup_op, (*arguments, None, 3, 0.5, False, "two-stage", "sorted", "native"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+def test_transforming_what_was_gathered_is_registered_rightly(dtype, with_residual):
+    arguments = [argument.requires_grad_() for argument in inputs(tokens=6, transform=True, dtype=dtype)]
+    residual = torch.randn(6, 3, 20).requires_grad_() if with_residual else None
+    torch.library.opcheck(transformed_lookup_op, (*arguments, residual, 3, 0.5))
+
+
+def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
+    arguments = inputs(transform=True)
+    expected = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
+    monkeypatch.setattr(transformed_lookup, "native_library", lambda: None)
+    found = output_and_gradients(arguments, 4, residual=torch.ones(40, 3, 20))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found[0], expected[0])
+    arguments[0].requires_grad_()
+    assert torch.equal(retrieved(arguments, residual=torch.ones(40, 3, 20)), found[0])

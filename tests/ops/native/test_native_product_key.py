@@ -1,0 +1,150 @@
+"""Product-key retrieval in C: exact slots, and scores with gradients."""
+
+import math
+
+import pytest
+import torch
+
+from midus_hf.ops import native_product_key, op_choices, product_key_topk
+from midus_hf.ops.native_library import why_missing
+from midus_hf.ops.native_product_key import product_key_scores_op
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    if why_missing():
+        pytest.skip(why_missing())
+
+
+def inputs(leading=(30,), heads=3, half=8, n=12, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((*leading, heads, 2 * half), (heads, n, half), (heads, n, half))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def scores_slots_and_gradients(arguments, k, **options):
+    leaves = [argument.detach().requires_grad_() for argument in arguments]
+    scores, slots = product_key_topk(*leaves, k, **options)
+    upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(5)).to(scores.dtype)
+    return scores.detach(), slots, *torch.autograd.grad(scores, leaves, upstream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "sizes, k",
+    [
+        ({}, 4),
+        ({"leading": (2, 5)}, 1),
+        ({"leading": ()}, 3),
+        ({"leading": (300,), "n": 64, "half": 33}, 4),
+        ({"n": 40}, 33),
+        ({"n": 300, "heads": 1}, 9),
+    ],
+    ids=str,
+)
+def test_slots_are_the_references_and_scores_and_gradients_close(sizes, k, dtype):
+    arguments = inputs(**sizes, dtype=dtype)
+    found = scores_slots_and_gradients(arguments, k, backend="native")
+    expected = scores_slots_and_gradients([argument.double() for argument in arguments], k, backend="reference")
+    assert found[0].dtype == torch.float32 and torch.equal(found[1], expected[1])
+    for index, name in ((0, "scores"), (2, "query"), (3, "row_keys"), (4, "column_keys")):
+        close = 1e-2 if found[index].dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            found[index].double(),
+            expected[index],
+            rtol=close,
+            atol=5 * close,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def test_threads_change_no_bit():
+    arguments, before, results = inputs((900,)), torch.get_num_threads(), []
+    for number in (1, 2, 40):
+        torch.set_num_threads(number)
+        results.append(scores_slots_and_gradients(arguments, 4, backend="native"))
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+def test_nan_in_a_query_is_nan_in_its_scores():
+    arguments = inputs()
+    arguments[0][7, 1, 3] = math.nan
+    scores, slots = product_key_topk(*arguments, 4, backend="native")
+    assert scores[7, 1].isnan().all() and scores.isnan().sum() == 4
+    assert slots.min() >= 0 and slots.max() < 144
+
+
+def test_no_tokens_are_no_trouble():
+    scores, slots, into_query, *into_keys = scores_slots_and_gradients(inputs((0,)), 4, backend="native")
+    assert scores.shape == slots.shape == (0, 3, 4) and into_query.shape == (0, 3, 16)
+    assert not any(into.any() for into in into_keys)
+
+
+def test_it_is_what_runs_where_nobody_chose():
+    arguments = inputs()
+    chosen = scores_slots_and_gradients(arguments, 4)
+    with op_choices(backend="native"):
+        other = scores_slots_and_gradients(arguments, 4)
+    assert all(torch.equal(*both) for both in zip(chosen, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype": torch.float64}, "the tensors are float64; expected float32 or bfloat16"),
+        ({"k": 65, "n": 65}, "k is 65; expected 64 or less"),
+    ],
+    ids=["dtype", "k"],
+)
+def test_what_it_cannot_take_is_refused(change, message):
+    k = change.get("k", 4)
+    arguments = inputs(**{name: value for name, value in change.items() if name != "k"})
+    with pytest.raises(ValueError, match=f"backend is 'native', but {message}, or choose 'torch'"):
+        product_key_topk(*arguments, k, backend="native")
+    assert product_key_topk(*arguments, k)[1].shape == (30, 3, k)
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["row_keys", "column_keys"])
+def test_tensors_that_c_cannot_read_are_refused(place):
+    arguments = inputs()
+    arguments[place] = arguments[place].to("meta")
+    name = ("query", "row_keys", "column_keys")[place]
+    told = f"{name} is on meta, and others are on cpu; expected one device"
+    with torch.no_grad(), pytest.raises(ValueError, match=told):
+        product_key_topk(*arguments, 4)
+
+
+def test_a_direct_call_gives_the_bits_of_the_registered_op(monkeypatch):
+    arguments, asked = inputs(), []
+    expected = product_key_topk(*arguments, 4)
+    monkeypatch.setitem(product_key_topk.__globals__, "product_key_scores_op", lambda *given: asked.append(given))
+    with torch.no_grad():
+        found = product_key_topk(*arguments, 4)
+    assert not asked and all(torch.equal(*both) for both in zip(found, expected, strict=True))
+
+
+def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
+    arguments = inputs()
+    expected = scores_slots_and_gradients(arguments, 4, backend="native")
+    with monkeypatch.context() as without:
+        without.setattr(native_product_key, "native_library", lambda: None)
+        found = scores_slots_and_gradients(arguments, 4, backend="native")
+    assert torch.equal(found[1], expected[1])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_registered_rightly(dtype):
+    arguments = [argument.requires_grad_() for argument in inputs((6,), dtype=dtype)]
+    torch.library.opcheck(product_key_scores_op, (*arguments, 3))
+
+
+def test_autocast_does_not_narrow_scores():
+    arguments = inputs()
+    expected = product_key_topk(*arguments, 4, backend="native")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = product_key_topk(*arguments, 4, backend="native")
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))

@@ -1,0 +1,131 @@
+"""Sums and products of rows in C: the same bits by any threads, and nothing read outside of what was given."""
+
+import pytest
+import torch
+
+from midus_hf.ops import op_choices, row_sums, weighted_gather
+from midus_hf.ops.gathered_products import gathered_products
+from midus_hf.ops.native_library import why_missing
+from midus_hf.ops.native_sums import native_gathered_products, native_row_sums, native_weighted_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    if why_missing():
+        pytest.skip(why_missing())
+
+
+@pytest.fixture
+def threads():
+    """Sets how many there are, for the length of a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def inputs(tokens=90, m=7, rows=40, width=150, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    bank, vectors = (torch.randn(count, width, generator=generator).to(dtype) for count in (rows, tokens))
+    slots = torch.randint(rows, (tokens, m), generator=generator)
+    return bank, vectors, slots, torch.randn(tokens, m, generator=generator)
+
+
+def all_three(bank, vectors, slots, weights):
+    return (
+        native_weighted_rows(bank, slots, weights),
+        native_row_sums(vectors, slots, weights, len(bank)),
+        native_gathered_products(vectors, bank, slots),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 16, 37, 64, 150])
+def test_they_are_those_of_one_hot_matrices(width, dtype):
+    bank, vectors, slots, weights = inputs(width=width, dtype=dtype)
+    hits = torch.nn.functional.one_hot(slots, len(bank)).double()  # [S, m, R]
+    spread = (hits * weights.unsqueeze(-1)).sum(1)  # [S, R]
+    expected = (
+        spread @ bank.double(),
+        spread.T @ vectors.double(),
+        (hits @ bank.double()) @ vectors.double().unsqueeze(-1),
+    )
+    for found, exact in zip(all_three(bank, vectors, slots, weights), expected, strict=True):
+        close = 1e-2 if found.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), exact.view(found.shape), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit(dtype, threads):
+    arguments = inputs(tokens=700, dtype=dtype)
+    results = []
+    for number in (1, 2, 3, 40):
+        threads(number)
+        results.append(all_three(*arguments))
+    for others in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+def test_tables_that_no_cache_holds_give_the_same_bits():
+    """They are read row by row, and smaller ones some columns at a time."""
+    bank, _, slots, weights = inputs()
+    large = torch.zeros(40000, 150)
+    large[:40] = bank
+    assert torch.equal(native_weighted_rows(large, slots, weights), native_weighted_rows(bank, slots, weights))
+
+
+@pytest.mark.parametrize("kind", [torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
+def test_slots_of_any_integers_are_read(kind):
+    bank, vectors, slots, weights = inputs()
+    expected = all_three(bank, vectors, slots, weights)
+    found = all_three(
+        bank.T.contiguous().T, vectors.T.contiguous().T, slots.to(kind).T.contiguous().T, weights.double()
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("outside", [-1, 40, 1 << 40])
+def test_slots_outside_of_the_bank_are_refused(outside):
+    bank, vectors, slots, weights = inputs()
+    slots[3, 2] = outside
+    told = "slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them"
+    for call in (
+        lambda: native_weighted_rows(bank, slots, weights),
+        lambda: native_row_sums(vectors, slots, weights, 40),
+        lambda: native_gathered_products(vectors, bank, slots),
+        lambda: weighted_gather(bank, slots, weights),
+    ):
+        with pytest.raises(IndexError, match=told):
+            call()
+
+
+@pytest.mark.parametrize("name", ["bank", "slots", "weights"])
+def test_tensors_that_c_cannot_read_are_refused(name):
+    bank, _, slots, weights = inputs()
+    given = {"bank": bank, "slots": slots, "weights": weights}
+    given[name] = given[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"):
+        native_weighted_rows(**given)
+
+
+@pytest.mark.parametrize("op", [weighted_gather, gathered_products])
+def test_they_are_what_runs_where_nobody_chose_and_pytorch_where_there_is_no_library(op, monkeypatch):
+    bank, vectors, slots, weights = inputs()
+    arguments = (bank, slots, weights) if op is weighted_gather else (vectors, bank, slots)
+    chosen = op(*arguments)
+    assert torch.equal(chosen, op(*arguments, backend="native"))
+    with op_choices(backend="native"):
+        assert torch.equal(chosen, op(*arguments))
+        monkeypatch.setattr(row_sums, "native_library", lambda: None)
+        assert torch.equal(op(*arguments), op(*arguments, backend="torch"))
+
+
+def test_a_graph_holds_it_and_gives_the_same_bits():
+    bank, _, slots, weights = inputs()
+    leaves = [bank.requires_grad_(), weights.requires_grad_()]
+    torch._dynamo.reset()
+    compiled = torch.compile(weighted_gather, fullgraph=True, backend="aot_eager")
+    outputs = [call(bank, slots, weights) for call in (weighted_gather, compiled)]
+    upstream = torch.randn_like(outputs[0])
+    eager, traced = (torch.autograd.grad(output, leaves, upstream) for output in outputs)
+    torch._dynamo.reset()
+    assert torch.equal(*outputs) and all(torch.equal(one, other) for one, other in zip(eager, traced, strict=True))
