@@ -22,8 +22,10 @@ from tests.upscalers.checkpoints import (
     tensor_files,
     write_tensors,
 )
-from tests.upscalers.turns import in_turn
+from tests.upscalers.turns import families, in_turn
 from upscalers import RequestError, upscale
+
+family = families("qwen2", "gemma3")
 
 
 def upscaled(base, output, **request):

@@ -14,7 +14,10 @@ from tests.upscalers.checkpoints import (
     read_tensors,
     same_tensors,
 )
+from tests.upscalers.turns import families
 from upscalers import VerificationError, upscale
+
+family = families("qwen3", "gemma2")
 
 SMALL = ("--set", "n=8", "--set", "k=2")
 

@@ -17,10 +17,13 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
+from tests.upscalers.turns import families
 from upscalers import strip, upscale
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_model import open_base
 from upscalers.runs.inspection import inspect_checkpoint
+
+family = families("qwen3", "gemma3")
 
 WITHOUT_COUNT = (
     "upscale: warning: the weights are not the base's, byte for byte: trained since it was upscaled, or cast."

@@ -12,10 +12,13 @@ from midus_hf.models.export import write_code
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
+from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable
 from upscalers.runs.writing import Writing
+
+family = families("qwen2", "gemma2")
 
 
 def upscaled(base, output, **request):

@@ -22,7 +22,10 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
+from tests.upscalers.turns import families
 from upscalers import upscale
+
+family = families("llama", "gemma2")
 
 NOT_OF_THE_MODEL = ("pytorch_model.bin", "training_args.bin", "model.gguf", "modeling_x.py", ".gitattributes")
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world"]

@@ -19,8 +19,11 @@ from tests.upscalers.checkpoints import (
     same_tensors,
     save_base,
 )
+from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
+
+family = families("llama", "gemma2")
 
 
 def upscaled(base, output, **request):

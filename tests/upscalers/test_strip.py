@@ -26,8 +26,11 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.mutations import VALUES
+from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
+
+family = families("qwen2", "gemma3")
 
 
 def upscaled(base, output, **request):

@@ -7,12 +7,15 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
 from tests.upscalers.solvers.recording import Recorder
+from tests.upscalers.turns import families
 from upscalers import RequestError, VerificationError, upscale
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus_hml import MidusHml
 from upscalers.runs import job, streamed_model
 from upscalers.runs.writing import Writing
 from upscalers.tensors.recipes import Copy, Fill
+
+family = families("llama", "gemma3")
 
 
 def upscaled(base, output, **request):

@@ -1,10 +1,12 @@
 """Parameters of a test taken in turn, where their product would only repeat what single ones show."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 from pairs import by_default
+from tiny import FAMILIES
 
 
 def in_turn(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
@@ -13,3 +15,18 @@ def in_turn(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     assert len(rows) >= len(columns)  # or columns would be left out
     kept = [(row, columns[number % len(columns)]) for number, row in enumerate(rows)]
     return by_default(kept, itertools.product(rows, columns))
+
+
+def families(*kept: str, of: Iterable[str] = FAMILIES) -> Any:
+    """A fixture of families for a file whose subject knows none: two run by default, the others with the product.
+
+    Args:
+        kept: Keys of the table; other ones from file to file, so that all families meet.
+        of: The table. Default: those that host memory.
+    """
+
+    @pytest.fixture(params=by_default(kept, of))
+    def chosen(request) -> str:
+        return request.param
+
+    return chosen

@@ -8,9 +8,12 @@ import torch
 from midus_config.controls import controls_of
 from midus_hf.training import set_trainable
 from tests.upscalers.checkpoints import load, logits
+from tests.upscalers.turns import families
 from upscalers import upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.controls.shuffling import shuffle
+
+family = families("qwen2", "gemma3")
 
 METHODS = {
     "midus-hml": {"n": 4, "k": 2},

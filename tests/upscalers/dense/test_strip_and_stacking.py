@@ -20,9 +20,12 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import REQUESTS, upscaled
+from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.architecture.families import FAMILIES
 from upscalers.runs.inspection import inspect_checkpoint
+
+family = families("qwen3", "gemma3")
 
 DERIVED = ("README.md", "upscale.json")
 """Files of an upscaled model that stripping a stacked one does not bring back."""
