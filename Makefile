@@ -13,9 +13,11 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
-# Kernels are compiled for all targets with the newest triton, and with the oldest, which is that of a GPU's machine, for its own.
-# Of the benchmarks, what walks through a run on a GPU.
-OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py) -k 'not sm_80 and not sm_100 and not gfx942'
+# Kernels are compiled for a target of each maker with the newest triton (for all of them by test-all), and with the oldest, which is
+# that of a GPU's machine, for its own. Of the benchmarks, what walks through a run on a GPU. What both versions run, the oldest run
+# with each value of a parameter, not in pairs, and without what the C++ compiler takes long for.
+OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py) -k 'not gfx942 and not inductor and not without_triton and not native_build'
+IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
 
@@ -38,7 +40,7 @@ test-newest: $(VENV)/installed material
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(patsubst %,--ignore=%,tests/benchmarks/test_rehearsal.py $(IN_THE_INTERPRETER))
 
 test-oldest: $(OLDEST)/installed
-	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS)
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(addprefix --each-value=,$(IN_BOTH))
 
 material: $(VENV)/installed
 	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses

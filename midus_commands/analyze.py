@@ -92,6 +92,7 @@ def heads(
 app.command()(inside.layers)
 app.command()(inside.drift)
 app.command()(inside.values)
+app.command()(inside.blocks)
 app.command()(inside_page.page)
 
 

@@ -74,6 +74,13 @@ def midus_eval(
             metavar="TREE",
         ),
     ] = None,
+    path_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Where rows of the text hold the paths by which models that fetch blocks do so; implies --apart.  [default: none]",
+            metavar="NAME",
+        ),
+    ] = None,
     blocked: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,6 +146,7 @@ def midus_eval(
             "max_tokens": max_tokens,
             "apart": apart,
             "retriever": retriever,
+            "path_column": path_column,
             "blocked": blocked or None,
             "block_best": block_best,
             "tasks": None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()],

@@ -1,11 +1,13 @@
-"""`midus-analyze page`: what layers, drift and values tell of a model, on one page."""
+"""`midus-analyze page`: what layers, drift, values and blocks tell of a model, on one page."""
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midus_commands.inside import Model, in_words, load_with_base, usage_of_slots
+from midus_commands.inside import Model, in_words, load_with_base
 from midus_commands.reading import (
     BatchSize,
     Column,
@@ -24,6 +26,12 @@ from midus_commands.reading import (
     token_bar,
     working,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from midus_hf.analysis.drift import LogitsOfBase
+    from midus_hf.analysis.usage import Usage
 
 _MOST_SLOTS = 3
 """Of each memory, that are told."""
@@ -46,26 +54,43 @@ def page(
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
-    """Write one page of what layers, drift and values tell: parts, how far predictions moved, and what slots hold."""
+    """Write one page: what is lost without each part, how far predictions moved, what slots hold, and which blocks are fetched."""
     with working():
         check_picture("output", output, ".html")
         documents = named_documents(text, column, encoding, limit)
         loaded, tokenizer, of_base = load_with_base(model, base, dtype, device)
+        from tqdm import tqdm
+
         from midus_hf.analysis import drift, inside_page
+        from midus_hf.analysis.block_usage import bank_layouts, usage_by_rows
         from midus_hf.analysis.layer_effects import layer_effects
         from midus_hf.analysis.slot_tokens import memories_of_slots, slot_tokens, slots_table
+        from midus_hf.analysis.usage import record_usage
 
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
-        with token_bar() as show:
+        with token_bar("layers") as show:
             effects = layer_effects(loaded, rows, batch_size=batch_size, progress=show)
         total = sum(of_text.num_tokens for of_text in rows)
-        with token_bar() as show:
-            moved = drift.drift(loaded, of_base, rows, batch_size=batch_size, progress=adding(show, total))
         hosts, values = memories_of_slots(loaded), []
-        if hosts:
-            usage = usage_of_slots(loaded, rows, batch_size)
-            for hosted in hosts:
-                near = slot_tokens(loaded, tokenizer, hosted.layer, usage=usage, most=_MOST_SLOTS, memory=hosted.name)
-                values.append(slots_table(near, hosted.place))
+        with token_bar("drift") as show, record_usage(loaded) if hosts else contextlib.nullcontext() as usage:
+            told = adding(show, total)
+            apart = of_base if usage is None else _uncounted(of_base, usage)
+            moved = drift.drift(loaded, apart, rows, batch_size=batch_size, progress=told)
+        for hosted in tqdm(hosts, desc="slots", unit=" memories", disable=None):
+            near = slot_tokens(loaded, tokenizer, hosted.layer, usage=usage, most=_MOST_SLOTS, memory=hosted.name)
+            values.append(slots_table(near, hosted.place))
     compared = {"model": model, "base": in_words(base)}
-    inside_page.write_inside_page(output, compared, effects, moved, values, tokenizer)
+    fetched = {
+        of_text.name: usage_by_rows(bank_layouts(loaded), of_text) for of_text in rows if of_text.paths is not None
+    }
+    inside_page.write_inside_page(output, compared, effects, moved, values, fetched, tokenizer)
+
+
+def _uncounted(of_base: "LogitsOfBase", usage: "Usage") -> "LogitsOfBase":
+    """The same, without counting the slots that the base reads, where it has memories of its own."""
+
+    def logits(rows: "Sequence[torch.Tensor]") -> "torch.Tensor":
+        with usage.paused():
+            return of_base(rows)
+
+    return logits

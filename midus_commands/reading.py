@@ -133,25 +133,41 @@ def rows_of(
         ValueError: As `text_rows`; if a retriever is given and the model fetches nothing.
     """
     from midus_hf.analysis.text_rows import text_rows
-    from midus_hf.evaluation.fetching import fetches_blocks
 
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = [
         text_rows(name, of_text, tokenizer, longest=longest, sequence_length=sequence_length, max_tokens=max_tokens)
         for name, of_text in documents.items()
     ]
+    find_paths = path_finder(model, retriever)
+    return (
+        rows if find_paths is None else [_with_paths(of_text, documents[of_text.name], find_paths) for of_text in rows]
+    )
+
+
+def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder | None":
+    """What finds the paths by which texts fetch blocks; None, and a line that tells so, where a model could and nothing is given.
+
+    Args:
+        model: That reads them.
+        retriever: Tree of topics.
+
+    Raises:
+        ValueError: If a retriever is given and the model fetches nothing, or it cannot be loaded.
+    """
+    from midus_hf.evaluation.fetching import fetches_blocks
+
     if retriever is None:
         if fetches_blocks(model):
             print(
                 "texts fetch nothing from the model's bank; give --retriever with its tree of topics", file=sys.stderr
             )
-        return rows
+        return None
     if not fetches_blocks(model):
         raise ValueError(f"retriever is {retriever!r}, and the texts of this model fetch no blocks; leave it out.")
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
-    found = MemoryRetriever.load(retriever, device=str(model.device))
-    return [_with_paths(of_text, documents[of_text.name], found.paths) for of_text in rows]
+    return MemoryRetriever.load(retriever, device=str(model.device)).paths
 
 
 def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFinder") -> "TextRows":
@@ -166,11 +182,11 @@ def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFin
 
 
 @contextlib.contextmanager
-def token_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar of the tokens that have been read."""
+def token_bar(what: str = "reading") -> Iterator[Callable[[int, int], None]]:
+    """A bar of the tokens that have been read, and what for."""
     from tqdm import tqdm
 
-    with tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+    with tqdm(desc=what, unit=" tokens", disable=None) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
@@ -205,7 +221,12 @@ def show_report(report: dict[str, Any], tables: "Sequence[TableOfWords]", json_:
     """Print what was found: a report as JSON, or tables of it that have rows."""
     if json_:
         print(json.dumps(report, indent=2, allow_nan=False))
-        return
+    else:
+        show_tables(tables)
+
+
+def show_tables(tables: "Sequence[TableOfWords]") -> None:
+    """Print tables that have rows."""
     import rich.box
     from rich.console import Console
     from rich.table import Table

@@ -7,12 +7,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from midus_commands.exit_status import run_command
 from midus_commands.loaded_model import load_on
+from midus_commands.reading import Retriever, path_finder, show_tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from midus_hf.analysis.block_usage import BankLevel
+    from midus_hf.analysis.memory_place import MemoryPlace
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -33,6 +40,7 @@ def midus_usage(
         int | None, typer.Option(help="Tokens of the text to read.  [default: all]", metavar="N")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")] = 4,
+    retriever: Retriever = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")] = "auto",
     device: Annotated[
         str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
@@ -45,10 +53,12 @@ def midus_usage(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Let a model read a text and say which of its memory slots are retrieved and which chapters opened, and how evenly."""
+    """Let a model read a text and say which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
     from rich.console import Console
     from tqdm import tqdm
 
+    from midus_hf.analysis.block_report import as_json, blocks_table
+    from midus_hf.analysis.block_usage import bank_layouts, record_block_usage
     from midus_hf.analysis.chapter_usage import record_chapter_usage
     from midus_hf.analysis.report import draw_usage, usage_table
     from midus_hf.analysis.usage import record_usage, summarise, uncounted_memories
@@ -68,9 +78,22 @@ def midus_usage(
         loaded, tokenizer = load_on(model, dtype, device)
         uncounted = uncounted_memories(loaded)
         has_chapters = uncounted.pop("chapters", None) is not None
+        has_slots = any(isinstance(module, RetrievesSlots) for module in loaded.modules())
+        banks = bank_layouts(loaded)
+        if banks and retriever is None and not (has_slots or has_chapters):
+            raise ValueError(
+                f"the texts of this {loaded.config.model_type} model fetch blocks, and nothing says which; expected "
+                "the tree of topics that they are found by. Pass --retriever."
+            )
+        find_paths = path_finder(loaded, retriever)
+        blocks = None
         with contextlib.ExitStack() as stack, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
             recorded = []
-            if not has_chapters or any(isinstance(module, RetrievesSlots) for module in loaded.modules()):
+            if find_paths is not None:
+                blocks = stack.enter_context(record_block_usage(loaded))
+                for layout in banks.values():
+                    uncounted.pop(layout.memory_type, None)
+            if has_slots or not (has_chapters or blocks):
                 recorded.append(stack.enter_context(record_usage(loaded)))
             if has_chapters:
                 recorded.append(stack.enter_context(record_chapter_usage(loaded)))
@@ -87,6 +110,8 @@ def midus_usage(
                 max_tokens=max_tokens,
                 batch_size=batch_size,
                 progress=show_progress,
+                apart=find_paths is not None,
+                find_paths=find_paths,
             )
     counts = {place: of_memory for usage in recorded for place, of_memory in usage.counts.items()}
     memories = summarise(dict(sorted(counts.items())))
@@ -99,15 +124,21 @@ def midus_usage(
             "tokens": result.tokens,
             "perplexity": result.perplexity,
             "layers": {str(place): dataclasses.asdict(of_memory) for place, of_memory in memories.items()},
+            "blocks": {} if blocks is None else as_json(blocks),
             "not_counted": uncounted,
         }
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
         console = Console()
-        console.print(usage_table(memories))
+        if memories:
+            console.print(usage_table(memories))
+        if blocks is not None:
+            show_tables([blocks_table({Path(text).name: blocks})])
         console.print(f"{result.tokens:,} tokens of {text}, perplexity {result.perplexity:.4f}")
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
-        draw_usage(counts, output)
+        drawn: dict[MemoryPlace | BankLevel, torch.Tensor] = dict(counts.items())
+        drawn.update({} if blocks is None else blocks.counts.items())
+        draw_usage(drawn, output)
 
 
 def _check_output(path: Path) -> None:

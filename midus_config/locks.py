@@ -1,11 +1,15 @@
 """Locks on files and folders, which go with the process that holds them, however it ends."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+"""What file systems say that have no locks, such as some of networks."""
 
 _HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
@@ -44,6 +48,11 @@ class Lock:
     def release(self) -> None:
         """Let others have it; again does nothing."""
         self._closing()
+
+
+def has_no_locks(error: OSError) -> bool:
+    """Whether an error of `Lock` says that the file system has no locks, and not that somebody holds one."""
+    return error.errno in _NO_LOCKS
 
 
 @contextlib.contextmanager

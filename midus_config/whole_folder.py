@@ -3,12 +3,13 @@
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from midus_config.locks import Lock
+from midus_config.locks import Lock, has_no_locks
 from midus_config.whole_files import sync
 from midus_config.wording import first_few
 
@@ -41,6 +42,10 @@ class Replacing:
         return True
 
 
+class _HeldByAnotherRun(Exception):
+    """Another run works in the folder."""
+
+
 class WholeFolder:
     """A folder that appears whole or not at all, also when the process is killed.
 
@@ -48,6 +53,8 @@ class WholeFolder:
     run that is still alive holds a lock on it. An output that is to be replaced is moved aside to `.NAME.replaced` for
     the moment between two renames, and moved back by the next run should the process be killed in that moment. Folders
     of these names that no run left are a person's: they are refused and stay as they are.
+
+    Where the file system has no locks the work goes on, and a line on standard error says that nothing guards the folder.
 
     Args:
         path: The output. A link stands for what it points to.
@@ -128,27 +135,41 @@ class WholeFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(exist_ok=True)
         try:
-            lock = Lock(self.partial)
-            mine = lock.is_on(
-                self.partial
-            )  # the run that held it may have moved this very folder to its place in the meantime
-            if not mine:
-                lock.release()
-        except OSError:
-            mine = False
-        if not mine:
-            raise self._replacing.error(
-                f"output {self.path} is being written by another run. Wait for it, or choose another folder."
-            )
-        try:
+            self._lock = self._locked()
             self._check_siblings()
             (self.partial / self._replacing.mark).touch()
+        except _HeldByAnotherRun:
+            raise self._replacing.error(
+                f"output {self.path} is being written by another run. Wait for it, or choose another folder."
+            ) from None
         except BaseException:
             with contextlib.suppress(OSError):
                 self.partial.rmdir()  # goes only where it is empty
-            lock.release()
+            self._release()
             raise
-        self._lock = lock
+
+    def _locked(self) -> Lock | None:
+        """The lock on the folder that the work goes on in; None, and a line that says so, where the file system has none."""
+        try:
+            lock = Lock(self.partial)
+        except (BlockingIOError, FileNotFoundError):
+            raise _HeldByAnotherRun from None
+        except OSError as error:
+            if not has_no_locks(error):
+                raise
+            line = f"output {self.path} is not guarded: its file system has no locks. Let no other run write it meanwhile."
+            print(line, file=sys.stderr)
+            return None
+        if not lock.is_on(
+            self.partial
+        ):  # the run that held it has moved this very folder to its place in the meantime
+            lock.release()
+            raise _HeldByAnotherRun
+        return lock
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def commit(self) -> None:
         """Force the folder's files to the disk and put it in its place.
@@ -175,8 +196,7 @@ class WholeFolder:
         if not self._committed:
             self._delete(self.partial)
             self._recover()
-        if self._lock is not None:
-            self._lock.release()
+        self._release()
 
     def _is_left_over(self, folder: Path) -> bool:
         """Whether a run of ours left a folder behind: an empty one, one with the mark, or one that may be replaced."""

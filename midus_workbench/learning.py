@@ -60,17 +60,33 @@ def by_rate(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def best_rate(results: Sequence[Result], domain: Sequence[str]) -> Rate:
-    """The rate at which the mean loss of the domain over seeds ends lowest, the first of several.
+    """The rate at which the mean loss of the domain ends lowest, the first of several, over seeds that rates have in common.
 
     Args:
         results: Of one arm, one or more.
         domain: Names of texts.
     """
+    rates, seeds = compared(results)
+
+    def loss(name: str) -> float:
+        counted = [result for result in rates[name] if result.seed in seeds or not seeds]
+        return statistics.fmean(mean_loss(result.end, domain) for result in counted)
+
+    return rates[min(rates, key=loss)][0].rate
+
+
+def compared(results: Sequence[Result]) -> tuple[dict[str, list[Result]], set[int]]:
+    """The rates of an arm that its best is chosen among, those with the most seeds, and the seeds that all of them have.
+
+    A rate at which some seed failed is not compared with whole ones. Rates may have no seed in common: then each counts by its own.
+
+    Args:
+        results: Of one arm, one or more.
+    """
     groups = by_rate(results)
-    most = max(map(len, groups.values()))  # a rate at which some seed failed is not compared with whole ones
+    most = max(map(len, groups.values()))
     whole = {name: group for name, group in groups.items() if len(group) == most}
-    best = min(whole, key=lambda name: statistics.fmean(mean_loss(result.end, domain) for result in whole[name]))
-    return whole[best][0].rate
+    return whole, set.intersection(*({result.seed for result in group} for group in whole.values()))
 
 
 def forgotten_at(learned: float, moments: Sequence[tuple[float, float]]) -> float | None:

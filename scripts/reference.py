@@ -43,6 +43,7 @@ MODULES = {
     "midus_hf.analysis.drift": ["drift", "base_within", "other_base", "TextDrift", "MovedRow"],
     "midus_hf.analysis.slot_tokens": ["slot_tokens", "memory_of_slots", "NearSlot"],
     "midus_hf.analysis.chapter_usage": ["record_chapter_usage"],
+    "midus_hf.analysis.block_usage": ["record_block_usage", "BlockUsage", "BankLevel"],
     "midus_hf.evaluation": [],
     "midus_hf.retrieval": [],
     "clusters.building": ["build_tree", "TreeOptions", "BuiltTree"],

@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 # Before anything imports datasets, which reads it once: tests leave nothing in the cache of who runs them.
@@ -30,7 +31,7 @@ if not torch.cuda.is_available():
     # Before anything imports a kernel: triton's interpreter runs it on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from pairs import keep_pairs
+from pairs import keep_each_value, keep_pairs
 from tiny import FAMILIES, NATIVE_FAMILIES
 from transformers import logging
 
@@ -41,11 +42,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run each test with every family and every other parameter together, not only in pairs, and what is marked product",
     )
+    parser.addoption(
+        "--each-value",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="of tests in this file or folder, run every value of a parameter, but not in pairs: for what other versions have run",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--product") and not any("::" in argument for argument in config.args):
-        kept = set(keep_pairs(items))
+        paired = keep_pairs(items)
+        sampled = [path.resolve() for path in config.getoption("--each-value")]
+        in_part = [item for item in paired if any(item.path.is_relative_to(path) for path in sampled)]
+        kept = set(paired) - set(in_part) | set(keep_each_value(in_part))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

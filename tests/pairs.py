@@ -1,5 +1,9 @@
-"""Which tests run by default: every family with every test, and every other parameter with every test, but not their product."""
+"""Which tests run by default: every family with every test, and every other parameter with every test, but not their product.
 
+Where tests run a second time, with other versions of what we depend on, each value of a parameter runs once.
+"""
+
+import itertools
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -37,6 +41,25 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
     return [item for item, axis in zip(items, axes, strict=True) if stays(axis)]
 
 
+def keep_each_value(items: Iterable[Any]) -> list[Any]:
+    """Thin out tests that other versions have run in pairs: of each test, every value of every parameter stays with some test.
+
+    Args:
+        items: Tests as pytest has collected them.
+    """
+    items = list(items)
+    values = [_values(item) for item in items]
+    seen: set[Hashable] = set()
+    kept = set()
+    # First those that share no value, so that few are needed for what is left.
+    for enough in (set.isdisjoint, lambda value, seen: not value <= seen):
+        for number, value in enumerate(values):
+            if enough(value, seen):
+                kept.add(number)
+                seen |= value
+    return [item for number, item in enumerate(items) if number in kept]
+
+
 def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     """Parameters of a test that takes long: those that are kept run by default, and the others with the product.
 
@@ -47,6 +70,26 @@ def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     kept, values = list(kept), list(values)
     assert all(value in values for value in kept)
     return [value if value in kept else _of_the_product(value) for value in values]
+
+
+def in_pairs(*axes: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that takes long: by default every two values of two axes meet, and with the product all do.
+
+    Args:
+        axes: The values of each parameter, three or more of them: of two, pairs are the product.
+    """
+    whole = list(itertools.product(*axes))
+    missing = {pair for values in whole for pair in _pairs(values)}
+    kept = []
+    while missing:
+        # The first of those that bring most, so that what runs does not depend on anything but the axes.
+        kept.append(max(whole, key=lambda values: len(missing.intersection(_pairs(values)))))
+        missing.difference_update(_pairs(kept[-1]))
+    return by_default(kept, whole)
+
+
+def _pairs(values: tuple[Any, ...]) -> Iterable[Hashable]:
+    return itertools.combinations([(place, str(value)) for place, value in enumerate(values)], 2)
 
 
 def _of_the_product(value: Any) -> Any:
@@ -67,7 +110,7 @@ def wanted_by_tests(request: Any, *names: str) -> list[tuple[Any, ...]]:
         for item in request.session.items
         if item.path == request.path and request.fixturename in item.fixturenames
     ]
-    given = [item.callspec.params for item in users]
+    given = [item.callspec.params for item in users if hasattr(item, "callspec")]
     return list(dict.fromkeys(tuple(params[name] for name in names) for params in given if {*names} <= params.keys()))
 
 
@@ -80,6 +123,13 @@ def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
         return None
     other = tuple((name, str(value)) for name, value in sorted(parameters.items()) if name != fixture)
     return (item.nodeid.partition("[")[0], parameters[fixture], other)
+
+
+def _values(item: Any) -> set[Hashable]:
+    """The test with each value of its parameters; the test alone where it has none."""
+    test = item.nodeid.partition("[")[0]
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return {(test, name, str(value)) for name, value in parameters.items()} or {item.nodeid}
 
 
 def _names(argnames: str | Iterable[str]) -> list[str]:

@@ -1,11 +1,12 @@
 """What the default run leaves out, and that it leaves out nothing else."""
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pairs import by_default, keep_pairs, wanted_by_tests
+from pairs import by_default, in_pairs, keep_each_value, keep_pairs, wanted_by_tests
 
 
 @dataclass
@@ -74,6 +75,26 @@ def test_a_fixture_knows_the_parameters_of_the_tests_that_ask_for_it():
     assert wanted_by_tests(request, "family", "size") == [(2, 1), (3, 1)]
     assert wanted_by_tests(request, "size") == [(1,)]
     assert wanted_by_tests(request, "family") == [(2,), (3,), (4,)]
+
+
+def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes():
+    kept = keep_each_value([*product("one", "abc", range(5)), Item("plain", {}), *product("other", "ab", range(1))])
+    assert [(item.test, *item.params.values()) for item in kept] == [
+        *(("one", family, size) for family, size in (("a", 0), ("a", 3), ("a", 4), ("b", 1), ("c", 2))),
+        ("plain",),
+        ("other", "a", 0),
+        ("other", "b", 0),
+    ]
+
+
+def test_of_three_parameters_pairs_run_and_the_rest_with_the_product():
+    axes = "abcd", range(3), (True, False)
+    parameters = in_pairs(*axes)
+    kept = [values for values in parameters if type(values) is tuple]
+    assert len(parameters) == 24 and len(kept) <= 13
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert {(values[one], values[other]) for values in kept} == set(itertools.product(axes[one], axes[other]))
+    assert {mark.name for parameter in parameters if parameter not in kept for mark in parameter.marks} == {"product"}
 
 
 def test_parameters_that_are_not_kept_run_with_the_product():

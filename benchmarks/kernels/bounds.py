@@ -25,11 +25,9 @@ BOUNDS: dict[tuple[str, str], Bound] = {
     ("forward_kernel", "llama-3.1-8b"): Bound(238, 4440, 2650),
     ("packed_forward_kernel", "llama-3.2-1b"): Bound(103, 1600, 855),
     ("packed_forward_kernel", "llama-3.1-8b"): Bound(175, 2155, 957),
-    ("query_gradient_kernel", "llama-3.2-1b"): Bound(106, 1565, 608),
-    ("query_gradient_kernel", "llama-3.1-8b"): Bound(154, 3190, 1085),
-    ("key_gradient_kernel", "llama-3.2-1b"): Bound(100, 20800, 12950),
-    ("key_gradient_kernel", "llama-3.1-8b"): Bound(104, 22480, 12950),
-    ("segment_sums_kernel", "llama-3.2-1b"): Bound(94, 908, 513),
-    ("segment_sums_kernel", "llama-3.1-8b"): Bound(144, 1312, 692),
+    ("score_gradient_kernel", "llama-3.2-1b"): Bound(168, 28340, 11510),
+    ("score_gradient_kernel", "llama-3.1-8b"): Bound(255, 41900, 14690),
+    ("bucket_sums_kernel", "llama-3.2-1b"): Bound(142, 5755, 3750),
+    ("bucket_sums_kernel", "llama-3.1-8b"): Bound(171, 7320, 4710),
 }
 """By kernel and case; of a kernel that is launched several times for a case the first launch."""

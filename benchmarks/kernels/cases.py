@@ -13,7 +13,8 @@ from midus_hf.ops.depth_attention_triton import triton_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
-from midus_hf.ops.headwise_lookup_triton import triton_forward, triton_score_gradients
+from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
+from midus_hf.ops.headwise_lookup_triton import triton_forward
 from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import (
@@ -105,7 +106,7 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     if packs(dtype, n, k):
         packed_forward(query, keys, keys, bank, query, k, 1.0)
     triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
-    triton_bank_gradient(output, slots, weights, bank.shape)
+    triton_bank_gradient(output, slots, weights, bank.shape, dtype)
     rows = slots.flatten(0, 1).long()
     triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
     triton_select(_sized(TOKENS * heads, n), _sized(TOKENS * heads, n), k)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from benchmarks.kernels.machine_code import Instructions, counted, disassembler,
 
 _POINTERS = {
     torch.float32: "*fp32",
+    torch.uint8: "*u8",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int16: "*i16",
@@ -83,12 +84,13 @@ class Compiled:
     floor_us: float | None
 
 
-TRIPS = {
-    "forward_kernel": ("K",),
-    "query_gradient_kernel": ("K",),
-    "key_gradient_kernel": ("blocks_a_split", "K"),
+TRIPS: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
+    "forward_kernel": lambda given: (given["K"],),
+    "score_gradient_kernel": lambda given: (given["blocks_a_split"], given["K"]),
+    # On average over programs, of which some are there for buckets that happen to be cut into pieces.
+    "bucket_sums_kernel": lambda given: (math.ceil(len(given["order"]) / len(given["owners"]) / given["BE"]),),
 }
-"""The arguments that say how often the loops of a kernel run, outermost first, as the compiler leaves them."""
+"""How often the loops of a kernel run, outermost first, as the compiler leaves them: from a launch's arguments by name."""
 
 
 @contextmanager
@@ -144,7 +146,7 @@ def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled
     kernel, options = launch.kernel.__name__, {"num_warps": 4, **launch.options}
     cubin = compiled.asm.get("cubin")
     registers, spilled = (None, None) if cubin is None else _registers(cubin)
-    trips = tuple(launch.arguments[name] for name in TRIPS.get(kernel, ()))
+    trips = TRIPS[kernel](launch.arguments) if kernel in TRIPS else ()
     instructions = None if cubin is None or not counts else counted(cubin, trips)
     floor = None
     if instructions is not None and (trips or not instructions.loops):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from midus_hf.analysis.block_report import blocks_table, draw_blocks
+from midus_hf.analysis.block_usage import BlockUsage
 from midus_hf.analysis.drift import TextDrift
 from midus_hf.analysis.drift_report import HOW_TO_READ, drift_table, moved_table, passages_of
 from midus_hf.analysis.layer_effects import LayerEffects
@@ -27,6 +29,7 @@ def write_inside_page(
     effects: LayerEffects,
     moved: Sequence[TextDrift],
     values: Sequence[TableOfWords],
+    fetched: Mapping[str, BlockUsage],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Write a page that needs no other file. Needs matplotlib.
@@ -37,16 +40,20 @@ def write_inside_page(
         effects: From `layer_effects`.
         moved: From `drift`.
         values: From `slots_table`, of each memory that has slots.
+        fetched: By text, from `usage_by_rows`; empty where nothing is fetched.
         tokenizer: Of the model.
     """
     what = f"{compared['model']} compared with {compared['base']}."
     paragraphs = [what, _OF_PARTS, HOW_TO_READ, *([_OF_VALUES] if values else [])]
-    tables = [drift_table(moved), layers_table(effects), moved_table(moved, tokenizer), *values]
+    tables = [drift_table(moved), layers_table(effects), moved_table(moved, tokenizer), *values, blocks_table(fetched)]
+    pictures = {"Loss without each part": draw_layers(effects)}
+    if fetched:
+        pictures["How often blocks are fetched"] = draw_blocks(fetched)
     write_page(
         path,
         "Inside what was added",
         paragraphs,
         [table for table in tables if table.rows],
-        {"Loss without each part": draw_layers(effects)},
+        pictures,
         passages_of(moved, tokenizer),
     )

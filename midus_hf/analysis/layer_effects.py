@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from midus_hf.analysis.added_parts import Part, added_parts, switched_off
 from midus_hf.analysis.loss_effects import Effect, effect_between
+from midus_hf.analysis.shared_start import can_share, kept_outputs, starting_at
 from midus_hf.analysis.text_rows import RowLosses, TextRows, read_rows
 
 
@@ -66,6 +67,8 @@ def layer_effects(
 ) -> LayerEffects:
     """Measure the loss on texts without each part that was added, and compare it with the loss as it is.
 
+    Layers in front of the first that a part is of compute what they do with it, so they compute once for each batch.
+
     Args:
         model: As for `added_parts`; put in eval mode for the while.
         texts: From `text_rows`.
@@ -79,6 +82,11 @@ def layer_effects(
     added = added_parts(model)
     several = [*added.parts, *added.banks]
     of_base = added.base if with_base else ()
+    variants: list[tuple[Part | None, tuple[Part, ...]]] = [
+        *((part, (part,)) for part in several),
+        (None, added.parts),
+        *((part, (part,)) for part in of_base),
+    ]
     total = sum(text.num_tokens for text in texts) * (2 + len(several) + len(of_base))
     done = 0
 
@@ -88,22 +96,36 @@ def layer_effects(
         if progress is not None:
             progress(done, total)
 
-    def losses() -> dict[str, RowLosses]:
-        return {text.name: read_rows(model, text, batch_size=batch_size, progress=told) for text in texts}
-
-    usual = losses()
-
-    def without(part: Part | None) -> PartEffect:
-        with switched_off(model, added.parts if part is None else [part]):
-            found = losses()
-        effects = {name: effect_between(usual[name], of_text) for name, of_text in found.items()}
-        return PartEffect(part, {name: of_text.mean for name, of_text in found.items()}, effects)
-
+    usual: dict[str, RowLosses] = {}
+    changed: list[dict[str, RowLosses]] = [{} for _ in variants]
+    starts = [
+        min(layer for part in parts for layer in part.layers) if can_share(model) else 0 for _, parts in variants
+    ]
+    for text in texts:
+        of_usual: list[RowLosses] = []
+        of_changed: list[list[RowLosses]] = [[] for _ in variants]
+        for batch in text.batches(batch_size):
+            with kept_outputs(model, {start - 1 for start in starts if start}) as kept:
+                of_usual.append(read_rows(model, batch, batch_size=batch_size, progress=told))
+            for (_, parts), start, found in zip(variants, starts, of_changed, strict=True):
+                with starting_at(model, start, kept), switched_off(model, parts):
+                    found.append(read_rows(model, batch, batch_size=batch_size, progress=told))
+        usual[text.name] = RowLosses.joined(of_usual)
+        for losses, found in zip(changed, of_changed, strict=True):
+            losses[text.name] = RowLosses.joined(found)
+    rows = [
+        PartEffect(
+            part,
+            {name: of_text.mean for name, of_text in losses.items()},
+            {name: effect_between(usual[name], of_text) for name, of_text in losses.items()},
+        )
+        for (part, _), losses in zip(variants, changed, strict=True)
+    ]
     return LayerEffects(
         {name: of_text.mean for name, of_text in usual.items()},
         {name: int(of_text.tokens.sum()) for name, of_text in usual.items()},
-        [without(part) for part in several],
-        without(None),
-        [without(part) for part in of_base],
+        rows[: len(several)],
+        rows[len(several)],
+        rows[len(several) + 1 :],
         added.whole_base,
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from midus_hf.analysis.block_usage import BankLevel
 from midus_hf.analysis.memory_place import MemoryPlace
-from midus_hf.analysis.usage import MemoryUsage
+from midus_hf.analysis.usage import MemoryUsage, Place
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -26,25 +27,26 @@ def usage_table(memories: Mapping[MemoryPlace, MemoryUsage]) -> Table:
     return table
 
 
-def usage_curves(counts: Mapping[MemoryPlace, torch.Tensor]) -> dict[MemoryPlace, torch.Tensor]:
+def usage_curves(counts: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
     """How often the slots of each memory are retrieved, in multiples of the mean, most retrieved first.
 
     Args:
-        counts: `[H, N]`, int64, by memory, each head with lookups.
+        counts: `[H, N]`, int64, by memory, or `[1, N]` by level of a bank.
 
     Returns:
         `[N]`, float64, by memory: sorted for each head, then the mean over heads, so 1 throughout where all slots are
-        retrieved equally often.
+        retrieved equally often; 0 throughout where none was.
     """
     curves = {}
     for place, of_memory in counts.items():
         wide = of_memory.double().cpu()
-        curves[place] = (wide / wide.mean(-1, keepdim=True)).sort(-1, descending=True).values.mean(0)
+        mean = wide.mean(-1, keepdim=True).clamp(min=1 / wide.shape[-1])
+        curves[place] = (wide / mean).sort(-1, descending=True).values.mean(0)
     return curves
 
 
-def draw_usage(counts: Mapping[MemoryPlace, torch.Tensor], path: Path) -> None:
-    """Draw a curve per memory, from dark for the first layer to light for the last. Needs matplotlib.
+def draw_usage(counts: Mapping[MemoryPlace | BankLevel, torch.Tensor], path: Path) -> None:
+    """Draw a curve per memory, from dark for the first layer to light for the last, then one per level of a bank. Needs matplotlib.
 
     Args:
         counts: As in `usage_curves`.
@@ -60,16 +62,28 @@ def draw_usage(counts: Mapping[MemoryPlace, torch.Tensor], path: Path) -> None:
     for number, (place, curve) in enumerate(curves.items()):
         rank = (torch.arange(len(curve)) + 1) / len(curve)
         colour = colours(0.9 * number / max(1, len(curves) - 1))
-        axes.plot(rank.tolist(), curve.tolist(), color=colour, linewidth=1.5, label=f"layer {place}")
+        axes.plot(rank.tolist(), curve.tolist(), color=colour, linewidth=1.5, label=_label(place))
     axes.axhline(1, color="#888888", linewidth=1, linestyle="--", label="all alike")
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.set_xlabel("slots of a head, most retrieved first")
-    axes.set_ylabel("retrievals, in multiples of the mean")
+    kinds = {isinstance(place, BankLevel) for place in counts}
+    read = (
+        "slots of a head"
+        if True not in kinds
+        else "blocks of a level"
+        if kinds == {True}
+        else "slots, or blocks of a level"
+    )
+    axes.set_xlabel(f"{read}, most {'fetched' if kinds == {True} else 'retrieved'} first")
+    axes.set_ylabel("times, in multiples of the mean" if True in kinds else "retrievals, in multiples of the mean")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small", ncols=1 + len(curves) // 8)
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _label(place: MemoryPlace | BankLevel) -> str:
+    return str(place) if isinstance(place, BankLevel) else f"layer {place}"

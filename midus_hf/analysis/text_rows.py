@@ -1,7 +1,7 @@
 """Texts as rows of tokens, and what a model reads and loses on them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,17 @@ class TextRows:
         """Tokens of all rows."""
         return sum(map(len, self.rows))
 
+    def batches(self, batch_size: int) -> list["TextRows"]:
+        """The same in parts of so many rows, the last of which may have fewer.
+
+        Raises:
+            ValueError: If `batch_size` is less than 1.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+        parts = [slice(first, first + batch_size) for first in range(0, len(self.rows), batch_size)]
+        return [replace(self, rows=self.rows[part], documents=self.documents[part]) for part in parts]
+
     def fetched_by(self, first: int, count: int) -> torch.Tensor | None:
         """The paths of some rows, `[count, p]`; None where nothing is fetched.
 
@@ -62,6 +73,11 @@ class RowLosses:
     def mean(self) -> float:
         """Per predicted token."""
         return (self.sums.sum() / self.tokens.sum()).item()
+
+    @classmethod
+    def joined(cls, parts: "Sequence[RowLosses]") -> "RowLosses":
+        """Those of the parts of a text, as of the text."""
+        return cls(torch.cat([part.sums for part in parts]), torch.cat([part.tokens for part in parts]))
 
 
 def text_rows(
@@ -142,19 +158,17 @@ def read_rows(
         ValueError: If `batch_size` is less than 1.
         RuntimeError: If the likelihood of the text is not a finite number.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1.")
+    batches = text.batches(batch_size)
     was_training = model.training
     model.eval()
     sums = []
     try:
-        for first in range(0, len(text.rows), batch_size):
-            rows = text.rows[first : first + batch_size]
+        for batch in batches:
             if records is not None:
-                records.begin(text.name, text.documents[first : first + batch_size])
-            sums += list(_row_sums(model, rows, text.fetched_by(first, batch_size)))
+                records.begin(text.name, batch.documents)
+            sums += list(_row_sums(model, batch.rows, batch.fetched_by(0, len(batch.rows))))
             if progress is not None:
-                progress(sum(map(len, rows)))
+                progress(batch.num_tokens)
     finally:
         model.train(was_training)
     losses = RowLosses(torch.stack(sums), torch.tensor([len(row) - 1 for row in text.rows]))

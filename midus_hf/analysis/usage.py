@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -12,6 +12,9 @@ from torch import nn
 from midus_hf.analysis.memory_place import MemoryPlace, place_of
 from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.memory.retrieval import recomputing
+
+Place = TypeVar("Place", bound=Hashable)
+"""What is counted apart: a memory, or a level of a bank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Usage:
 
     def __init__(self, counts: dict[MemoryPlace, torch.Tensor]):
         self.counts = counts
+        self._paused = False
 
     def count(self, place: MemoryPlace, slots: torch.Tensor) -> None:
         """Add retrievals; nothing waits for the device.
@@ -60,12 +64,21 @@ class Usage:
         for counts in self.counts.values():
             counts.zero_()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing while the context is open."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
-def summarise(counts: Mapping[MemoryPlace, torch.Tensor]) -> dict[MemoryPlace, MemoryUsage]:
-    """What counts of retrieved slots come to.
+
+def summarise(counts: Mapping[Place, torch.Tensor]) -> dict[Place, MemoryUsage]:
+    """What counts of retrieved slots, opened chapters or fetched blocks come to.
 
     Args:
-        counts: `[H, N]`, int64, by memory.
+        counts: `[H, N]`, int64, by memory, or `[1, N]` by level of a bank.
     """
     return {place: _summarise_memory(of_memory) for place, of_memory in counts.items()}
 
@@ -164,7 +177,7 @@ def _counter(
     """
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not recomputing() and (memory.training or not training_only):
+        if not (recomputing() or usage._paused) and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])
                 usage.count(place, slots)

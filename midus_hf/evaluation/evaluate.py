@@ -14,7 +14,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.documents import read_documents
+from midus_hf.documents import document_rows, find_files, read_documents
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
@@ -84,12 +85,14 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
             torch.zeros(1, retriever.tree.width), blocked, best
         )  # that such nodes, and so many, are there
 
+    of_text = find_paths if settings.path_column is None else _written_paths(settings, settings.path_column)
+
     measured: list[dict[str, Any]] = []
     with _answers_file(settings.answers) as write_answer:
         for model in models:
             current: dict[str, Any] = {"model": model}
             try:
-                _measure(current, documents, tasks, settings, device, quiet, find_paths, write_answer)
+                _measure(current, documents, tasks, settings, device, quiet, (of_text, find_paths), write_answer)
             except KeyboardInterrupt:
                 words = _interruption(measured, current)
                 raise EvaluationInterrupted(_report(measured, settings), words) from None
@@ -137,14 +140,13 @@ def _measure(
     settings: EvaluationSettings,
     device: str,
     quiet: bool,
-    find_paths: "PathFinder | None",
+    finders: "tuple[PathFinder | None, PathFinder | None]",
     write_answer: Callable[[dict[str, Any]], Any] | None,
 ) -> None:
-    """Fill in what is measured of the model that `measured` names, as soon as it is known."""
+    """Fill in what is measured of the model that `measured` names, as soon as it is known; finders are of the text and of tasks."""
     started, name = time.perf_counter(), measured["model"]
     model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
-    if not fetches_blocks(model):
-        find_paths = None
+    of_text, of_tasks = finders if fetches_blocks(model) else (None, None)
     measured |= {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
@@ -162,8 +164,8 @@ def _measure(
                 max_tokens=settings.max_tokens,
                 batch_size=settings.batch_size,
                 progress=functools.partial(_show_progress, bar),
-                apart=settings.apart or settings.retriever is not None,
-                find_paths=find_paths,
+                apart=settings.apart or settings.retriever is not None or settings.path_column is not None,
+                find_paths=of_text,
             )
         measured["perplexity"] = dataclasses.asdict(result)
     if tasks is not None:
@@ -177,10 +179,18 @@ def _measure(
                 seed=settings.seed,
                 progress=bar.update,
                 quiet=quiet,
-                find_paths=find_paths,
+                find_paths=of_tasks,
                 tell_answer=None if write_answer is None else lambda row: write_answer({"model": name, **row}),
             )
     measured["seconds"] = time.perf_counter() - started
+
+
+def _written_paths(settings: EvaluationSettings, column: str) -> PathFinder:
+    """The paths that rows of the text have, in the order of its documents."""
+    assert settings.text is not None, "paths are those of a text"
+    rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
+    paths = torch.from_numpy(read_paths(rows, column))
+    return lambda documents: paths
 
 
 def _show_progress(bar: tqdm, done: int, total: int) -> None:

@@ -19,9 +19,12 @@ class EvaluationSettings:
         sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
         stride: Tokens predicted per window. Default: `sequence_length`.
         max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
-        apart: Whether windows of the text end where a document ends. Default: false; true where there is a retriever.
+        apart: Whether windows of the text end where a document ends. Default: false; true where there are a retriever or paths.
         retriever: A tree of topics, as `midus-cluster build` makes it: models that fetch blocks do so by the path of a whole
             document, or of what a task asks; others are measured alike without. Default: none.
+        path_column: The column, or JSON key, of JSON lines and Parquet that holds the path of each document of the text, as
+            `midus-cluster assign` writes it: models that fetch blocks do so by it, as their training does; others are measured alike
+            without. Windows end where documents do. Default: none.
         blocked: Nodes whose blocks are never fetched, nor any below them, each as `LEVEL:NODE`: the next best is. Default: none.
         block_best: `LEVEL:COUNT`: of this level that many nodes, those that a text would fetch first, are blocked for that text
             (figure 6b). Default: none.
@@ -50,6 +53,7 @@ class EvaluationSettings:
     max_tokens: int | None = None
     apart: bool = False
     retriever: str | None = None
+    path_column: str | None = None
     blocked: list[str] = dataclasses.field(default_factory=list)
     block_best: str | None = None
     tasks: list[str] = dataclasses.field(default_factory=list)
@@ -73,6 +77,11 @@ class EvaluationSettings:
         for name, default in (("column", "text"), ("encoding", "utf-8")):
             if self.text is None and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but there is no text to measure.")
+        if self.path_column is not None and (self.text is None or self.retriever is not None):
+            beside = (
+                "there is no text to measure" if self.text is None else "a retriever is given; expected one of them"
+            )
+            raise ValueError(f"path_column is {self.path_column!r}, but {beside}.")
         if self.blocked and self.retriever is None:
             raise ValueError(f"blocked is {', '.join(self.blocked)}, but there is no retriever; give one.")
         for node in self.blocked:

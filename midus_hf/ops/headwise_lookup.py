@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch
 
-from midus_hf.ops.headwise_lookup_triton import triton_score_gradients
+from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library
@@ -130,7 +130,7 @@ def headwise_lookup_backward_op(
     if wants_bank and backend == "native" and backward == "sorted":
         into_bank = native_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
     elif wants_bank and backend == "triton" and backward == "sorted":
-        into_bank = triton_bank_gradient(gradient, slots, weights, bank.shape).to(bank.dtype)
+        into_bank = triton_bank_gradient(gradient, slots, weights, bank.shape, bank.dtype)
     elif wants_bank:
         flat_bank, flat_slots = _flat(bank, slots.transpose(0, 1).long())
         by_head, weights_of_head = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (gradient, weights))

@@ -1,4 +1,4 @@
-"""Kernels of the fused head-wise lookup: select, weigh and gather in one, and the gradient of it.
+"""The kernel of the fused head-wise lookup: select, weigh and gather in one.
 
 Shapes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch, `KP`, `DP` and `VP` the powers of two at or
 above k, d / 2 and v.
@@ -10,7 +10,7 @@ from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.lookup_tensors import lookup_tensors
 from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
+from midus_hf.ops.triton_launch import on_device_of, power_of_two
 
 HEADS_TOGETHER = 8
 """Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
@@ -128,92 +128,6 @@ def forward_kernel(
     tl.store(output + there, result.to(output.dtype.element_ty), mask=lane_mask)
 
 
-@triton.jit
-def query_gradient_kernel(
-    gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores, tokens, inverse_temperature,
-    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HAS_OWN_BANKS: tl.constexpr,
-    TOGETHER: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the scores [S, H, K], through the softmax, and of the query [S, H, 2 * HALF]."""
-    block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
-    valid = block * BT + tl.arange(0, BT) < tokens
-    first = block * BT * HEADS + head
-    place = tl.arange(0, BT) * HEADS  # from the first token's; of 32 bits, as what is within a program
-    lanes, ranks, dims = tl.arange(0, VP), tl.arange(0, KP), tl.arange(0, DP)
-    lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
-    upstream = tl.load(
-        gradient + first * WIDTH + (place[:, None] * WIDTH + lanes[None, :]), mask=lane_mask, other=0.0
-    ).to(tl.float32)
-    bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
-    slots_of_block = slots + first * K
-    into_weights = tl.zeros([BT, KP], tl.float32)
-    for rank in range(K):
-        slot = tl.load(slots_of_block + place * K + rank, mask=valid, other=0)
-        # Of a bank for all heads rows may lie further off than 32 bits reach.
-        slot = slot.to(tl.int64) if N * N * WIDTH >= 1 << 31 else slot.to(tl.int32)
-        row = tl.load(bank_of_head + (slot[:, None] * WIDTH + lanes[None, :]), mask=lane_mask, other=0.0)
-        product = tl.sum(row.to(tl.float32) * upstream, axis=1)
-        into_weights = tl.where(ranks[None, :] == rank, product[:, None], into_weights)
-    rank_mask = valid[:, None] & (ranks < K)[None, :]
-    entries = place[:, None] * K + ranks[None, :]
-    shares = tl.load(weights + first * K + entries, mask=rank_mask, other=0.0)
-    mean = tl.sum(shares * into_weights, axis=1)
-    scores = shares * (into_weights - mean[:, None]) * inverse_temperature  # [BT, KP]
-    tl.store(into_scores + first * K + entries, scores, mask=rank_mask)
-
-    keys_of_head = head * (N * HALF)
-    dim_mask = valid[:, None] & (dims < HALF)[None, :]
-    into_rows = tl.zeros([BT, DP], tl.float32)
-    into_columns = tl.zeros([BT, DP], tl.float32)
-    for rank in range(K):
-        slot = tl.load(slots_of_block + place * K + rank, mask=valid, other=0).to(tl.int32)
-        score = tl.sum(tl.where(ranks[None, :] == rank, scores, 0.0), axis=1)
-        offsets = (slot // N)[:, None] * HALF + dims[None, :]
-        into_rows += score[:, None] * tl.load(row_keys + keys_of_head + offsets, mask=dim_mask, other=0.0).to(
-            tl.float32
-        )
-        offsets = (slot % N)[:, None] * HALF + dims[None, :]
-        key = tl.load(column_keys + keys_of_head + offsets, mask=dim_mask, other=0.0)
-        into_columns += score[:, None] * key.to(tl.float32)
-    there = into_query + first * (2 * HALF) + (place[:, None] * (2 * HALF) + dims[None, :])
-    tl.store(there, into_rows.to(into_query.dtype.element_ty), mask=dim_mask)
-    tl.store(there + HALF, into_columns.to(into_query.dtype.element_ty), mask=dim_mask)
-
-
-@triton.jit
-def key_gradient_kernel(
-    query, slots, into_scores, partial, tokens, token_stride, head_stride, blocks_a_split,
-    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """Gradients of BN sub-keys of one head and side from one split of the tokens: [splits, 2, H, N, HALF], float32.
-
-    Every token's gradient of its scores is spread over a tile of sub-keys, and the tile multiplied with the queries.
-    """
-    head = (tl.program_id(0) // 2).to(tl.int64)
-    side = tl.program_id(0) % 2
-    indices = tl.program_id(1) * BN + tl.arange(0, BN)
-    split = tl.program_id(2)
-    dims, within = tl.arange(0, DP), tl.arange(0, BT)
-    total = tl.zeros([BN, DP], tl.float32)
-    for block in range(split * blocks_a_split, (split + 1) * blocks_a_split):
-        first = tl.cast(block, tl.int64) * BT
-        valid = first + within < tokens
-        entry = (first * HEADS + head) * K
-        spread = tl.zeros([BN, BT], tl.float32)
-        for rank in range(K):
-            slot = tl.load(slots + entry + (within * (HEADS * K) + rank), mask=valid, other=0).to(tl.int32)
-            key = tl.where(side == 0, slot // N, slot % N)
-            score = tl.load(into_scores + entry + (within * (HEADS * K) + rank), mask=valid, other=0.0)
-            spread += tl.where(indices[:, None] == key[None, :], score[None, :], 0.0)
-        asked = query + first * token_stride + head * head_stride + side * HALF
-        asked += within[:, None] * token_stride + dims[None, :]
-        part = tl.load(asked, mask=valid[:, None] & (dims < HALF)[None, :], other=0.0).to(tl.float32)
-        total += tl.dot(spread, part, input_precision=PRECISION)
-    there = partial + (((split.to(tl.int64) * 2 + side) * HEADS + head) * N + indices[:, None]) * HALF + dims[None, :]
-    tl.store(there, total, mask=(indices < N)[:, None] & (dims < HALF)[None, :])
-
-
 def triton_forward(
     query: torch.Tensor,
     row_keys: torch.Tensor,
@@ -237,46 +151,6 @@ def triton_forward(
                 ADDS=residual is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
     return there.output, there.slots, there.weights
-
-
-def triton_score_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys and column keys."""
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    gradient, bank = gradient.contiguous(), bank.contiguous()
-    row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
-    (tokens, heads, k), (_, n, half), width = slots.shape, row_keys.shape, bank.shape[-1]
-    if not tokens:
-        return torch.zeros_like(query), torch.zeros_like(row_keys), torch.zeros_like(column_keys)
-    into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    into_scores = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
-    tile = _tile(n, k, half, width)
-    stretch = min(64, tile.pop("BN"))
-    del tile["ONE"]  # what is gathered was selected by the forward pass
-    blocks = triton.cdiv(tokens, 32)
-    splits = max(1, min(blocks, 1024 // (2 * heads * triton.cdiv(n, stretch))))
-    blocks_a_split = triton.cdiv(blocks, splits)
-    partial = torch.empty(splits, 2, heads, n, half, dtype=torch.float32, device=query.device)
-    with on_device_of(query):
-        query_gradient_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
-            gradient, row_keys, column_keys, bank, slots, weights, into_query, into_scores, tokens, 1.0 / temperature,
-            HEADS=heads, N=n, HALF=half, WIDTH=width, HAS_OWN_BANKS=bank.dim() == 3, TOGETHER=HEADS_TOGETHER, K=k, **tile,
-        )  # fmt: skip
-        key_gradient_kernel[(2 * heads, triton.cdiv(n, stretch), splits)](
-            query, slots, into_scores, partial, tokens, query.stride(0), query.stride(1), blocks_a_split,
-            HEADS=heads, N=n, HALF=half, PRECISION=precise_product() if query.dtype == torch.float32 else "tf32",
-            K=k, BT=32, BN=stretch, DP=tile["DP"],
-        )  # fmt: skip
-    into_row_keys, into_column_keys = (partial[:, side].sum(0).to(row_keys.dtype) for side in (0, 1))
-    return into_query, into_row_keys, into_column_keys
 
 
 def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:

@@ -5,16 +5,9 @@ Shapes: `E` entries in all, one for each token and slot it retrieved; `BE` entri
 
 import torch
 
-from midus_hf.ops.backend import interprets_kernels
-from midus_hf.ops.precision import narrowest_integer
+from midus_hf.ops.bucket_sums_triton import bucket_sums
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
-
-_STRETCH = 256
-"""Columns whose partial sums are held at a time."""
-
-_REACH_OF_32_BITS = 1 << 30
-"""Elements; within it places are divided by multiplying them."""
+from midus_hf.ops.triton_launch import on_device_of, power_of_two
 
 
 @triton.jit
@@ -67,99 +60,6 @@ def add_rows_kernel(gradient, slots, weights, output, count, m, width, BE: tl.co
     )
 
 
-@triton.jit
-def larger(first, second):
-    """For a running maximum."""
-    return tl.maximum(first, second)
-
-
-@triton.jit
-def place_of_entry(
-    entry, tokens, inverse, shift, HEADS: tl.constexpr, M: tl.constexpr, BY_HEAD: tl.constexpr, IS_LARGE: tl.constexpr
-):
-    """Token, head and rank of an entry of [S, H, M], or of [H, S, M] with `BY_HEAD`; `inverse` and `shift` as `divisor_of` S says."""
-    rank = entry % M
-    if BY_HEAD:
-        place = entry // M
-        if IS_LARGE:
-            head = place // tokens
-        else:  # a division by what is not known takes ten times as long
-            head = (tl.umulhi(place.to(tl.uint32) * 4, inverse.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
-        token = place - head * tokens
-    else:
-        head = entry // M % HEADS
-        token = entry // (M * HEADS)
-    return token, head, rank
-
-
-@triton.jit
-def segment_sums_kernel(
-    keys, order, source, weights, output, partial_keys, partial_sums,
-    count, tokens, inverse, shift, token_stride, head_stride, output_stride, width, num_rows,
-    FIRST: tl.constexpr, LAST: tl.constexpr, BY_HEAD: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr,
-    SLOTS: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Sum runs of equal keys among BE entries in order, as a product with a 0-1 matrix that says which run each is in.
-
-    A run that begins and ends inside the block is complete and goes to `output`. The first and the last may go on in
-    the neighbouring blocks: they become two entries of a shorter list, in the same order, for the next launch.
-
-    In the first launch `keys` are slots, and `order` says which entry is where. With `BY_HEAD` each head has rows of its own: row
-    `head * SLOTS + slot`, whose entries stand together where slots are in order, and heads among equal slots.
-    """
-    block = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, BE)
-    entries = block * BE + places
-    columns = tl.program_id(1) * BV + tl.arange(0, BV)
-    valid = entries < count
-    key = tl.load(keys + entries, mask=valid, other=0).to(tl.int32)
-    has_before = valid & (places > 0)
-    before = tl.load(keys + entries - 1, mask=has_before, other=0).to(tl.int32)
-    if FIRST:
-        entry = tl.load(order + entries, mask=valid, other=0)
-        entry = entry if IS_LARGE else entry.to(tl.int32)
-        token, head, rank = place_of_entry(entry, tokens, inverse, shift, HEADS, M, BY_HEAD, IS_LARGE)
-        weight = tl.load(weights + (token * HEADS + head) * M + rank, mask=valid, other=0.0).to(tl.float32)
-        row = source + (token * token_stride + head * head_stride)
-        if BY_HEAD:
-            entry_before = tl.load(order + entries - 1, mask=has_before, other=0)
-            entry_before = entry_before if IS_LARGE else entry_before.to(tl.int32)
-            _, head_before, _ = place_of_entry(entry_before, tokens, inverse, shift, HEADS, M, BY_HEAD, IS_LARGE)
-            key += head.to(tl.int32) * SLOTS
-            before += head_before.to(tl.int32) * SLOTS
-    else:
-        weight = valid.to(tl.float32)
-        row = source + entries * token_stride
-    key = tl.where(valid, key, num_rows)
-    begins = (places == 0) | (key != before)  # what lies past the end has the key `num_rows` and weight 0
-    run = tl.associative_scan(tl.where(begins, places, 0), 0, larger)  # [BE], where the run of each entry begins
-    mask = valid[:, None] & (columns < width)[None, :]
-    terms = tl.load(row[:, None] + columns[None, :], mask=mask, other=0.0)
-    share = tl.where(places[:, None] == run[None, :], weight[None, :], 0.0)  # [places where runs begin, entries]
-    if PRECISION is None:
-        sums = tl.dot(share.to(terms.dtype), terms)
-    else:
-        sums = tl.dot(share, terms.to(tl.float32), input_precision=PRECISION)
-    last = tl.max(run, axis=0)
-    of_row = (key.to(tl.int64) if IS_LARGE else key) * output_stride
-    targets = output + of_row[:, None] + columns[None, :]
-    complete = begins & (key < num_rows)
-    if not LAST:
-        complete = complete & (places > 0) & (places < last)
-    column_mask = (columns < width)[None, :]
-    tl.store(targets, sums, mask=complete[:, None] & column_mask)
-    if not LAST:
-        # A block of one run gives its sum as the first entry, and zeros of the same key as the second.
-        alone = (places == 0) & (last == 0)
-        is_second = alone | ((places == last) & (places > 0))
-        first = partial_sums + 2 * block * width + columns[None, :] + places[:, None] * 0
-        tl.store(first, sums, mask=(places == 0)[:, None] & column_mask)
-        tl.store(first + width, tl.where(alone[:, None], 0.0, sums), mask=is_second[:, None] & column_mask)
-        first_key = partial_keys + 2 * block + places * 0
-        tl.store(first_key, key, mask=places == 0)
-        tl.store(first_key + 1, key, mask=is_second)
-
-
 def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
     (count, m), width = slots.shape, bank.shape[1]
@@ -199,7 +99,7 @@ def triton_row_sums(
         weights: `[S, m]`.
         num_rows: R.
         atomic: Whether entries are added in any order. Otherwise they are sorted by row, and rows summed in the order
-            of the tokens, level by level, so that no row hit by all tokens is left to one program.
+            of the tokens (`bucket_sums`).
     """
     width, m = gradient.shape[1], slots.shape[1]
     output = torch.zeros(num_rows, width, dtype=torch.float32, device=gradient.device)
@@ -214,81 +114,26 @@ def triton_row_sums(
                 gradient, slots, weights, output, count, m, width, BE=32, BV=columns
             )
             return output
-        slots = slots.to(narrowest_integer(num_rows))
-        _sorted_sums(gradient.unsqueeze(1), slots.unsqueeze(1), weights.unsqueeze(1), output, by_head=False)
+        bucket_sums(gradient.unsqueeze(1), slots.unsqueeze(1), weights.unsqueeze(1), output, by_head=False)
     return output
 
 
 def triton_bank_gradient(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of a bank `[N, v]` or `[H, N, v]`: as `triton_row_sums` in order, float32.
+    """Of a bank `[N, v]` or `[H, N, v]`: as `triton_row_sums` in order, summed in float32.
 
     Args:
         gradient: `[S, H, v]`.
         slots: `[S, H, m]`.
         weights: `[S, H, m]`.
         bank_shape: Its shape.
+        dtype: Of the sums, to which they are rounded once.
     """
-    output = torch.zeros(bank_shape, dtype=torch.float32, device=gradient.device)
+    output = torch.zeros(bank_shape, dtype=dtype, device=gradient.device)
     if slots.numel() and output.numel():
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         with on_device_of(gradient):
             rows = output.flatten(0, -2)
-            _sorted_sums(gradient, slots.contiguous(), weights.contiguous(), rows, by_head=len(bank_shape) == 3)
+            bucket_sums(gradient, slots.contiguous(), weights.contiguous(), rows, by_head=len(bank_shape) == 3)
     return output
-
-
-def _sorted_sums(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *, by_head: bool
-) -> None:
-    """Fill `output` `[R, v]`, zero so far, with the sums of `[S, H, v]` by slot, or by head and slot.
-
-    Slots alone are sorted, often of 16 bits: entries stand by head before, and so do those of equal slots after.
-    """
-    entries = slots.transpose(0, 1) if by_head else slots
-    keys, order = entries.flatten().sort(stable=True)
-    for start in range(0, output.shape[1], _STRETCH):
-        stretch = slice(start, min(start + _STRETCH, output.shape[1]))
-        _segment_sums(keys, order, gradient[..., stretch], weights, output[:, stretch], by_head)
-
-
-def _segment_sums(
-    keys: torch.Tensor,
-    order: torch.Tensor,
-    gradient: torch.Tensor,
-    weights: torch.Tensor,
-    target: torch.Tensor,
-    by_head: bool,
-) -> None:
-    """Fill some columns of the output, launch by launch, until one block holds all that is left."""
-    (tokens, heads, m), (num_rows, width) = weights.shape, target.shape
-    reach = max(len(keys), num_rows * target.stride(0), 1 + sum(map(_reach, gradient.shape, gradient.stride())))
-    source, strides, first, entries_a_block = gradient, gradient.stride()[:2], True, 64
-    wide = gradient.dtype == torch.float32 or interprets_kernels()
-    while True:
-        count = len(keys)
-        blocks = triton.cdiv(count, entries_a_block)
-        columns = max(16, min(64 if wide else 128, power_of_two(width)))  # what registers hold
-        partial_keys = torch.empty(2 * blocks, dtype=torch.int32, device=keys.device)
-        partial_sums = torch.empty(2 * blocks, width, dtype=torch.float32, device=keys.device)
-        segment_sums_kernel[(blocks, triton.cdiv(width, columns))](
-            keys, order, source, weights, target, partial_keys, partial_sums,
-            count, tokens, *divisor_of(tokens), *strides, target.stride(0), width, num_rows,
-            FIRST=first, LAST=blocks == 1, BY_HEAD=by_head, IS_LARGE=reach >= _REACH_OF_32_BITS,
-            PRECISION=precise_product() if wide else None, SLOTS=num_rows // heads, HEADS=heads, M=m,
-            BE=entries_a_block, BV=columns,
-        )  # fmt: skip
-        if blocks == 1:
-            return
-        keys, source, strides, first, wide = partial_keys, partial_sums, (width, 0), False, True
-
-
-def divisor_of(number: int) -> tuple[int, int]:
-    """By what `x < 2^30` is divided without a division: `(x * inverse) >> (30 + shift) == x // number`."""
-    shift = (number - 1).bit_length()
-    return -(-(1 << 30 + shift) // number), shift
-
-
-def _reach(size: int, stride: int) -> int:
-    return (size - 1) * abs(stride)

@@ -1,9 +1,11 @@
 """One run of supervised fine-tuning, from its options to the trained model."""
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from midus_config.fetched_blocks import BankLayout
+from midus_hf.models.host import MemoryConfig
 from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.trainer import SftTrainer
@@ -38,7 +40,7 @@ def prepare(config: SftConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing has been written then.
     """
-    config = settle_resumption(config)
+    asked, config = config, settle_resumption(config)
     request = check_request(config, config.sequence_length)
     tokenizer = request.tokenizer
     data = build_chat_dataset(config, tokenizer, request.model_config.vocab_size)
@@ -61,16 +63,29 @@ def prepare(config: SftConfig) -> TrainingRun:
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return make_run(
         config,
+        asked,
         config,
         request,
         arguments,
         data.dataset,
-        data_lines=[*data.describe(config), *describe_held_out(held_out)],
+        data_lines=[*data.describe(config), *describe_held_out(held_out), *_describe_banks(request.model_config)],
         held_out=held_out,
         choose=choose,
         trainer_class=SftTrainer,
         data_collator=DataCollatorForLanguageModeling(padding, padding_free=config.packing),
     )
+
+
+def _describe_banks(model_config: PreTrainedConfig) -> list[str]:
+    """What a person is told of a model whose texts could fetch blocks: chats have no paths."""
+    banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
+    if not banks:
+        return []
+    generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
+    read = "read the generic memory alone" if generic else "fetch no blocks from the model's bank"
+    return [
+        f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is measured"
+    ]
 
 
 def _stop_at(model: PreTrainedModel, token: int) -> None:

@@ -9,7 +9,6 @@ from torch.utils.data import Dataset
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.documents import DocumentError
-from midus_hf.training.corpus import HubRows, LocalText
 from midus_hf.training.mapped_tokens import MappedTokens
 from midus_hf.training.packing import IGNORED_LABEL, PackedSequence, check_length, training_example
 
@@ -118,29 +117,6 @@ class ClusteredDataset(Dataset):
             until = min(end, int(self._begins[number + 1]))
             yield document, first, first + until - begin
             begin, number = until, number + 1
-
-
-def read_paths(corpus: LocalText | HubRows, column: str) -> np.ndarray:
-    """The paths of the documents of a corpus, `[documents, p]`, int64.
-
-    Args:
-        corpus: Whose rows have them.
-        column: That holds them.
-
-    Raises:
-        DocumentError: If a row has none, or one of another length.
-    """
-    paths: list[list[int]] = []
-    for place, row in corpus.rows():
-        path = row.get(column)
-        is_path = isinstance(path, list) and path and all(type(node) is int and node >= 0 for node in path)
-        if not is_path or (paths and len(path) != len(paths[0])):
-            raise DocumentError(
-                f"{place} has {path!r} under {column!r}; expected its node of each level of the tree, as midus-cluster assign writes "
-                "it, such as [3, 52, 840]."
-            )
-        paths.append(path)
-    return np.array(paths, dtype=np.int64).reshape(len(paths), -1)
 
 
 def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str, text: str = "the corpus") -> None:

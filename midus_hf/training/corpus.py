@@ -13,6 +13,7 @@ from midus_hf.documents import (
     DocumentError,
     RowPlace,
     codec_of,
+    document_rows,
     endings,
     find_files,
     first_line,
@@ -20,7 +21,6 @@ from midus_hf.documents import (
     is_compressed,
     is_text_name,
     iterate_documents,
-    rows_of,
     text_of_row,
 )
 from midus_hf.training.options import CorpusOptions
@@ -52,14 +52,7 @@ class LocalText:
         Raises:
             DocumentError: As `iterate_documents`; for plain text, which has no rows.
         """
-        for file in self.files:
-            rows = rows_of(file, self.options.encoding)
-            if rows is None:
-                raise DocumentError(
-                    f"file {str(file)!r} is plain text, which has no columns; expected JSON lines or Parquet, as midus-cluster "
-                    "assign writes."
-                )
-            yield from (row for row in rows if text_of_row(row[1], self.options.column, row[0]).strip())
+        return document_rows(self.files, self.options.column, self.options.encoding)
 
     def size(self) -> int:
         """About how many bytes of text there are."""

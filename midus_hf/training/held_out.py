@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from midus_config.fetched_blocks import BankLayout
-from midus_hf.documents import find_files, has_column, read_documents
+from midus_hf.documents import document_rows, find_files, has_column, read_documents
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measure, prepare_text
-from midus_hf.training.clustered_corpus import check_paths, read_paths
-from midus_hf.training.corpus import LocalText
+from midus_hf.training.clustered_corpus import check_paths
 from midus_hf.training.options import CorpusOptions
 from midus_hf.training.run_options import RunOptions, text_option
 
@@ -132,7 +132,7 @@ def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout])
     column = corpus.path_column
     if column is None or not has_column(path, column, corpus.encoding):
         return None
-    paths = read_paths(LocalText(dataclasses.replace(corpus, path=path), find_files(path)), column)
+    paths = read_paths(document_rows(find_files(path), corpus.column, corpus.encoding), column)
     check_paths(paths, banks, column, "it")
     return torch.from_numpy(paths)
 

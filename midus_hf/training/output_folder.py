@@ -1,8 +1,9 @@
 """The folder of a run: when it may be written, and how the trained model lands there."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -13,7 +14,7 @@ from midus_config.locks import Lock
 from midus_config.whole_files import move_into_place, whole_file
 from midus_config.wording import first_few
 from midus_hf.training.output_lock import check_not_held, hold_output
-from midus_hf.training.resumption import check_same_run, find_checkpoint
+from midus_hf.training.resumption import check_same_run, find_checkpoint, settle_resumption
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.written_files import foreign_files, remove_written
 
@@ -62,23 +63,44 @@ def check_output(config: RunOptions) -> Path | None:
     return None
 
 
-def start_output(config: RunOptions) -> Lock | None:
+@contextlib.contextmanager
+def made_for_nothing(output: Path) -> Iterator[None]:
+    """If the work fails, a folder that was made in the meantime goes again if it is empty, and so do those around it."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint: Path | None = None) -> Lock | None:
     """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
 
     The main process of a run does so.
 
     Args:
         config: One that `check_output` has seen.
+        asked: The options as they were given, which `settle_resumption` made those of. Default: the same.
+        checkpoint: That `check_output` has found.
 
     Returns:
         What holds the output until the run has ended; None where the file system has no locks.
 
     Raises:
-        ValueError: If another run has begun to write the output since.
+        ValueError: If another run has begun to write the output since, or left there what leads to another decision than that
+            which was made before anybody held the output.
     """
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     lock = hold_output(output)
+    if settle_resumption(asked or config) != config or (config.resume and find_checkpoint(config) != checkpoint):
+        raise ValueError(
+            f"output is {config.output!r}, in which another run has begun or gone on since this one was asked for; start it again to "
+            "go on from what is there now, or choose another folder."
+        )
     if (output / RUN_CONFIG).exists() and not (config.resume or config.overwrite):
         raise ValueError(_exists(config.output))  # another run has come and gone since
     if config.overwrite:

@@ -43,7 +43,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
     Raises:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
-    config = settle_resumption(config)
+    asked, config = config, settle_resumption(config)
     request = check_request(config, config.sequence_length)
     model_config = request.model_config
     banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
@@ -60,6 +60,7 @@ def prepare(config: TrainConfig) -> TrainingRun:
 
     return make_run(
         config,
+        asked,
         config,
         request,
         arguments,

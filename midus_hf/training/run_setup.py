@@ -1,5 +1,6 @@
 """Check what is asked of a run, cheapest checks first, and make it ready to start."""
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import HeldOut, check_held_out
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
-from midus_hf.training.output_folder import check_output, start_output
+from midus_hf.training.output_folder import check_output, made_for_nothing, start_output
 from midus_hf.training.precision import hold_for_training
 from midus_hf.training.rates import Rates
 from midus_hf.training.reporting import check_reporting
@@ -105,6 +106,7 @@ def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
 
 def make_run(
     config: RunOptions,
+    asked: RunOptions,
     rates: Rates,
     request: CheckedRequest,
     arguments: TrainingArguments,
@@ -120,6 +122,7 @@ def make_run(
 
     Args:
         config: The options of the run.
+        asked: The same as they were given, before `settle_resumption`.
         rates: Of the run.
         request: From `check_request`.
         arguments: The Trainer's own.
@@ -142,29 +145,30 @@ def make_run(
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
-    trainer = trainer_class(
-        model=model,
-        args=arguments,
-        train_dataset=dataset,
-        callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
-        tokenizer=request.tokenizer,
-        keep_checkpoints=config.keep_checkpoints,
-        held_out=held_out,
-        eval_every=config.eval_every,
-        keep_best=config.keep_best,
-        early_stop=config.early_stop,
-        max_seconds=config.max_seconds,
-        rates=rates,
-        balance_loss=config.balance_loss,
-        sparse_values=config.sparse_values,
-        shard_values=config.shard_values,
-        usage_every=config.usage_every,
-        **trainer_options,
-    )
-    if request.checkpoint is not None:
-        trainer.check_checkpoint(request.checkpoint)
-    # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
-    lock = _open_output(config)
+    with made_for_nothing(Path(config.output)) if arguments.process_index == 0 else contextlib.nullcontext():
+        trainer = trainer_class(
+            model=model,
+            args=arguments,
+            train_dataset=dataset,
+            callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
+            tokenizer=request.tokenizer,
+            keep_checkpoints=config.keep_checkpoints,
+            held_out=held_out,
+            eval_every=config.eval_every,
+            keep_best=config.keep_best,
+            early_stop=config.early_stop,
+            max_seconds=config.max_seconds,
+            rates=rates,
+            balance_loss=config.balance_loss,
+            sparse_values=config.sparse_values,
+            shard_values=config.shard_values,
+            usage_every=config.usage_every,
+            **trainer_options,
+        )
+        if request.checkpoint is not None:
+            trainer.check_checkpoint(request.checkpoint)
+        # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
+        lock = _open_output(config, asked, request.checkpoint)
     if PartialState().is_main_process:
         resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
         print_start(rates, report, model, [*data_lines, *resumption_lines])
@@ -182,7 +186,7 @@ def make_run(
     )
 
 
-def _open_output(config: RunOptions) -> Lock | None:
+def _open_output(config: RunOptions, asked: RunOptions, checkpoint: Path | None) -> Lock | None:
     """Let the main process open the output, once no process reads what lies there; all refuse what it refuses.
 
     Returns:
@@ -194,7 +198,7 @@ def _open_output(config: RunOptions) -> Lock | None:
     refusal: list[str | None] = [None]
     if state.is_main_process:
         try:
-            lock = start_output(config)
+            lock = start_output(config, asked, checkpoint)
         except ValueError as error:
             refusal = [str(error)]
     broadcast_object_list(refusal)

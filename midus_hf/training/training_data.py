@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.documents import describe_files, import_datasets
-from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths, describe_leaves, read_paths
+from midus_hf.documents.document_paths import read_paths
+from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths, describe_leaves
 from midus_hf.training.corpus import find_corpus
 from midus_hf.training.mapped_tokens import MappedDataset
 from midus_hf.training.mixture import Mixture
@@ -118,7 +119,7 @@ def _open(
         return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
 
     if options.path_column is not None:
-        paths = read_paths(corpus, options.path_column)
+        paths = read_paths(corpus.rows(), options.path_column)
         check_paths(paths, banks, options.path_column)
         import_datasets("a corpus that is packed within the leaves of a tree")
         tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)

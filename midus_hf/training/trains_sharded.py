@@ -14,6 +14,9 @@ else:
     AnyTrainer = object
 
 
+_WHOLE, _FSDP, _DEEPSPEED = "hold whole models", "share parameters by FSDP", "share moments by DeepSpeed"
+
+
 def check_deepspeed() -> None:
     """See that DeepSpeed, if accelerate was told to shard with it, does not cut parameters before they have been looked at.
 
@@ -39,7 +42,8 @@ class TrainsSharded(AnyTrainer):
         kwargs: What the Trainer takes.
 
     Raises:
-        ValueError: If accelerate is told to shard and does not, as on CPUs, or by the first kind of FSDP.
+        ValueError: If accelerate is told to shard and does not, as on CPUs, or by the first kind of FSDP; if DeepSpeed would round
+            what is frozen.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -52,9 +56,21 @@ class TrainsSharded(AnyTrainer):
                     f"accelerate was started with {name}, which does not shard on {self.args.device.type}: all processes would hold "
                     "whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
                 )
+        if self.is_deepspeed_enabled and self.args.bf16:
+            self._check_frozen()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self._prepare_fsdp(plugin)
+
+    def _check_frozen(self) -> None:
+        """DeepSpeed computes with a model that is bfloat16 as a whole, and that is what it saves."""
+        model: Any = self.model
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad and parameter.dtype is torch.float32:
+                raise ValueError(
+                    f"bf16 is asked for, and DeepSpeed casts a whole model to bfloat16: {name}, which is frozen in float32, would be "
+                    "rounded; expected fp32, or a model in bfloat16. Start it with configs/accelerate/fsdp2.yaml."
+                )
 
     def _prepare_fsdp(self, plugin: Any) -> None:
         if plugin.fsdp_version != 2:
@@ -80,14 +96,20 @@ class TrainsSharded(AnyTrainer):
             checkpoint: Its folder.
 
         Raises:
-            ValueError: If it is of sharded parameters and these are not, or the other way round.
+            ValueError: If it is of parameters or moments that are shared otherwise than these.
         """
-        is_sharded = any(checkpoint.glob("pytorch_model_fsdp*"))
-        if is_sharded != self.is_fsdp_enabled:
-            kinds = ("hold whole models", "share parameters by FSDP")
+        saved = (
+            _FSDP
+            if any(checkpoint.glob("pytorch_model_fsdp*"))
+            else _DEEPSPEED
+            if any(checkpoint.glob("global_step*"))
+            else _WHOLE
+        )
+        here = _FSDP if self.is_fsdp_enabled else _DEEPSPEED if self.is_deepspeed_enabled else _WHOLE
+        if saved != here:
             raise ValueError(
-                f"{checkpoint} was saved by processes that {kinds[is_sharded]}, and these {kinds[not is_sharded]}; go on with it as "
-                "it was begun, or start a new run."
+                f"{checkpoint} was saved by processes that {saved}, and these {here}; go on with it as it was begun, or start a new "
+                "run."
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from midus_workbench.report.findings import Findings
+from midus_workbench.learning import by_rate, compared
+from midus_workbench.report.findings import ArmFindings, Findings
 
 
 def cautions(found: Findings) -> list[str]:
@@ -30,6 +31,7 @@ def cautions(found: Findings) -> list[str]:
     if len(counts) > 1:
         words = ", ".join(f"{arm.name} at {len(arm.rates)}" for arm in arms)
         told.append(f"Arms were not tried at as many rates, and more of them are more chances to end low: {words}.")
+    told += filter(None, map(_of_seeds, arms))
     ends = [f"{arm.name} ({arm.rate})" for arm in arms if arm.is_at_an_end_of_its_rates]
     if ends:
         told.append(f"At the lowest or highest rate that was tried, and perhaps better beyond it: {', '.join(ends)}.")
@@ -40,6 +42,20 @@ def cautions(found: Findings) -> list[str]:
             "forgotten is counted from the base's losses, not from the start."
         )
     return told
+
+
+def _of_seeds(arm: ArmFindings) -> str | None:
+    """What is told of an arm whose rates were tried with different seeds."""
+    tried = {rate: sorted(result.seed for result in results) for rate, results in by_rate(arm.results).items()}
+    if len({tuple(seeds) for seeds in tried.values()}) == 1:
+        return None
+    shared = sorted(compared(arm.results)[1])
+    words = "; ".join(f"{rate} with {', '.join(map(str, seeds))}" for rate, seeds in tried.items())
+    told = f"{arm.name} was not tried with the same seeds at every rate ({words})"
+    if not shared:
+        return f"{told}, which have no seed in common: its best rate may be that of the luckier seed."
+    which = f"seed{'s' if len(shared) > 1 else ''} {', '.join(map(str, shared))}"
+    return f"{told}: its best rate is the best of {which}, which those of most seeds have in common."
 
 
 def _list(names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from midus_hf.analysis.added_parts import Part, added_parts, switched_off
 from midus_hf.analysis.drift import base_within, drift
 from midus_hf.analysis.layer_effects import layer_effects
 from midus_hf.analysis.layer_report import as_csv, as_json, draw_layers, layers_table
+from midus_hf.analysis.loss_effects import effect_between
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.banks.memory_bank import MemoryBank
 from upscalers import upscale
@@ -129,6 +130,36 @@ def test_losses_are_those_of_the_model_without_each_part(tmp_path):
         difference = row.losses["text"] - found.losses["text"]
         assert row.effects["text"].difference == pytest.approx(difference, abs=1e-9) and difference
         assert row.effects["text"].standard_error > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_in_front_of_a_part_compute_once_and_losses_are_the_same_bits(family, method, tmp_path):
+    model = acting(loaded(saved_pair(family, method, tmp_path)[1]))
+    computed = [0] * len(model.model.layers)
+    for layer, block in enumerate(model.model.layers):
+        forward = block.forward
+
+        def counting(*arguments, layer=layer, forward=forward, **given):
+            computed[layer] += 1
+            return forward(*arguments, **given)
+
+        block.forward = counting
+    state = state_of(model)
+    found = layer_effects(model, [TEXT], with_base=True, batch_size=2)
+    usual = read_rows(model, TEXT, batch_size=2)
+    assert found.losses["text"] == usual.mean and state_of(model) == state
+    assert all(block.forward.__name__ == "counting" for block in model.model.layers)
+    times = [count - 2 for count in computed]  # by `layer_effects` alone
+    for row in found.rows:
+        with switched_off(model, added_parts(model).parts if row.part is None else [row.part]):
+            alone = read_rows(model, TEXT, batch_size=2)
+        assert row.losses["text"] == alone.mean and row.effects["text"] == effect_between(usual, alone)
+    passes = 2 * (len(found.rows) + 1)  # two batches
+    assert times[-1] == passes
+    parts = [added_parts(model).parts if row.part is None else [row.part] for row in found.rows]
+    from_the_first = sum(0 in part.layers for of_row in parts for part in of_row[:1])
+    carries = method == "moda"  # something else than the residual stream, to later layers
+    assert times[0] == (passes if carries else 2 * (1 + from_the_first))
 
 
 def test_rows_fetch_by_the_path_of_their_document(tmp_path):

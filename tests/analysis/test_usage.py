@@ -168,6 +168,16 @@ def test_counts_can_start_again():
     assert all(counts.sum() == 2 * 4 * 3 for counts in usage.counts.values())
 
 
+def test_while_counts_are_paused_nothing_is_counted():
+    model = memory_model("llama")
+    with record_usage(model) as usage, torch.no_grad():
+        with usage.paused():
+            model(prompt(length=9))
+        assert all(not counts.any() for counts in usage.counts.values())
+        model(prompt(length=2, batch=1))
+    assert all(counts.sum() == 2 * 4 * 3 for counts in usage.counts.values())
+
+
 def test_two_recordings_at_a_time_do_not_disturb_each_other():
     model = memory_model("llama")
     with record_usage(model) as outer, torch.no_grad():

@@ -15,7 +15,7 @@ from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
 from midus_commands import analyze
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.retrieval import TreeOrigin
+from midus_hf.retrieval import MemoryRetriever, TreeOrigin
 from upscalers import upscale
 
 QUESTIONS = [
@@ -121,24 +121,64 @@ def test_how_far_predictions_moved_is_told_of_a_base_within_and_of_another(run, 
     assert " 0.00000 " in unmoved and "+0.00000" in unmoved and "What moved farthest" not in unmoved
 
 
-def test_texts_fetch_by_a_retriever(run, upscaled, text, tmp_path):
+@pytest.fixture(scope="module")
+def with_bank(tmp_path_factory, upscaled):
+    """A model with a bank of 3 by 9 whose blocks act, and a tree for it."""
+    folder = tmp_path_factory.mktemp("bank")
     options = {"sizes": [3, 2], "branching": 3}
-    upscale(base=upscaled.base, method="hier-ffn", output=tmp_path / "model", options=options, verify=False)
-    layout = loaded(tmp_path / "model").banks.of("hier-ffn").layout
-    bank = MemoryBank(tmp_path / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
+    upscale(base=upscaled.base, method="hier-ffn", output=folder / "model", options=options, verify=False)
+    layout = loaded(folder / "model").banks.of("hier-ffn").layout
+    bank = MemoryBank(folder / "model" / "memory_bank" / "hier-ffn", layout, writable=True)
     fill(bank)
     bank.close()
-    bert = save_tiny_bert(tmp_path / "bert")
-    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
-    words = ["drift", tmp_path / "model", "--text", text, "--json"]
+    bert = save_tiny_bert(folder / "bert")
+    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(folder / "tree")
+    return SimpleNamespace(model=folder / "model", tree=folder / "tree")
+
+
+def test_texts_fetch_by_a_retriever(run, with_bank, text):
+    words = ["drift", with_bank.model, "--text", text, "--json"]
     without = run(*words)
     assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in without.err
     assert json.loads(without.out)["texts"]["words"]["divergence"] == 0
-    fetched = run(*words, "--retriever", tmp_path / "tree")
+    fetched = run(*words, "--retriever", with_bank.tree)
     assert fetched.status == 0, fetched.err
     assert json.loads(fetched.out)["texts"]["words"]["divergence"] > 0
-    parts = json.loads(run("layers", *words[1:], "--retriever", tmp_path / "tree").out)["parts"]
+    parts = json.loads(run("layers", *words[1:], "--retriever", with_bank.tree).out)["parts"]
     assert len(parts) == 4 and all(row["texts"]["words"]["difference"] for row in parts)
+
+
+def test_which_blocks_texts_fetch_is_told_and_drawn_without_reading_them(run, with_bank, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("midus_hf.analysis.text_rows.read_rows", None)
+    documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    texts = ["--text", f"a={tmp_path / 'a.jsonl'}", "--text", f"b={tmp_path / 'a.jsonl'}"]
+    words = ["blocks", with_bank.model, *texts, "--retriever", with_bank.tree, "--sequence-length", 8]
+    done = run(*words, "--json", "--picture", tmp_path / "blocks.png", "--csv", tmp_path / "blocks.csv")
+    assert done.status == 0, done.err
+    told = json.loads(done.out)["texts"]
+    assert told["a"] == told["b"] and told["a"]["documents"] == 6
+    expected: dict[str, int] = {}
+    for document, path in zip(documents, MemoryRetriever.load(with_bank.tree).paths(documents).tolist(), strict=True):
+        count = len(document.split())
+        read = count - (count % 8 == 1)  # a row of one token predicts nothing
+        expected[str(path[1])] = expected.get(str(path[1]), 0) + read
+    assert told["a"]["blocks"]["hier-ffn"]["levels"]["2"]["tokens"] == expected
+    assert (tmp_path / "blocks.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "blocks.csv").read_text().count("\n") == 1 + 2 * 12
+    assert "never fetched" in run(*words).out
+
+
+def test_a_page_tells_which_blocks_were_fetched(run, with_bank, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["page", with_bank.model, "--text", text, "--output", tmp_path / "page.html"]
+    assert run(*words).status == 0
+    assert "Blocks fetched" not in (tmp_path / "page.html").read_text()
+    done = run(*words, "--retriever", with_bank.tree)
+    assert done.status == 0, done.err
+    page = (tmp_path / "page.html").read_text()
+    assert "Blocks fetched" in page and "hier-ffn level 2" in page and page.count("data:image/png;base64,") == 2
 
 
 def test_one_page_joins_what_is_told(run, upscaled, text, tmp_path):

@@ -28,6 +28,7 @@ def test_arguments_are_those_of_the_signature():
         "count",
         "summary",
         "reset",
+        "paused",
     ]
 
 

@@ -189,6 +189,32 @@ def test_the_command_measures_by_a_tree_and_without_its_best_nodes(model_folder,
     assert measured(*retriever, "--block-best", "2:0") == fetched
 
 
+def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model_folder, model, tmp_path, capsys):
+    paths = find_paths(DOCUMENTS).tolist()
+    rows = [{"text": text, "memory_ids": path} for text, path in zip(DOCUMENTS, paths, strict=True)]
+    rows.insert(2, {"text": " ", "memory_ids": None})  # no document, so nobody asks for its path
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "--text",
+        str(tmp_path / "texts.jsonl"),
+        "--sequence-length",
+        "16",
+        "--json",
+        "--path-column",
+        "memory_ids",
+    ]
+    plain = save_byte_model("llama", tmp_path / "plain")
+    main([str(model_folder), str(plain), *words])
+    fetched, alike = (told["perplexity"]["perplexity"] for told in json.loads(capsys.readouterr().out)["models"])
+    given = {"sequence_length": 16, "apart": True}
+    expected = perplexity(model, byte_tokenizer(), DOCUMENTS, find_paths=find_paths, **given)
+    assert fetched == pytest.approx(expected.perplexity, rel=1e-6)
+    without = perplexity(model, byte_tokenizer(), DOCUMENTS, **given)
+    assert abs(without.perplexity - fetched) > 1e-3 * fetched
+    expected = perplexity(AutoModelForCausalLM.from_pretrained(plain), byte_tokenizer(), DOCUMENTS, **given)
+    assert alike == pytest.approx(expected.perplexity, rel=1e-6)
+
+
 def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(model_folder, tmp_path, capsys):
     bert = save_tiny_bert(tmp_path / "bert")
     random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")
@@ -206,9 +232,17 @@ def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(mod
         ({"blocked": ["0:1"], "retriever": "tree"}, "blocked has '0:1'; expected LEVEL:NODE, such as 2:52"),
         ({"block_best": "1:1"}, "block_best is 1:1, but there is no retriever; give one"),
         ({"block_best": "0:1", "retriever": "tree"}, "block_best is '0:1'; expected LEVEL:COUNT, such as 1:1"),
+        (
+            {"path_column": "ids", "retriever": "tree"},
+            "path_column is 'ids', but a retriever is given; expected one of them.",
+        ),
+        (
+            {"path_column": "ids", "text": None, "tasks": ["piqa"]},
+            "path_column is 'ids', but there is no text to measure.",
+        ),
     ],
-    ids=["no-retriever", "level", "best-no-retriever", "best-level"],
+    ids=["no-retriever", "level", "best-no-retriever", "best-level", "paths-retriever", "paths-no-text"],
 )
 def test_wrong_settings_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        EvaluationSettings(text="t", **given)
+        EvaluationSettings(**{"text": "t", **given})

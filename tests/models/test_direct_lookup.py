@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 from models.upscaled import upscaled_model, upscaled_pair
-from tiny import prompt
+from pairs import by_default
+from tiny import FAMILIES, prompt
 from transformers import DynamicCache, StaticCache
 
 from midus_hf.memory.kept_values import kept_values
@@ -76,6 +77,7 @@ def test_the_short_way_through_a_block_gives_the_bits_of_the_general_one(family)
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("family", by_default(["llama", "gemma2"], FAMILIES))
 def test_a_compiled_step_of_blocks_without_values_changes_no_bit(family):
     sizes = {"attention": "eager", "num_hidden_layers": 2, "new_layers": (1,)}
     base, model = upscaled_pair(family, acting=False, **sizes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models.fresh_process import run_python
 from models.upscaled import memory_config, upscaled_model
+from pairs import by_default, wanted_by_tests
 from tiny import FAMILIES, prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -81,11 +82,16 @@ print(json.dumps(findings))
 """
 
 
+# test_identity.py loads every family from the code in its folder.
+some_families = pytest.mark.parametrize("family", by_default(["qwen3", "gemma2"], FAMILIES))
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Every family saved, whole and in shards, loaded, and saved again by a process without this package."""
+def folder(request, tmp_path_factory) -> Path:
+    """Families saved, whole and in shards, loaded, and saved again by a process without this package."""
     folder = tmp_path_factory.mktemp("remote")
-    for family in FAMILIES:
+    families = [family for (family,) in wanted_by_tests(request, "family")]
+    for family in families:
         model = upscaled_model(family)
         model.save_pretrained(folder / family)
         model.save_pretrained(folder / f"{family}-sharded", max_shard_size="20KB")
@@ -96,7 +102,7 @@ def folder(tmp_path_factory) -> Path:
         loss = model(prompt(), labels=prompt(), use_cache=False).loss.detach()
         torch.save((prompt(), logits, stream, loss), folder / f"{family}.pt")
     (folder / "computes_in_c.json").write_text(json.dumps(native_library() is not None))
-    (folder / "families.json").write_text(json.dumps(list(FAMILIES)))
+    (folder / "families.json").write_text(json.dumps(families))
     printed = run_python(_LOAD, folder, package_present=False)
     (folder / "findings.json").write_text(printed.splitlines()[-1])
     return folder
@@ -106,6 +112,7 @@ def test_the_process_of_these_tests_cannot_import_the_package(folder):
     assert json.loads((folder / "findings.json").read_text())["imports"] == ["ModuleNotFoundError"] * 3
 
 
+@some_families
 def test_a_folder_loads_runs_trains_and_saves_again_without_the_package(family, folder):
     found = json.loads((folder / "findings.json").read_text())[family]
     model = upscaled_model(family)
@@ -115,6 +122,7 @@ def test_a_folder_loads_runs_trains_and_saves_again_without_the_package(family, 
     assert [name for name, holds in found.items() if holds is not True] == []
 
 
+@some_families
 def test_what_was_saved_without_the_package_loads_with_it(family, folder):
     model = upscaled_model(family)
     again = AutoModelForCausalLM.from_pretrained(folder / f"{family}-again")
@@ -123,6 +131,7 @@ def test_what_was_saved_without_the_package_loads_with_it(family, folder):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
 
 
+@some_families
 def test_with_the_package_installed_its_own_classes_load_even_when_remote_code_is_trusted(family, folder):
     again = AutoModelForCausalLM.from_pretrained(folder / family, trust_remote_code=True)
     assert type(again) is type(upscaled_model(family))
@@ -132,6 +141,7 @@ def imports_of(source: str) -> list[ast.Import | ast.ImportFrom]:
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
+@some_families
 def test_the_code_imports_flat_siblings_and_dependencies_alone(family, folder):
     paths = list((folder / family).glob("*.py"))
     for path in paths:
@@ -145,6 +155,7 @@ def test_the_code_imports_flat_siblings_and_dependencies_alone(family, folder):
                 assert not {name.partition(".")[0] for name in names} & {"midus_hf", "upscalers"}, ast.unparse(node)
 
 
+@some_families
 def test_the_code_is_the_entry_and_exactly_what_it_imports(family, folder):
     reached, pending = set(), [ENTRY_MODULE]
     while pending:
@@ -160,6 +171,7 @@ def test_the_code_is_the_entry_and_exactly_what_it_imports(family, folder):
     assert "midus_hf_memory_headwise" in reached
 
 
+@some_families
 def test_code_differs_from_its_source_in_imports_alone(family, folder):
     roots = [Path(package.__file__).parent for package in (midus_config, midus_hf)]
     sources = {

@@ -46,6 +46,14 @@ def test_it_trains_and_what_comes_out_loads_and_stops_where_answers_end(family, 
     assert trained.config.eos_token_id == AutoModelForCausalLM.from_pretrained(model).config.eos_token_id
 
 
+def test_a_model_with_a_bank_is_told_to_be_tuned_and_measured_without_its_blocks(base, chats, tmp_path, capsys):
+    told = "chats have no paths in a tree of topics: they, and held-out text, fetch no blocks from the model's bank"
+    prepare(sft_config(base("llama", "hier-ffn"), chats, tmp_path / "bank", trainable="all"))
+    assert told in " ".join(capsys.readouterr().out.split())
+    prepare(sft_config(base("llama"), chats, tmp_path / "none"))
+    assert "paths" not in capsys.readouterr().out
+
+
 def test_new_layers_alone_train_where_the_config_says_so(base, chats, tmp_path):
     model = base("llama", True)
     finetune(sft_config(model, chats, tmp_path / "out", trainable="auto"))

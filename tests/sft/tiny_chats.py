@@ -30,6 +30,7 @@ def character_tokenizer(merges: Sequence[tuple[str, str]] = (), **options: Any) 
 
 OPTIONS = {
     "midus-hml": {"n": 8, "k": 2},
+    "hier-ffn": {"sizes": [3, 2], "branching": 3},
     "moc": {"memory_tokens": 32, "chapters": 8, "k": 2, "chunk_size": 4},
 }
 """Of the methods that give a tiny base a memory."""

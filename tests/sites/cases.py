@@ -1,11 +1,13 @@
 """The table of sites: a toy memory at each of them, and the families that each is tested on."""
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from pairs import by_default
 from tiny import NATIVE_FAMILIES
 from transformers import PreTrainedModel
 
@@ -90,11 +92,35 @@ ALL = [(case, family) for family in NATIVE_FAMILIES for case in CASES]
 """Every site on every family."""
 
 
-def each(pairs: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Run a test on pairs of a row of the table, `case`, and a `family`."""
+def everywhere() -> pytest.MarkDecorator:
+    """Run a test on every row of the table, `case`, with every `family`."""
+    return _parametrized(ALL, ALL)
+
+
+def each(pairs: Iterable[tuple[str, str]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every row of these pairs, `case`, with a `family` that is another one for each row and each test.
+
+    So every row and every family meet every test. With the product it runs on these pairs as well.
+    """
+    pairs = list(pairs)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        families = list(NATIVE_FAMILIES)
+        first = zlib.crc32(test.__name__.encode())
+        rows = dict.fromkeys(case for case, _ in pairs)
+        kept = [(case, families[(first + row) % len(families)]) for row, case in enumerate(rows)]
+        return _parametrized(kept, [*kept, *(pair for pair in pairs if pair not in kept)])(test)
+
+    return decorate
+
+
+def _parametrized(kept: Iterable[tuple[str, str]], pairs: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    pairs = list(pairs)
+    values = by_default(
+        [(CASES[name], family) for name, family in kept], [(CASES[name], family) for name, family in pairs]
+    )
     return pytest.mark.parametrize(
-        ("case", "family"),
-        [pytest.param(CASES[name], family, id=f"{name.replace(' ', '-')}-{family}") for name, family in pairs],
+        ("case", "family"), values, ids=[f"{name.replace(' ', '-')}-{family}" for name, family in pairs]
     )
 
 

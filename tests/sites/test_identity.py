@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from sites import toy_memory
-from sites.cases import ALL, SOME, each
+from sites.cases import SOME, each, everywhere
 from tiny import save_tiny_model
 
 from midus_config.declared_tensors import Normal
@@ -15,7 +15,7 @@ from upscalers import VerificationError, upscale
 VERIFY = pytest.mark.parametrize("verify", [None, False], ids=["whole", "blocks"])
 
 
-@each(ALL)
+@everywhere()
 def test_logits_are_those_of_the_base_and_the_config_says_where_memories_are(case, family, shared_base, upscaled):
     folder = upscaled(case, family)
     assert torch.equal(logits(folder), logits(shared_base(family)))

@@ -1,7 +1,7 @@
 """A memory whose values are filled adds at its site what the formula says."""
 
 import torch
-from sites.cases import ALL, each
+from sites.cases import everywhere
 from sites.reference import add_reference
 from tiny import prompt
 
@@ -12,7 +12,7 @@ def logits(model) -> torch.Tensor:
     return model(prompt(), use_cache=False).logits
 
 
-@each(ALL)
+@everywhere()
 def test_outputs_are_those_of_hooks_on_the_base(case, family, shared_base, toy_model):
     model = toy_model(case, family, torch.float64)
     reference = load(shared_base(family), torch.float64)

@@ -9,8 +9,9 @@ from training.tiny_run import tiny_tokenizer
 
 from midus_config.fetched_blocks import BankLayout, FetchedBlocks
 from midus_hf.documents import DocumentError
+from midus_hf.documents.document_paths import read_paths
 from midus_hf.training import CorpusOptions
-from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths, read_paths
+from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths
 from midus_hf.training.corpus import find_corpus
 from midus_hf.training.packing import IGNORED_LABEL
 from midus_hf.training.token_cache import cached_tokens
@@ -36,7 +37,7 @@ def corpus(tmp_path):
 
 def dataset(corpus, tmp_path, **options):
     tokens = cached_tokens(corpus, tiny_tokenizer(), 128, str(tmp_path / "cache"))
-    return ClusteredDataset(tokens, read_paths(corpus, "memory_ids"), T, EOS, **options)
+    return ClusteredDataset(tokens, read_paths(corpus.rows(), "memory_ids"), T, EOS, **options)
 
 
 def expected_sequences() -> list[tuple[list[int], list[int]]]:
@@ -119,14 +120,14 @@ def test_rows_without_a_path_are_refused(tmp_path, row, message):
     path.write_text("".join(json.dumps(line) + "\n" for line in ({"text": "w3", "memory_ids": [1, 2]}, row)))
     corpus = find_corpus(CorpusOptions(path=str(path), path_column="memory_ids"))
     with pytest.raises(DocumentError, match=message):
-        read_paths(corpus, "memory_ids")
+        read_paths(corpus.rows(), "memory_ids")
 
 
 def test_plain_text_has_no_paths(tmp_path):
     (tmp_path / "a.txt").write_text("w3")
     corpus = find_corpus(CorpusOptions(path=str(tmp_path), path_column="memory_ids"))
     with pytest.raises(DocumentError, match="is plain text, which has no columns; expected JSON lines or Parquet"):
-        read_paths(corpus, "memory_ids")
+        read_paths(corpus.rows(), "memory_ids")
 
 
 def layout(branching=2, levels=2):

@@ -9,10 +9,11 @@ import pytest
 from training.tiny_run import tiny_config
 
 from midus_config.checkpoint_files import PARTIAL_MODEL
-from midus_hf.training import train
+from midus_hf.training import run, train
 from midus_hf.training.output_folder import check_output, publish
 from midus_hf.training.run import prepare
 from midus_hf.training.run_checkpoints import last_checkpoint, remove_old_checkpoints
+from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.written_files import foreign_files
 
 
@@ -229,6 +230,24 @@ def test_a_wrong_request_writes_nothing(upscaled, corpus, tmp_path):
     with pytest.raises(ValueError, match=r"the corpus has 61 tokens; expected at least one sequence"):
         train(wrong)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_was_made_for_a_run_that_its_trainer_refuses_goes_again_and_no_other(
+    upscaled, corpus, tmp_path, monkeypatch
+):
+    class Refusing(RunTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            assert Path(self.args.output_dir).is_dir(), "a Trainer makes it"
+            raise ValueError("refused")
+
+    monkeypatch.setattr(run, "RunTrainer", Refusing)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "empty").mkdir()
+    for place in ("new", "deep/er/new", "there/new", "there/empty"):
+        with pytest.raises(ValueError, match="refused"):
+            prepare(tiny_config(upscaled("llama"), corpus, tmp_path / place))
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["there", "there/empty"]
 
 
 def test_the_config_of_a_published_model_comes_last_and_the_old_one_goes_first(tmp_path, monkeypatch):

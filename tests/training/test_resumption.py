@@ -8,10 +8,12 @@ from training.test_output_folder import checkpoint, config
 from training.test_run import exact_log
 from training.tiny_run import tiny_config
 
-from midus_hf.training import train
-from midus_hf.training.output_folder import as_yaml, check_output
+from midus_hf.training import run_setup, train
+from midus_hf.training.output_folder import as_yaml, check_output, start_output
 from midus_hf.training.resumption import passes_of_a_step, settle_resumption
+from midus_hf.training.run import prepare
 
+STEP_OF_2 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 2}}}}'
 STEP_OF_12 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 12}}}}'
 
 
@@ -121,3 +123,40 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
     changed = {"batch_size": 1, "gradient_accumulation": 2, "resume": str(state_file.parent)}
     with pytest.raises(ValueError, match="batch_size is 1, but the run to resume has 2"):
         check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options, **changed))
+
+
+BEGUN_MEANWHILE = (
+    r"output is '.*out', in which another run has begun or gone on since this one was asked for; start it again to go on from what "
+    r"is there now, or choose another folder\."
+)
+
+
+def test_what_another_run_did_while_a_model_was_loaded_is_neither_overwritten_nor_gone_back_on(
+    upscaled, corpus, tmp_path, monkeypatch
+):
+    output = tmp_path / "out"
+    asked = tiny_config(upscaled("llama"), corpus, output, resume="auto", max_steps=2)
+    prepare(asked)  # dies before its first checkpoint
+    assert (output / "train_config.yaml").exists()
+    steps = iter((2, 4))
+
+    def another_run(seed):
+        folder = checkpoint(output, next(steps), STEP_OF_2)
+        (folder / "state").touch()
+
+    monkeypatch.setattr(run_setup, "set_seed", another_run)
+    with pytest.raises(ValueError, match=BEGUN_MEANWHILE):
+        prepare(asked)  # which meant to overwrite what died
+    assert (output / "checkpoint-2" / "state").exists()
+    with pytest.raises(ValueError, match=BEGUN_MEANWHILE):
+        prepare(asked)  # which meant to go on from step 2
+    assert (output / "checkpoint-4" / "state").exists()
+
+
+def test_what_was_decided_stands_where_nothing_changed_and_where_overwriting_was_asked_for(tmp_path):
+    for given in ({"resume": "auto"}, {"overwrite": True}):
+        asked = config(tmp_path, **given)
+        decided = settle_resumption(asked)
+        lock = start_output(decided, asked, check_output(decided))
+        assert lock is not None and (tmp_path / "out" / "train_config.yaml").exists()
+        lock.release()

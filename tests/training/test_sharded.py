@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from processes.warm import run_ranks
 from training.accelerate_configs import launched_environment
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_commands.train import main
 from midus_hf.training.run import prepare
+from midus_hf.training.trains_sharded import TrainsSharded
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
 ENVIRONMENT = launched_environment("fsdp2")
@@ -182,3 +184,48 @@ def test_configs_of_accelerate_are_read_as_they_are_meant(monkeypatch):
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
     assert (plugin.state_dict_type.name, plugin.transformer_cls_names_to_wrap) == ("SHARDED_STATE_DICT", None)
+
+
+class ToldOfDeepSpeed:
+    """What a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
+
+    def __init__(self, model, bf16: bool):
+        self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled = model, False, True
+        self.args, self.accelerator = SimpleNamespace(bf16=bf16), SimpleNamespace(state=SimpleNamespace())
+
+
+class Sharding(TrainsSharded, ToldOfDeepSpeed):
+    """The mixin before it."""
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ("model.safetensors", "hold whole models"),
+        ("pytorch_model_fsdp_0", "share parameters by FSDP"),
+        ("global_step3", None),
+    ],
+)
+def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_deepspeed_alone(tmp_path, there, words):
+    """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
+    (tmp_path / there).mkdir()
+    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False)
+    if words is None:
+        trainer.check_checkpoint(tmp_path)
+        trainer.is_deepspeed_enabled, words = False, "share moments by DeepSpeed, and these hold whole models; go on"
+    with pytest.raises(ValueError, match=f"was saved by processes that {words}"):
+        trainer.check_checkpoint(tmp_path)
+
+
+def test_deepspeed_rounds_nothing_that_is_frozen():
+    """It casts a whole model to bfloat16 and saves that."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model[0].requires_grad_(False)
+    with pytest.raises(
+        ValueError,
+        match=r"bf16 is asked for, and DeepSpeed casts a whole model to bfloat16: 0\.weight, which is frozen in float32, would be "
+        r"rounded; expected fp32, or a model in bfloat16\. Start it with configs/accelerate/fsdp2\.yaml\.",
+    ):
+        Sharding(model, bf16=True)
+    Sharding(model, bf16=False)
+    Sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), bf16=True)

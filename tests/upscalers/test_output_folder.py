@@ -1,6 +1,7 @@
 """The output folder appears whole or not at all, replaces only what it was asked to, and belongs to one run at a time."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -197,6 +198,28 @@ def test_a_second_run_to_the_same_output_is_refused_while_the_first_is_alive(tmp
         first.commit()
     assert (tmp_path / "out" / "config.json").read_text() == text("first")
     assert names(tmp_path) == ["other", "out"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_the_file_system_has_no_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch, capsys, number):
+    def none(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    write(tmp_path / "out")
+    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == text("new")
+    assert capsys.readouterr().err == (
+        f"output {tmp_path / 'out'} is not guarded: its file system has no locks. Let no other run write it meanwhile.\n"
+    )
+
+
+def test_a_lock_that_fails_otherwise_is_no_leave_to_go_on(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fcntl.flock", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write(tmp_path / "out")
 
 
 def test_a_run_that_was_planned_before_another_finished_does_not_replace_its_output(tmp_path):

@@ -9,6 +9,7 @@ from workbench.made_results import BASE, DOMAIN, RETENTION, result
 from midus_workbench.learning import (
     Spread,
     best_rate,
+    compared,
     forgotten_at,
     in_words,
     mean_loss,
@@ -107,6 +108,15 @@ def test_the_best_rate_is_that_of_the_lowest_mean_of_the_domain():
     runs = [result("a", [0.3], seed=0), result("a", [0.3], seed=1)]
     runs += [result("a", [0.5], seed=0, rate=1e-2), result("a", [0.2], seed=1, rate=1e-2)]
     assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-2}
+
+
+def test_rates_are_compared_over_the_seeds_that_all_of_them_have():
+    runs = [result("a", [0.1], seed=0), result("a", [0.4], seed=1)]
+    easy = [result("a", [0.3], seed=1, rate=1e-2), result("a", [0.9], seed=2, rate=1e-2)]
+    assert best_rate([*runs, *easy], [DOMAIN]) == {"learning_rate": 1e-3}, "of seed 1 alone it ends lower"
+    assert compared([*runs, *easy])[1] == {1}
+    apart = [result("a", [0.3], seed=0), result("a", [0.5], seed=1, rate=1e-2)]
+    assert best_rate(apart, [DOMAIN]) == {"learning_rate": 1e-2} and compared(apart)[1] == set()
 
 
 def test_of_rates_that_are_as_good_the_first_counts():

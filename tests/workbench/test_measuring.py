@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from workbench.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, InProcess, Measured, training, write_room
 
+from midus_workbench import measuring
 from midus_workbench.arms import Arm
 from midus_workbench.cells import Cell, cells_of
 from midus_workbench.collecting import control_cells
@@ -334,6 +336,24 @@ def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(roo
     apart = perplexity_loss(room / "base", tmp_path / "plants.jsonl", "--apart")
     assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", tmp_path / "plants.jsonl")
     assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
+
+
+def test_what_is_measured_behind_training_fetches_by_the_paths_that_training_fetched_by(room, tmp_path):
+    (tmp_path / "plants.jsonl").write_text(json.dumps({"text": "w1 w2 w3", "memory_ids": [0]}) + "\n")
+    corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
+    texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
+    measured = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts)
+    asked = {}
+
+    class Told:
+        def run(self, step, command, *words):
+            asked[step] = [str(word) for word in words]
+            return SimpleNamespace(output=json.dumps({"models": [{"perplexity": {"perplexity": 2.0}}]}))
+
+    measuring._losses("tuned", measured.comparison, {"corpus": corpus}, Told(), "tuned")
+    assert (
+        asked["tuned-plants"][-2:] == ["--path-column", "memory_ids"] and "--path-column" not in asked["tuned-stars"]
+    )
 
 
 METHODS = {

@@ -100,6 +100,29 @@ def test_arms_of_one_seed_beside_others_are_named():
     assert "full and moc have one seed: nothing says how much of a difference to others is chance." in told
 
 
+def test_it_is_told_where_the_rates_of_an_arm_were_tried_with_other_seeds():
+    told = sentences(
+        found([*HML, *FULL, result("full", [0.5], seed=1, rate=1e-2), result("full", [0.5], seed=2, rate=1e-2)])
+    )
+    assert (
+        "full was not tried with the same seeds at every rate (0.001 with 0, 1; 0.01 with 1, 2): its best rate is the best of "
+        "seed 1, which those of most seeds have in common."
+    ) in told
+    told = sentences(found([*HML, result("full", [0.5], seed=0), result("full", [0.5], seed=1, rate=1e-2)]))
+    assert any(
+        sentence.endswith("which have no seed in common: its best rate may be that of the luckier seed.")
+        for sentence in told
+    )
+    told = sentences(found([*HML, *FULL, result("full", [0.9], seed=0, rate=1e-2)]))
+    assert any(
+        "(0.001 with 0, 1; 0.01 with 0): its best rate is the best of seeds 0, 1, which" in sentence
+        for sentence in told
+    )
+    assert not any(
+        "the same seeds at every rate" in sentence for sentence in sentences(found([*HML, *FULL, *FULL_SLOW]))
+    )
+
+
 def between(told: list[str], start: str) -> str:
     (sentence,) = [sentence for sentence in told if sentence.startswith(start)]
     return sentence

@@ -5,15 +5,15 @@ import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops import row_sums_triton
-from midus_hf.ops.row_sums_triton import divisor_of, triton_bank_gradient
+from midus_hf.ops import bucket_sums_triton
+from midus_hf.ops.row_sums_triton import triton_bank_gradient
 
 
 def given(tokens, heads, k, n, width, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(tokens, heads, width, generator=generator)
     slots = torch.randint(n, (tokens, heads, k), generator=generator, dtype=torch.int16)
-    slots[: tokens // 2] = slots[0]  # hit by so many that their sums take several launches
+    slots[: tokens // 2] = slots[0]  # hit by many
     weights = torch.rand(tokens, heads, k, generator=generator)
     return gradient.to(DEVICE, dtype), slots.to(DEVICE), weights.to(DEVICE)
 
@@ -27,23 +27,35 @@ def summed(gradient, slots, weights, shape):
     return total.flatten(0, -2).index_add_(0, rows.flatten(), terms).view(shape)
 
 
-@pytest.mark.parametrize("shape", [(7, 5), (3, 7, 5)], ids=["shared-bank", "bank-a-head"])
-@pytest.mark.parametrize("tokens, k", [(1, 1), (150, 3)])
+@pytest.mark.parametrize("shape", [(70, 5), (3, 70, 5)], ids=["shared-bank", "bank-per-head"])
+@pytest.mark.parametrize("tokens, k", [(1, 1), (75, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_are_summed_alike_with_indices_of_either_size(shape, tokens, k, dtype, monkeypatch):
-    gradient, slots, weights = given(tokens, 3, k, 7, 5, dtype)
-    found = triton_bank_gradient(gradient, slots, weights, torch.Size(shape))
-    assert_close("bank", found, summed(gradient, slots, weights, shape), dtype)
+    gradient, slots, weights = given(tokens, 3, k, 70, 5, dtype)
+    shape, expected = torch.Size(shape), summed(gradient, slots, weights, shape)
+    found = triton_bank_gradient(gradient, slots, weights, shape, torch.float32)
+    assert_close("bank", found, expected, dtype)
     heads_first = gradient.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(triton_bank_gradient(heads_first, slots, weights, torch.Size(shape)), found)
-    monkeypatch.setattr(row_sums_triton, "_REACH_OF_32_BITS", 1)
-    assert torch.equal(triton_bank_gradient(gradient, slots, weights, torch.Size(shape)), found)
+    assert torch.equal(triton_bank_gradient(heads_first, slots, weights, shape, torch.float32), found)
+    monkeypatch.setattr(bucket_sums_triton, "_REACH_OF_32_BITS", 0)
+    assert torch.equal(triton_bank_gradient(gradient, slots, weights, shape, torch.float32), found)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 7, 12, 4095, 4096, 32769, 100003, (1 << 30) - 1])
-def test_multiplying_by_the_inverse_divides(number):
-    inverse, shift = divisor_of(number)
-    assert 0 < inverse < 1 << 31
-    most = (1 << 30) - 1
-    near = {part * number + off for part in (0, 1, 2, most // number) for off in (-1, 0, 1)} | {most, most - 1}
-    assert all(place * inverse >> (30 + shift) == place // number for place in near if 0 <= place <= most)
+def test_sums_are_rounded_once_to_what_the_bank_has():
+    gradient, slots, weights = given(75, 3, 2, 70, 5, torch.bfloat16)
+    found = triton_bank_gradient(gradient, slots, weights, torch.Size((3, 70, 5)), torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert_close("bank", found, summed(gradient, slots, weights, (3, 70, 5)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(70, 5), (3, 70, 5)], ids=["shared-bank", "bank-per-head"])
+@pytest.mark.parametrize("skewed", [False, True], ids=["even", "one-bucket"])
+def test_buckets_of_many_entries_are_summed_in_pieces(shape, skewed, monkeypatch):
+    monkeypatch.setattr(
+        bucket_sums_triton, "_PIECE", 16
+    )  # buckets have one piece, two or up to 19; what is not there is NaN
+    gradient, slots, weights = given(50, 3, 2, 70, 5)
+    slots = slots % 3 if skewed else slots
+    first, again = (triton_bank_gradient(gradient, slots, weights, torch.Size(shape), torch.float32) for _ in range(2))
+    assert_close("bank", first, summed(gradient, slots, weights, shape), torch.float32)
+    assert torch.equal(first, again)

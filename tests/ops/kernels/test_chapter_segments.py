@@ -6,6 +6,7 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from pairs import in_pairs
 
 from midus_hf.ops import chapter_gradients_triton, chapter_segments_triton
 from midus_hf.ops.chapter_attention import chapter_attention
@@ -65,10 +66,15 @@ def assert_equals_reference(arguments, backend):
         assert_close(name, found[name], exact, arguments["query"].dtype, slack=2 if name == "biases" else 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("weighed", [(), ("scales",), ("biases",), ("scales", "biases")], ids="-".join)
-def test_every_dtype_and_weighting(backend, weighed, dtype):
-    assert_equals_reference(inputs(dtype=dtype, weighed=weighed), backend)
+@pytest.mark.parametrize(
+    "weighed, dtype, backend",
+    in_pairs(
+        ("", "scales", "biases", "scales biases"), (torch.float32, torch.float16, torch.bfloat16), ("torch", "triton")
+    ),
+    ids=str,
+)
+def test_every_dtype_and_weighting(weighed, dtype, backend):
+    assert_equals_reference(inputs(dtype=dtype, weighed=tuple(weighed.split())), backend)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The kernels of attention over the depth against the PyTorch body in float64: outputs, sums and every gradient."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from functorch.compile import make_boxed_func
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from pairs import by_default
 from torch._dynamo.backends.common import aot_autograd
 
 from midus_hf.ops import depth_attention_triton, depth_gradients_triton, device_numbers_triton, op_choices
@@ -61,29 +63,31 @@ def assert_equals_float64(query, keys, values, softcap=None):
     return found
 
 
-@pytest.mark.parametrize(
-    "group, width, slots, tokens, dtype, softcap",
-    [
-        (1, 64, 5, 3, torch.float32, None),
-        (1, 96, 33, 5, torch.bfloat16, 2.0),
-        (2, 80, 1, 7, torch.float32, 2.0),
-        (2, 128, 5, 1, torch.bfloat16, None),
-        (3, 64, 33, 5, torch.float32, 2.0),
-        (3, 256, 1, 3, torch.bfloat16, None),
-        (4, 80, 33, 3, torch.bfloat16, None),
-        (4, 96, 5, 5, torch.float32, 2.0),
-        (6, 128, 33, 3, torch.float32, None),
-        (6, 64, 1, 5, torch.bfloat16, 2.0),
-        (7, 256, 5, 3, torch.float32, 2.0),
-        (7, 96, 33, 1, torch.bfloat16, None),
-        (8, 128, 1, 5, torch.float32, None),
-        (8, 80, 5, 3, torch.bfloat16, 2.0),
-        (8, 256, 33, 3, torch.float32, None),
-        (5, 20, 33, 3, torch.float16, None),
-        (17, 16, 5, 3, torch.float32, None),
-        (64, 1, 3, 1, torch.float32, None),
-    ],
-)
+SIZES = [
+    (1, 96, 33, 5, torch.bfloat16, 2.0),
+    (2, 80, 1, 7, torch.float32, 2.0),
+    (3, 64, 33, 5, torch.float32, 2.0),
+    (3, 256, 1, 3, torch.bfloat16, None),
+    (4, 96, 5, 5, torch.float32, 2.0),
+    (6, 64, 1, 5, torch.bfloat16, 2.0),
+    (7, 256, 5, 3, torch.float32, 2.0),
+    (8, 80, 5, 3, torch.bfloat16, 2.0),
+    (5, 20, 33, 3, torch.float16, None),
+    (17, 16, 5, 3, torch.float32, None),
+    (64, 1, 3, 1, torch.float32, None),
+]
+MORE_SIZES = [
+    (1, 64, 5, 3, torch.float32, None),
+    (2, 128, 5, 1, torch.bfloat16, None),
+    (4, 80, 33, 3, torch.bfloat16, None),
+    (6, 128, 33, 3, torch.float32, None),
+    (7, 96, 33, 1, torch.bfloat16, None),
+    (8, 128, 1, 5, torch.float32, None),
+    (8, 256, 33, 3, torch.float32, None),
+]
+
+
+@pytest.mark.parametrize("group, width, slots, tokens, dtype, softcap", by_default(SIZES, [*SIZES, *MORE_SIZES]))
 def test_every_size(group, width, slots, tokens, dtype, softcap):
     assert_equals_float64(*inputs(group, 2, width, slots, tokens, 2, dtype), softcap)
 
@@ -292,8 +296,12 @@ def test_what_kernels_cannot_take_is_refused(sizes, change, message, monkeypatch
         depth_attention(query, keys, values, 0.5, backend="triton")
 
 
-@pytest.mark.parametrize("wanted", ["all", "query", "values"])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    "softcap, wanted",
+    by_default(
+        [(None, "all"), (2.0, "query"), (2.0, "values")], itertools.product([None, 2.0], ["all", "query", "values"])
+    ),
+)
 def test_it_is_registered_rightly(softcap, wanted):
     query, keys, values = inputs()
     for name, tensors in (("query", [query]), ("keys", keys), ("values", values)):

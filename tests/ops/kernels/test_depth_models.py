@@ -1,10 +1,13 @@
 """Models whose heads read the depth by kernels: what they say and learn, against the same by PyTorch."""
 
+import itertools
+
 import pytest
 import torch
 from models.depth_models import depth_model
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from pairs import by_default
 
 from midus_hf.ops import op_choices
 from midus_hf.ops.depth_attention import depth_attention
@@ -20,8 +23,13 @@ def logits_and_gradients(model, tokens, backend):
     return {"logits": made.detach()} | gradients
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["whole", "checkpointed"])
-@pytest.mark.parametrize("kind", ["default", "ffn", "hybrid"])
+@pytest.mark.parametrize(
+    "kind, checkpointed",
+    by_default(
+        [("default", False), ("ffn", True), ("hybrid", False)],
+        itertools.product(["default", "ffn", "hybrid"], [False, True]),
+    ),
+)
 def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed):
     model = depth_model(kind=kind, dtype=torch.float32).to(DEVICE)
     if checkpointed:
@@ -56,8 +64,13 @@ def test_models_by_kernels_launch_them(monkeypatch):
     assert asked == [2 * layer for layer in range(1, model.config.num_hidden_layers)]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["whole", "checkpointed"])
-@pytest.mark.parametrize("kind", ["default", "mass", "ffn"])
+@pytest.mark.parametrize(
+    "kind, checkpointed",
+    by_default(
+        [("default", True), ("mass", False), ("ffn", False)],
+        itertools.product(["default", "mass", "ffn"], [False, True]),
+    ),
+)
 def test_models_that_read_both_by_one_kernel_are_those_by_pytorch(kind, checkpointed, monkeypatch):
     asked = []
     op = fused_attention.__globals__["fused_attention_op"]

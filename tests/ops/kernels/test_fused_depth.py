@@ -5,6 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from pairs import by_default
 from torch._dynamo.backends.common import aot_autograd
 
 from midus_hf.ops import fused_depth, fused_gradients_triton
@@ -89,26 +90,30 @@ def assert_equals_float64(made, is_causal=True):
     return found
 
 
+SIZES = [
+    (1, 64, 5, 131, "mixed", True, EXACT),  # three tiles of queries
+    (1, 80, 3, 65, "one", False, torch.bfloat16),
+    (2, 256, 2, 41, "both", True, EXACT),
+    (3, 64, 70, 29, "one", True, torch.float16),
+    (4, 128, 7, 17, "multiplied", False, EXACT),
+    (6, 96, 3, 23, "mixed", False, EXACT),
+    (7, 128, 3, 1, "both", True, torch.bfloat16),
+    (8, 80, 64, 9, "mixed", True, torch.bfloat16),
+    (64, 16, 2, 5, "one", True, EXACT),
+]
+MORE_SIZES = [
+    (2, 96, 33, 3, "multiplied", True, EXACT),
+    (3, 128, 1, 43, "mixed", True, EXACT),
+    (4, 80, 3, 35, "one", True, EXACT),
+    (6, 256, 2, 11, "one", True, torch.bfloat16),
+    (7, 64, 33, 19, "multiplied", True, EXACT),
+    (8, 64, 5, 33, "one", True, EXACT),
+    (5, 20, 3, 67, "mixed", True, EXACT),
+]
+
+
 @pytest.mark.parametrize(
-    "group, width, slots, tokens, form, is_causal, dtype",
-    [
-        (1, 64, 5, 131, "mixed", True, EXACT),  # three tiles of queries
-        (1, 80, 3, 65, "one", False, torch.bfloat16),
-        (2, 96, 33, 3, "multiplied", True, EXACT),
-        (2, 256, 2, 41, "both", True, EXACT),
-        (3, 64, 70, 29, "one", True, torch.float16),
-        (3, 128, 1, 43, "mixed", True, EXACT),
-        (4, 128, 7, 17, "multiplied", False, EXACT),
-        (4, 80, 3, 35, "one", True, EXACT),
-        (6, 96, 3, 23, "mixed", False, EXACT),
-        (6, 256, 2, 11, "one", True, torch.bfloat16),
-        (7, 64, 33, 19, "multiplied", True, EXACT),
-        (7, 128, 3, 1, "both", True, torch.bfloat16),
-        (8, 64, 5, 33, "one", True, EXACT),
-        (8, 80, 64, 9, "mixed", True, torch.bfloat16),
-        (64, 16, 2, 5, "one", True, EXACT),
-        (5, 20, 3, 67, "mixed", True, EXACT),
-    ],
+    "group, width, slots, tokens, form, is_causal, dtype", by_default(SIZES, [*SIZES, *MORE_SIZES])
 )
 def test_every_size(group, width, slots, tokens, form, is_causal, dtype):
     assert_equals_float64(inputs(group, width, slots, tokens, form, dtype), is_causal)

@@ -5,7 +5,7 @@ import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops import headwise_memory, op_choices, product_key_topk
+from midus_hf.ops import headwise_gradients_triton, headwise_memory, op_choices, product_key_topk
 from midus_hf.ops.native_library import why_missing
 
 NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
@@ -220,6 +220,14 @@ def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_ow
     assert output.dtype == torch.bfloat16 and torch.equal(output, lowered)
     output.sum().backward()
     assert all(table.grad.dtype == torch.float32 and table.grad.any() for table in tables)
+
+
+@pytest.mark.parametrize("n", [6, 70], ids=["sums-in-registers", "sums-in-memory"])
+def test_programs_add_up_the_gradients_of_many_tokens(n, monkeypatch):
+    monkeypatch.setattr(
+        headwise_gradients_triton, "_PROGRAMS", 4
+    )  # two a head, of two blocks of tokens, the last one empty
+    assert_equals_reference(inputs(140, 2, 8, n, 4), 2, "triton")
 
 
 @pytest.mark.parametrize("wanted", range(4))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from pairs import in_pairs
 
 from midus_hf.ops import weighted_gather
 
@@ -31,14 +32,19 @@ def assert_equals_reference(arguments, **options):
         assert_close(name, fast, exact, arguments[0].dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "tokens, m, rows, width",
-    [(1, 1, 1, 1), (30, 12, 9, 20), (13, 37, 50, 300), (200, 4, 3, 16)],
-    ids=["one", "small", "wider-than-a-stretch", "few-rows"],
-)
-def test_every_size_and_dtype(backend, tokens, m, rows, width, dtype):
-    assert_equals_reference(inputs(tokens, m, rows, width, dtype), backend=backend)
+SIZES = {
+    "one": (1, 1, 1, 1),
+    "small": (30, 12, 9, 20),
+    "wider-than-a-stretch": (13, 37, 50, 300),
+    "few-rows": (200, 4, 3, 16),
+}
+"""Tokens, slots of each, rows of the bank and their width."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("size, dtype, backend", in_pairs(SIZES, DTYPES, ("torch", "triton")), ids=str)
+def test_every_size_and_dtype(size, dtype, backend):
+    assert_equals_reference(inputs(*SIZES[size], dtype), backend=backend)
 
 
 @pytest.mark.parametrize("backward", ["sorted", "atomic", "dedup"])

@@ -1,0 +1,193 @@
+"""How often texts fetch the blocks of a bank: counts by hook and by rows, tables, JSON, CSV, pictures, and `midus-usage`."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models.hierarchical_models import hierarchical_model
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
+from tiny import save_tiny_model, tiny_model
+from training.tiny_run import tiny_tokenizer
+
+from midus_commands.usage import main
+from midus_hf.analysis.block_report import as_csv, as_json, blocks_table, draw_blocks
+from midus_hf.analysis.block_usage import BankLevel, bank_layouts, record_block_usage, usage_by_rows
+from midus_hf.analysis.report import draw_usage, usage_curves
+from midus_hf.analysis.text_rows import TextRows, read_rows
+from midus_hf.retrieval import MemoryRetriever, TreeOrigin
+from upscalers import upscale
+
+FIRST, THIRD = BankLevel("hier-ffn", 1), BankLevel("hier-ffn", 3)
+"""Levels of `hierarchical_model`; the second has no blocks."""
+
+PATHS = torch.tensor([[1, 4, 13], [1, 3, 9], [0, 0, 2]])
+ROWS = [torch.arange(1, 9), torch.arange(1, 6), torch.arange(1, 4), torch.arange(1, 4)]
+TEXT = TextRows("text", ROWS, [0, 1, 0, 2], PATHS)
+"""Rows of 8, 5, 3 and 3 tokens, the first and the third of one document."""
+
+COUNTS = {FIRST: {0: 3, 1: 16}, THIRD: {2: 3, 9: 5, 13: 11}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return hierarchical_model("llama", "hier-ffn", tmp_path_factory.mktemp("bank"))
+
+
+def counted(usage):
+    return {
+        place: {block: tokens for block, tokens in enumerate(counts[0].tolist()) if tokens}
+        for place, counts in usage.counts.items()
+    }
+
+
+def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_rows_are_batched(model):
+    for batch_size in (1, 2, 4):
+        with record_block_usage(model) as usage:
+            read_rows(model, TEXT, batch_size=batch_size)
+        assert counted(usage) == COUNTS and usage.generic_tokens == 0
+    assert not model.model._forward_pre_hooks
+    assert counted(usage_by_rows(bank_layouts(model), TEXT)) == COUNTS
+    assert [len(counts[0]) for counts in usage.counts.values()] == [3, 27]
+
+
+def test_the_generic_memory_is_told_apart(tmp_path):
+    model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
+    tokens = torch.arange(1, 7)[None].expand(2, -1)
+    with record_block_usage(model) as usage, torch.no_grad():
+        model(tokens, memory_ids=torch.tensor([[1, 4, 13], [-1, -1, -1]]))
+        model(input_ids=tokens)
+    assert counted(usage) == {FIRST: {1: 6}, THIRD: {13: 6}} and usage.generic_tokens == 6 + 12
+    assert blocks_table({"t": usage}).rows[-1][-1] == "18 tokens"
+
+
+def test_texts_that_fetch_nothing_count_nothing(model):
+    with record_block_usage(model) as usage, torch.no_grad():
+        model(torch.arange(1, 7)[None])
+    assert counted(usage) == {FIRST: {}, THIRD: {}} and usage.generic_tokens == 0
+    assert [of_level.used for of_level in usage.summary().values()] == [0, 0]
+    assert all(not curve.any() for curve in usage_curves(usage.counts).values())
+
+
+def test_generated_tokens_count_once_each(model):
+    with record_block_usage(model) as usage:
+        model.generate(
+            torch.arange(1, 5)[None], memory_ids=PATHS[:1], max_new_tokens=3, do_sample=False, pad_token_id=0
+        )
+    assert counted(usage) == {FIRST: {1: 6}, THIRD: {13: 6}}  # the last one is not read
+
+
+def test_blocks_that_were_fetched_before_and_models_without_a_bank_are_refused(model):
+    blocks = model.fetch_memory(PATHS[:1])
+    with (
+        record_block_usage(model),
+        pytest.raises(ValueError, match="memory_blocks is given, which does not tell of which nodes blocks are"),
+    ):
+        model(torch.arange(1, 4)[None], memory_blocks=blocks)
+    with (
+        pytest.raises(
+            ValueError, match="the texts of this llama model fetch no blocks; expected one with hierarchical memory"
+        ),
+        record_block_usage(tiny_model("llama")),
+    ):
+        pass
+
+
+def test_a_table_json_and_csv_tell_how_even_it_is_and_what_is_never_fetched(model):
+    usage = usage_by_rows(bank_layouts(model), TEXT)
+    assert blocks_table({"text": usage}).rows == [
+        ["text", "hier-ffn level 1", "3", "1", "66.7%", "51.6%", "84.21%", "1 (84.2%), 0 (15.8%)"],
+        ["text", "hier-ffn level 3", "27", "24", "11.1%", "9.7%", "57.89%", "13 (57.9%), 9 (26.3%), 2 (15.8%)"],
+    ]
+    told = as_json(usage)["hier-ffn"]
+    assert told["generic_tokens"] == 0 and list(told["levels"]) == ["1", "3"]
+    third = told["levels"]["3"]
+    assert (third["blocks"], third["never_fetched"], third["tokens"]) == (27, 24, {"2": 3, "9": 5, "13": 11})
+    assert third["used"] == pytest.approx(3 / 27) and third["largest"] == pytest.approx(11 / 19)
+    lines = list(csv.DictReader(io.StringIO(as_csv({"text": usage}))))
+    assert len(lines) == 3 + 27 and sum(line["tokens"] == "0" for line in lines) == 1 + 24
+    assert lines[1] == {
+        "text": "text", "memory": "hier-ffn", "level": "1", "block": "1", "tokens": "16", "share": str(16 / 19),
+    }  # fmt: skip
+
+
+def test_pictures_have_a_curve_per_level(model, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    usage = usage_by_rows(bank_layouts(model), TEXT)
+    assert draw_blocks({"a": usage, "b": usage}).startswith(b"\x89PNG")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: drawn.append(self.axes[0]))
+    draw_usage(usage.counts, tmp_path / "usage.png")
+    labels = [line.get_label() for line in drawn[0].lines]
+    assert labels == ["hier-ffn level 1", "hier-ffn level 3", "all alike"]
+    assert drawn[0].get_xlabel() == "blocks of a level, most fetched first"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base, a model with a bank of 3 by 9, a tree for it, and a text of six documents."""
+    folder = tmp_path_factory.mktemp("folders")
+    save_tiny_model("llama", folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    options = {"sizes": [3, 2], "branching": 3}
+    upscale(base=folder / "base", method="hier-ffn", output=folder / "model", options=options, verify=False)
+    bert = save_tiny_bert(folder / "bert")
+    random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(folder / "tree")
+    documents = [" ".join(f"w{(3 + 7 * i + 5 * word) % 55}" for word in range(10 + i)) for i in range(6)]
+    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    (folder / "texts.jsonl").write_text(lines)
+    return folder, documents
+
+
+def expected_tokens(folder: Path, documents: list[str], level: int, less: int) -> dict[str, int]:
+    """Tokens by block, as the retriever finds paths; of each document `less` are not read."""
+    found: dict[str, int] = {}
+    for document, path in zip(documents, MemoryRetriever.load(folder / "tree").paths(documents).tolist(), strict=True):
+        found[str(path[level - 1])] = found.get(str(path[level - 1]), 0) + len(document.split()) - less
+    return found
+
+
+def test_the_command_counts_the_blocks_that_the_paths_of_documents_name(folders, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    folder, documents = folders
+    words = [str(folder / "model"), "--text", str(folder / "texts.jsonl"), "--retriever", str(folder / "tree")]
+    assert main([*words, "--sequence-length", "8", "--json", "--output", str(tmp_path / "usage.svg")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["layers"] == {} and report["not_counted"] == {}
+    levels = report["blocks"]["hier-ffn"]["levels"]
+    for level in (1, 2):
+        assert levels[str(level)]["tokens"] == expected_tokens(folder, documents, level, less=1)
+    assert levels["2"]["never_fetched"] == 9 - len(levels["2"]["tokens"])
+    assert (tmp_path / "usage.svg").read_text().startswith("<?xml")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "Blocks fetched" in printed and "Slots retrieved" not in printed
+
+
+def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(folders, capsys):
+    folder, _ = folders
+    assert main([str(folder / "model"), "--text", str(folder / "texts.jsonl")]) == 2
+    assert (
+        "error: the texts of this midus_llama model fetch blocks, and nothing says which; expected the tree of topics that they are "
+        "found by. Pass --retriever.\n"
+    ) in capsys.readouterr().err
+    tree = ["--retriever", str(folder / "tree")]
+    assert main([str(folder / "base"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
+    assert "and the texts of this model fetch no blocks; leave it out.\n" in capsys.readouterr().err
+
+
+def test_slots_and_blocks_of_one_model_are_counted_together(folders, tmp_path, capsys):
+    folder, _ = folders
+    options = {"n": 4, "k": 2}
+    upscale(base=folder / "model", method="midus-pkm", output=tmp_path / "both", options=options, verify=False)
+    words = [str(tmp_path / "both"), "--text", str(folder / "texts.jsonl"), "--sequence-length", "20", "--json"]
+    assert main([*words, "--retriever", str(folder / "tree")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["layers"]) == 2 and report["blocks"]["hier-ffn"] and report["not_counted"] == {}
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["blocks"] == {} and list(json.loads(out)["not_counted"]) == ["hier-ffn"]
+    assert "texts fetch nothing from the model's bank; give --retriever with its tree of topics" in err
