@@ -1,7 +1,7 @@
 """Parameters of a test taken in turn, where their product would only repeat what single ones show."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,15 +17,14 @@ def in_turn(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
     return by_default(kept, itertools.product(rows, columns))
 
 
-def families(*kept: str, of: Iterable[str] = FAMILIES) -> Any:
+def families(*kept: str) -> Any:
     """A fixture of families for a file whose subject knows none: two run by default, the others with the product.
 
     Args:
-        kept: Keys of the table; other ones from file to file, so that all families meet.
-        of: The table. Default: those that host memory.
+        kept: Of those that host memory; other ones from file to file, so that all families meet.
     """
 
-    @pytest.fixture(params=by_default(kept, of))
+    @pytest.fixture(params=by_default(kept, FAMILIES))
     def chosen(request) -> str:
         return request.param
 
