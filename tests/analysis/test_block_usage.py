@@ -179,6 +179,22 @@ def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(
     assert "and the texts of this model fetch no blocks; leave it out.\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("branching", "levels"), [(2, 2), (5, 2), (3, 1)], ids=["fewer", "more", "flat"])
+def test_the_command_refuses_a_tree_of_another_shape_than_that_of_the_bank(
+    branching, levels, folders, tmp_path, capsys
+):
+    folder, _ = folders
+    bert = TreeOrigin(embedding_model=str(folder / "bert"))
+    random_tree(branching, levels, width=WIDTH, origin=bert).save(tmp_path / "tree")
+    words = (
+        f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
+        "expected the tree that the bank was trained with.\n"
+    )
+    texts = ["--text", str(folder / "texts.jsonl")]
+    assert main([str(folder / "model"), *texts, "--retriever", str(tmp_path / "tree")]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_slots_and_blocks_of_one_model_are_counted_together(folders, tmp_path, capsys):
     folder, _ = folders
     options = {"n": 4, "k": 2}
