@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from midus_commands import inside, inside_page
+from midus_commands import fetched_blocks, inside, inside_page
 from midus_commands.exit_status import WRONG_REQUEST, Ending, run_command
 from midus_commands.reading import Device, Dtype, Json, check_picture, load_to_read, show_report, working
 
@@ -92,7 +92,7 @@ def heads(
 app.command()(inside.layers)
 app.command()(inside.drift)
 app.command()(inside.values)
-app.command()(inside.blocks)
+app.command()(fetched_blocks.blocks)
 app.command()(inside_page.page)
 
 

@@ -130,7 +130,7 @@ def rows_of(
         retriever: Tree of topics, by which rows of a document fetch blocks. Default: nothing is fetched.
 
     Raises:
-        ValueError: As `text_rows`; if a retriever is given and the model fetches nothing.
+        ValueError: As `text_rows` and `path_finder`.
     """
     from midus_hf.analysis.text_rows import text_rows
 
@@ -153,7 +153,7 @@ def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder 
         retriever: Tree of topics.
 
     Raises:
-        ValueError: If a retriever is given and the model fetches nothing, or it cannot be loaded.
+        ValueError: If a retriever is given and the model fetches nothing, or by a tree of another shape, or it cannot be loaded.
     """
     from midus_hf.evaluation.fetching import fetches_blocks
 
@@ -165,9 +165,12 @@ def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder 
         return None
     if not fetches_blocks(model):
         raise ValueError(f"retriever is {retriever!r}, and the texts of this model fetch no blocks; leave it out.")
+    from midus_hf.retrieval.bank_tree import check_tree
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
-    return MemoryRetriever.load(retriever, device=str(model.device)).paths
+    found = MemoryRetriever.load(retriever, device=str(model.device))
+    check_tree(found.tree, model)
+    return found.paths
 
 
 def _with_paths(rows: "TextRows", documents: Sequence[str], find_paths: "PathFinder") -> "TextRows":

@@ -59,6 +59,8 @@ def has_no_locks(error: OSError) -> bool:
 def alone(path: Path) -> Iterator[int]:
     """Wait until no other process holds a file or folder, and hold it, together with processes that inherit the descriptor.
 
+    Where the file system has no locks nobody waits.
+
     Args:
         path: It is there.
 
@@ -67,7 +69,11 @@ def alone(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if not has_no_locks(error):
+                raise
         yield descriptor
     finally:
         os.close(descriptor)

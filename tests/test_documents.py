@@ -7,7 +7,15 @@ import re
 
 import pytest
 
-from midus_hf.documents import DocumentError, describe_files, find_files, iterate_documents, read_documents, rows_of
+from midus_hf.documents import (
+    DocumentError,
+    describe_files,
+    find_files,
+    has_column,
+    iterate_documents,
+    read_documents,
+    rows_of,
+)
 
 
 def compress(path, data: bytes) -> None:
@@ -269,3 +277,10 @@ def test_where_a_row_is_can_be_sent_to_another_process(tmp_path):
     for number, (place, _) in enumerate(rows, start=1):
         sent = pickle.loads(pickle.dumps(place))
         assert (sent, sent.file, sent.line) == (place, tmp_path / "rows.jsonl", number)
+
+
+def test_rows_that_are_no_objects_have_no_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text('5\n"the path of it"\n')
+    assert not has_column(tmp_path / "a.jsonl", "path")
+    (tmp_path / "b.jsonl").write_text('{"path": [0]}\n')
+    assert has_column(tmp_path, "path")

@@ -50,10 +50,10 @@ class BlockUsage:
         """Add rows.
 
         Args:
-            paths: `[B, p]`, int64, by which rows fetched; -1 throughout for the generic memory.
+            paths: `[B, p]`, integers, by which rows fetched; -1 throughout for the generic memory.
             tokens: `[B]`, int64, that each row has.
         """
-        paths, tokens = paths.cpu(), tokens.cpu()
+        paths, tokens = paths.cpu().long(), tokens.cpu()
         of_tree = paths[:, 0] != GENERIC
         self.generic_tokens += int(tokens[~of_tree].sum())
         for place, counts in self.counts.items():
@@ -112,7 +112,7 @@ def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
     num_levels = max(layout.num_levels for layout in layouts.values())
     without_ids = any(layout.blocks.without_ids == "generic" for layout in layouts.values())
 
-    def count(decoder: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def count(decoder: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
         if given.get("memory_blocks") is not None:
             raise ValueError(
                 "memory_blocks is given, which does not tell of which nodes blocks are; expected memory_ids while usage is recorded."
@@ -125,7 +125,7 @@ def record_block_usage(model: nn.Module) -> Iterator[BlockUsage]:
         paths = torch.full((len(tokens), num_levels), GENERIC) if paths is None else paths
         usage.count(paths, _lengths(tokens, given.get("attention_mask")))
 
-    handle = bare.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
+    handle = bare.get_decoder().register_forward_hook(count, with_kwargs=True)  # after what it refuses
     try:
         with torch.compiler.set_stance("force_eager"):
             yield usage

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout
-from midus_config.locks import Lock
+from midus_config.locks import Lock, has_no_locks
 from midus_config.whole_files import sync, whole_file
 from midus_hf.banks.level_file import BankError
 
@@ -66,13 +66,17 @@ def _difference(found: Any, expected: dict[str, Any]) -> str | None:
     return None
 
 
-def lock(folder: Path) -> Lock:
-    """Hold the bank for writing.
+def lock(folder: Path) -> Lock | None:
+    """Hold the bank for writing; None where its file system has no locks: there nobody is refused.
 
     Raises:
         BankError: If somebody else does.
     """
     try:
         return Lock(folder / BANK_DESCRIPTION)
-    except OSError:
+    except BlockingIOError:
         raise BankError(f"the memory bank in {folder} is being written by another run. Wait for it.") from None
+    except OSError as error:
+        if has_no_locks(error):
+            return None
+        raise

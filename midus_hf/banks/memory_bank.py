@@ -65,6 +65,7 @@ class MemoryBank(BlockReader):
         self._place: tuple[torch.device, torch.dtype] | None = None
         self._under_way = ReadsUnderWay(self._threads, self.tiers.ahead_bytes)
         self._counts = {tier: TierStatistics() for tier in TIERS}
+        self._writable = writable
         self._lock = lock(self.folder) if writable else None
         self._files: dict[int, LevelFile] = {}
         try:
@@ -191,13 +192,13 @@ class MemoryBank(BlockReader):
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
         """Put the record of a block, `[numel]`, in its place."""
-        assert self._lock is not None, "the bank was opened to be read"
+        assert self._writable, "the bank was opened to be read"
         self._files[level].write(index, record)
         self._drop(level, index)
 
     def forget(self, level: int, index: int) -> None:
         """Let a block be one that was never written, which adds zero."""
-        assert self._lock is not None, "the bank was opened to be read"
+        assert self._writable, "the bank was opened to be read"
         self._files[level].forget(index)
         self._drop(level, index)
 
@@ -235,7 +236,8 @@ class MemoryBank(BlockReader):
             return
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / BANK_DESCRIPTION).exists():
-            lock(folder).release()  # whoever writes there would lose it
+            if (held := lock(folder)) is not None:  # whoever writes there would lose it
+                held.release()
             (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
             sync(folder)
         with contextlib.ExitStack() as opened:

@@ -80,7 +80,11 @@ def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
     Raises:
         DocumentError: If a file cannot be read.
     """
-    return any(column in row for file in find_files(path) for _, row in rows_of(file, encoding) or ())
+    return any(
+        isinstance(row, dict) and column in row
+        for file in find_files(path)
+        for _, row in rows_of(file, encoding) or ()
+    )
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:

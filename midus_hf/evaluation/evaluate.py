@@ -23,8 +23,24 @@ from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refus
 
 if TYPE_CHECKING:
     from midus_hf.evaluation.harness import Tasks
+    from midus_hf.retrieval.cluster_tree import ClusterTree
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finders:
+    """What finds the paths by which models that fetch blocks do so; None where they fetch nothing.
+
+    Args:
+        of_text: By documents of the text.
+        of_tasks: By what tasks ask.
+        tree: That paths are found by. Default: rows have them.
+    """
+
+    of_text: PathFinder | None = None
+    of_tasks: PathFinder | None = None
+    tree: "ClusterTree | None" = None
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
@@ -74,7 +90,9 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
 
         tasks = Tasks(settings.tasks, data=settings.data, include_path=settings.include_path)
 
-    find_paths: PathFinder | None = None
+    finders = _Finders()
+    if settings.path_column is not None:
+        finders = _Finders(of_text=_written_paths(settings, settings.path_column))
     if settings.retriever is not None:
         from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
@@ -84,15 +102,14 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         retriever.paths_of(
             torch.zeros(1, retriever.tree.width), blocked, best
         )  # that such nodes, and so many, are there
-
-    of_text = find_paths if settings.path_column is None else _written_paths(settings, settings.path_column)
+        finders = _Finders(find_paths, find_paths, retriever.tree)
 
     measured: list[dict[str, Any]] = []
     with _answers_file(settings.answers) as write_answer:
         for model in models:
             current: dict[str, Any] = {"model": model}
             try:
-                _measure(current, documents, tasks, settings, device, quiet, (of_text, find_paths), write_answer)
+                _measure(current, documents, tasks, settings, device, quiet, finders, write_answer)
             except KeyboardInterrupt:
                 words = _interruption(measured, current)
                 raise EvaluationInterrupted(_report(measured, settings), words) from None
@@ -140,13 +157,18 @@ def _measure(
     settings: EvaluationSettings,
     device: str,
     quiet: bool,
-    finders: "tuple[PathFinder | None, PathFinder | None]",
+    finders: _Finders,
     write_answer: Callable[[dict[str, Any]], Any] | None,
 ) -> None:
-    """Fill in what is measured of the model that `measured` names, as soon as it is known; finders are of the text and of tasks."""
+    """Fill in what is measured of the model that `measured` names, as soon as it is known."""
     started, name = time.perf_counter(), measured["model"]
     model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
-    of_text, of_tasks = finders if fetches_blocks(model) else (None, None)
+    if not fetches_blocks(model):
+        finders = _Finders()
+    elif finders.tree is not None:
+        from midus_hf.retrieval.bank_tree import check_tree
+
+        check_tree(finders.tree, model)
     measured |= {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
@@ -165,7 +187,7 @@ def _measure(
                 batch_size=settings.batch_size,
                 progress=functools.partial(_show_progress, bar),
                 apart=settings.apart or settings.retriever is not None or settings.path_column is not None,
-                find_paths=of_text,
+                find_paths=finders.of_text,
             )
         measured["perplexity"] = dataclasses.asdict(result)
     if tasks is not None:
@@ -179,7 +201,7 @@ def _measure(
                 seed=settings.seed,
                 progress=bar.update,
                 quiet=quiet,
-                find_paths=of_tasks,
+                find_paths=finders.of_tasks,
                 tell_answer=None if write_answer is None else lambda row: write_answer({"model": name, **row}),
             )
     measured["seconds"] = time.perf_counter() - started

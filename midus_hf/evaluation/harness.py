@@ -19,6 +19,8 @@ import midus_hf  # noqa: F401  (registers the classes that `MidusLM` loads)
 from midus_hf.evaluation.fetching import PathFinder, by_path, fetches_blocks, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
+from midus_hf.retrieval.bank_tree import check_tree
+from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 
@@ -35,7 +37,7 @@ class MidusLM(HFLM):
         **kwargs: As for `hf`.
 
     Raises:
-        ValueError: If there is a retriever, and the model fetches no blocks.
+        ValueError: If there is a retriever, and the model fetches no blocks, or by a tree of another shape.
     """
 
     def __init__(
@@ -48,12 +50,18 @@ class MidusLM(HFLM):
     ):
         self._progress = progress or (lambda rows: None)
         super().__init__(pretrained, **{"backend": "causal", **kwargs})
-        self._find_paths = MemoryRetriever.load(retriever).paths if isinstance(retriever, str) else retriever
+        tree: ClusterTree | None = None
+        if isinstance(retriever, str):
+            found = MemoryRetriever.load(retriever)
+            tree, retriever = found.tree, found.paths
+        self._find_paths = retriever
         self._questions = questions or (lambda request: request.args[0])
         if self._find_paths is not None and not fetches_blocks(self.model):
             raise ValueError(
                 f"retriever is given, but this {self.model.config.model_type} model fetches no blocks; leave it out."
             )
+        if tree is not None:
+            check_tree(tree, self.model)
 
     def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """As the harness's, with the blocks of what each request asks."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.retrieval.bank_tree import check_tree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 
@@ -29,13 +30,7 @@ class FetchingPipeline:
             raise ValueError(
                 f"this {model.config.model_type} model fetches no blocks; expected one with a bank. Use transformers.pipeline."
             )
-        tree = retriever.tree
-        for name, layout in layouts.items():
-            if (layout.blocks.branching, layout.num_levels) != (tree.branching, tree.levels):
-                raise ValueError(
-                    f"memory {name!r} fetches blocks by a tree of {layout.num_levels} levels of {layout.blocks.branching}, and the "
-                    f"retriever has {tree.levels} levels of {tree.branching}; expected the tree that the bank was trained with."
-                )
+        check_tree(retriever.tree, model)
         self.model, self.tokenizer, self.retriever = model, tokenizer, retriever
 
     def __call__(

@@ -56,20 +56,30 @@ class TrainsSharded(AnyTrainer):
                     f"accelerate was started with {name}, which does not shard on {self.args.device.type}: all processes would hold "
                     "whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
                 )
-        if self.is_deepspeed_enabled and self.args.bf16:
-            self._check_frozen()
+        if self.is_deepspeed_enabled and (dtype := self._dtype_of_deepspeed()) is not None:
+            self._check_frozen(dtype)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self._prepare_fsdp(plugin)
 
-    def _check_frozen(self) -> None:
-        """DeepSpeed computes with a model that is bfloat16 as a whole, and that is what it saves."""
+    def _dtype_of_deepspeed(self) -> str | None:
+        """What DeepSpeed casts a whole model to: as the run asks, or DeepSpeed's own file does; None for neither."""
+        if self.args.bf16:
+            return "bfloat16"
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        settings = {} if plugin is None else plugin.deepspeed_config
+        dtypes = {"bf16": "bfloat16", "fp16": "float16"}
+        return next((dtype for key, dtype in dtypes.items() if settings.get(key, {}).get("enabled") is True), None)
+
+    def _check_frozen(self, dtype: str) -> None:
+        """DeepSpeed computes with a model that is of half precision as a whole, and that is what it saves."""
         model: Any = self.model
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad and parameter.dtype is torch.float32:
+                asked = "bf16 is asked for" if self.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
                 raise ValueError(
-                    f"bf16 is asked for, and DeepSpeed casts a whole model to bfloat16: {name}, which is frozen in float32, would be "
-                    "rounded; expected fp32, or a model in bfloat16. Start it with configs/accelerate/fsdp2.yaml."
+                    f"{asked}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
+                    f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
                 )
 
     def _prepare_fsdp(self, plugin: Any) -> None:

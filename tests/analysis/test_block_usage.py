@@ -49,7 +49,7 @@ def test_tokens_that_are_read_with_a_block_are_counted_without_padding_however_r
         with record_block_usage(model) as usage:
             read_rows(model, TEXT, batch_size=batch_size)
         assert counted(usage) == COUNTS and usage.generic_tokens == 0
-    assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks and not model.model._forward_pre_hooks
     assert counted(usage_by_rows(bank_layouts(model), TEXT)) == COUNTS
     assert [len(counts[0]) for counts in usage.counts.values()] == [3, 27]
 
@@ -78,6 +78,28 @@ def test_generated_tokens_count_once_each(model):
             torch.arange(1, 5)[None], memory_ids=PATHS[:1], max_new_tokens=3, do_sample=False, pad_token_id=0
         )
     assert counted(usage) == {FIRST: {1: 6}, THIRD: {13: 6}}  # the last one is not read
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 4, 27]], "memory_ids has 27 for level 3 in row 0; expected 0 to 26"),
+        ([[1, 4, -1]], "memory_ids has -1 for level 3 in row 0; expected 0 to 26"),
+        ([[1, 4]], r"memory_ids is \(1, 2\), torch.int64; expected integers \[batch, 3\]"),
+        ([[1, 4, 13], [0, 0, 2]], "memory_ids has 2 rows; expected 1, one for each text of the batch"),
+    ],
+    ids=["range", "part-generic", "levels", "rows"],
+)
+def test_what_a_model_refuses_is_refused_in_its_words_and_not_counted(ids, message, model):
+    with record_block_usage(model) as usage, pytest.raises(ValueError, match=message):
+        model(torch.arange(1, 4)[None], memory_ids=torch.tensor(ids))
+    assert counted(usage) == {FIRST: {}, THIRD: {}}
+
+
+def test_ids_may_be_of_any_integers(model):
+    with record_block_usage(model) as usage, torch.no_grad():
+        model(torch.arange(1, 4)[None], memory_ids=torch.tensor([[1, 4, 13]], dtype=torch.int16))
+    assert counted(usage) == {FIRST: {1: 3}, THIRD: {13: 3}}
 
 
 def test_blocks_that_were_fetched_before_and_models_without_a_bank_are_refused(model):
@@ -177,6 +199,22 @@ def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(
     tree = ["--retriever", str(folder / "tree")]
     assert main([str(folder / "base"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
     assert "and the texts of this model fetch no blocks; leave it out.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("branching", "levels"), [(2, 2), (5, 2), (3, 1)], ids=["fewer", "more", "flat"])
+def test_the_command_refuses_a_tree_of_another_shape_than_that_of_the_bank(
+    branching, levels, folders, tmp_path, capsys
+):
+    folder, _ = folders
+    bert = TreeOrigin(embedding_model=str(folder / "bert"))
+    random_tree(branching, levels, width=WIDTH, origin=bert).save(tmp_path / "tree")
+    words = (
+        f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
+        "expected the tree that the bank was trained with.\n"
+    )
+    texts = ["--text", str(folder / "texts.jsonl")]
+    assert main([str(folder / "model"), *texts, "--retriever", str(tmp_path / "tree")]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_slots_and_blocks_of_one_model_are_counted_together(folders, tmp_path, capsys):

@@ -1,8 +1,10 @@
 """Banks beside a checkpoint: never-written blocks, reading what texts fetch, writing, copies, and whatever is wrong said."""
 
 import copy
+import errno
 import json
 import math
+import os
 import pickle
 import shutil
 import time
@@ -298,6 +300,30 @@ def test_two_cannot_write_and_many_can_read(bank, folder):
     readers = [MemoryBank(folder, bank.layout) for _ in range(2)]
     for reader in readers:
         reader.close()
+
+
+def test_where_the_file_system_has_no_locks_a_bank_is_written_all_the_same(folder, tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    made(tmp_path / "copy")
+    monkeypatch.setattr("fcntl.flock", none)
+    writer = MemoryBank(folder, layout_of(), writable=True)
+    writer.write(1, 2, record_of(layout_of(), 1, 2))
+    writer.save(tmp_path / "copy")
+    writer.close()
+    copy = MemoryBank(tmp_path / "copy", layout_of())
+    assert torch.equal(copy.block(1, 2), record_of(layout_of(), 1, 2))
+    copy.close()
+
+
+def test_a_lock_of_a_bank_that_fails_otherwise_is_not_told_as_another_run(folder, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fcntl.flock", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        MemoryBank(folder, layout_of(), writable=True)
 
 
 def test_a_copy_that_broke_off_is_no_bank(bank, tmp_path, monkeypatch):

@@ -170,6 +170,20 @@ def test_which_blocks_texts_fetch_is_told_and_drawn_without_reading_them(run, wi
     assert "never fetched" in run(*words).out
 
 
+def test_blocks_are_told_by_a_tree_of_the_shape_of_the_bank_alone(run, with_bank, text, tmp_path):
+    bert = TreeOrigin(embedding_model=str(with_bank.tree.parent / "bert"))
+    random_tree(2, 2, width=WIDTH, origin=bert).save(tmp_path / "tree")
+    done = run("blocks", with_bank.model, "--text", text, "--retriever", tmp_path / "tree")
+    assert (
+        done.status == 2
+        and (
+            "memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has 2 levels of 2; expected the "
+            "tree that the bank was trained with."
+        )
+        in done.err
+    )
+
+
 def test_a_page_tells_which_blocks_were_fetched(run, with_bank, text, tmp_path):
     pytest.importorskip("matplotlib")
     words = ["page", with_bank.model, "--text", text, "--output", tmp_path / "page.html"]

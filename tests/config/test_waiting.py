@@ -1,7 +1,11 @@
 """Processes that work on the same thing wait for one another."""
 
+import errno
+import os
 import subprocess
 import time
+
+import pytest
 
 from midus_config.locks import alone
 
@@ -25,3 +29,18 @@ def test_another_folder_is_held_beside_it_and_the_same_again_afterwards(tmp_path
     for _ in range(2):
         with alone(tmp_path), alone(tmp_path / "other"):
             pass
+
+
+def test_where_the_file_system_has_no_locks_nobody_waits(tmp_path, monkeypatch):
+    def failing(number):
+        def flock(*_):
+            raise OSError(number, os.strerror(number))
+
+        return flock
+
+    monkeypatch.setattr("fcntl.flock", failing(errno.ENOLCK))
+    with alone(tmp_path), alone(tmp_path) as descriptor:
+        assert os.fstat(descriptor)
+    monkeypatch.setattr("fcntl.flock", failing(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), alone(tmp_path):
+        pass

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -213,6 +214,24 @@ def test_the_command_measures_by_the_paths_that_rows_have_as_training_does(model
     assert abs(without.perplexity - fetched) > 1e-3 * fetched
     expected = perplexity(AutoModelForCausalLM.from_pretrained(plain), byte_tokenizer(), DOCUMENTS, **given)
     assert alike == pytest.approx(expected.perplexity, rel=1e-6)
+
+
+@pytest.mark.parametrize(("branching", "levels"), [(2, 2), (3, 3)], ids=["fewer-children", "more-levels"])
+def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, levels, model_folder, tmp_path, capsys):
+    """By fewer children every node has a block, of other topics."""
+    bert = save_tiny_bert(tmp_path / "bert")
+    tree = random_tree(branching, levels, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert)))
+    tree.save(tmp_path / "tree")
+    (tmp_path / "text.txt").write_text("w1 w2 w3")
+    words = (
+        f"memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3, and the retriever has {levels} levels of {branching}; "
+        "expected the tree that the bank was trained with."
+    )
+    with pytest.raises(SystemExit):
+        main([str(model_folder), "--text", str(tmp_path / "text.txt"), "--retriever", str(tmp_path / "tree")])
+    assert words in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(words)):
+        MidusLM(str(model_folder), device="cpu", retriever=str(tmp_path / "tree"))
 
 
 def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(model_folder, tmp_path, capsys):

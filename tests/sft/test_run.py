@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.hierarchical_models import hierarchical_model
 from pairs import by_default
 from processes.warm import run_ranks
 from safetensors.torch import load_file
@@ -52,6 +53,14 @@ def test_a_model_with_a_bank_is_told_to_be_tuned_and_measured_without_its_blocks
     assert told in " ".join(capsys.readouterr().out.split())
     prepare(sft_config(base("llama"), chats, tmp_path / "none"))
     assert "paths" not in capsys.readouterr().out
+
+
+def test_a_bank_with_a_generic_memory_is_told_to_be_read_by_that_alone(tmp_path):
+    model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
+    (line,) = sft_run._describe_banks(model.config)
+    assert (
+        "they, and held-out text, read the generic memory alone, in training and where the model is measured" in line
+    )
 
 
 def test_new_layers_alone_train_where_the_config_says_so(base, chats, tmp_path):

@@ -189,9 +189,11 @@ def test_configs_of_accelerate_are_read_as_they_are_meant(monkeypatch):
 class ToldOfDeepSpeed:
     """What a Trainer is, as far as the mixin asks, where accelerate was told to use DeepSpeed."""
 
-    def __init__(self, model, bf16: bool):
+    def __init__(self, model, bf16: bool, settings=None):
         self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled = model, False, True
-        self.args, self.accelerator = SimpleNamespace(bf16=bf16), SimpleNamespace(state=SimpleNamespace())
+        plugin = SimpleNamespace(deepspeed_config=settings or {})
+        self.args = SimpleNamespace(bf16=bf16)
+        self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
 class Sharding(TrainsSharded, ToldOfDeepSpeed):
@@ -229,3 +231,16 @@ def test_deepspeed_rounds_nothing_that_is_frozen():
         Sharding(model, bf16=True)
     Sharding(model, bf16=False)
     Sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), bf16=True)
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")], ids=["bf16", "fp16"])
+def test_nor_where_its_own_file_asks_for_half_precision_and_the_run_does_not(key, dtype):
+    """accelerate leaves what the file says as it is."""
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(
+        ValueError,
+        match=rf"the file of DeepSpeed asks for {dtype}, and DeepSpeed casts a whole model to {dtype}: weight, which is frozen in "
+        rf"float32, would be rounded; expected fp32, or a model in {dtype}\. Start it with configs/accelerate/fsdp2\.yaml\.",
+    ):
+        Sharding(frozen, bf16=False, settings={key: {"enabled": True}})
+    Sharding(frozen, bf16=False, settings={key: {"enabled": False}})
