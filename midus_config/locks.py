@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,30 @@ class Lock:
     def release(self) -> None:
         """Let others have it; again does nothing."""
         self._closing()
+
+
+def lock_or_warn(path: Path, output: Path) -> Lock | None:
+    """Lock what is written for an output; where the file system has no locks a line on standard error says that nothing guards it.
+
+    Args:
+        path: Of the file or folder that is locked.
+        output: Which the line names.
+
+    Returns:
+        The lock; None where there are none.
+
+    Raises:
+        BlockingIOError: If somebody else holds it.
+        OSError: If there is nothing at the path, or locking it fails otherwise.
+    """
+    try:
+        return Lock(path)
+    except OSError as error:
+        if not has_no_locks(error):
+            raise
+    line = f"output {output} is not guarded: its file system has no locks. Let no other run write it meanwhile."
+    print(line, file=sys.stderr)
+    return None
 
 
 def has_no_locks(error: OSError) -> bool:

@@ -3,13 +3,12 @@
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from midus_config.locks import Lock, has_no_locks
+from midus_config.locks import Lock, lock_or_warn
 from midus_config.whole_files import sync
 from midus_config.wording import first_few
 
@@ -151,14 +150,10 @@ class WholeFolder:
     def _locked(self) -> Lock | None:
         """The lock on the folder that the work goes on in; None, and a line that says so, where the file system has none."""
         try:
-            lock = Lock(self.partial)
+            lock = lock_or_warn(self.partial, self.path)
         except (BlockingIOError, FileNotFoundError):
             raise _HeldByAnotherRun from None
-        except OSError as error:
-            if not has_no_locks(error):
-                raise
-            line = f"output {self.path} is not guarded: its file system has no locks. Let no other run write it meanwhile."
-            print(line, file=sys.stderr)
+        if lock is None:
             return None
         if not lock.is_on(
             self.partial

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from midus_config.locks import Lock
+from midus_config.locks import lock_or_warn
 from midus_workbench.arms import Arm
 from midus_workbench.cell_process import FAILURE, specify
 from midus_workbench.cells import Cell, cells_of, changed_keys
@@ -89,9 +89,15 @@ class Running:
         """Do what is not done yet.
 
         Raises:
-            ValueError: If a cell was done with another request, or another comparison runs in the same output.
+            ValueError: If a cell was done with another request, another comparison runs in the same output, or several runs are asked
+                for where the file system has no locks.
         """
-        with _alone_in(self.place.root):
+        with _alone_in(self.place.root) as is_guarded:
+            if not is_guarded and len(self._free) > 1:
+                raise ValueError(
+                    f"output is {str(self.place.root)!r}, whose file system has no locks, by which runs that share an upscaled "
+                    "model wait for one another; expected one run at a time. Choose --jobs 1 without --devices, or another output."
+                )
             self._run()
 
     def _run(self) -> None:
@@ -212,21 +218,18 @@ class Running:
 
 
 @contextlib.contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
-    """Hold the output of a comparison; where the file system has no locks nobody is refused."""
+def _alone_in(output: Path) -> Iterator[bool]:
+    """Hold the output of a comparison, and say whether that can be: where the file system has no locks nobody is refused."""
     output.mkdir(parents=True, exist_ok=True)
-    lock = None
     try:
-        lock = Lock(output)
+        lock = lock_or_warn(output, output)
     except BlockingIOError:
         raise ValueError(
             f"output is {str(output)!r}, in which another comparison runs; expected one at a time. Wait for it, or choose another "
             "output; --jobs has runs beside one another."
         ) from None
-    except OSError:
-        pass
     try:
-        yield
+        yield lock is not None
     finally:
         if lock is not None:
             lock.release()

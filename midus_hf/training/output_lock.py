@@ -4,7 +4,7 @@ import time
 import weakref
 from pathlib import Path
 
-from midus_config.locks import Lock
+from midus_config.locks import Lock, has_no_locks, lock_or_warn
 
 _HELD: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 """Of the outputs that runs of this process hold."""
@@ -25,19 +25,19 @@ def hold_output(output: Path) -> Lock | None:
 
     Raises:
         ValueError: If another process holds it.
+        OSError: If there is no such folder, or locking it fails.
     """
     mine = _lock_of_this_process(output)
     if mine is not None:
         return mine
     for _ in range(_TRIES):
         try:
-            lock = Lock(output)
+            lock = lock_or_warn(output, output)
         except BlockingIOError:
             time.sleep(_SECONDS_BETWEEN)  # who only looks has it for a moment (`check_not_held`)
-        except OSError:
-            return None
         else:
-            _HELD.add(lock)
+            if lock is not None:
+                _HELD.add(lock)
             return lock
     raise ValueError(_refusal(output))
 
@@ -57,8 +57,11 @@ def check_not_held(output: Path) -> None:
         Lock(output, shared=True).release()
     except BlockingIOError:
         raise ValueError(_refusal(output)) from None
-    except OSError:
-        return  # there is no folder yet, or its file system has no locks
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if not has_no_locks(error):
+            raise
 
 
 def _lock_of_this_process(output: Path) -> Lock | None:

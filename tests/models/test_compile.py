@@ -59,7 +59,8 @@ def test_a_step_through_a_static_cache_is_one_graph(family, values):
     assert torch.equal(logits[0], logits[1])
     assert len(graphs) == 1
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op.startswith("call")]
-    assert sum("headwise_lookup" in name for name in called) == 1
+    # With a transform, what C computes on a CPU is an op of its own.
+    assert sum(name.startswith(("midus_hf.headwise_lookup", "midus_hf.transformed_lookup")) for name in called) == 1
 
 
 def test_inductor_compiles_the_whole_model_for_training():

@@ -42,10 +42,10 @@ def mode(request):
 def test_logits_are_those_of_the_registered_op(family, mode, cache, values, monkeypatch):
     model = upscaled_model(family)
     asked = []
-    registered = headwise_memory.__globals__["headwise_lookup_op"]
-    monkeypatch.setitem(
-        headwise_memory.__globals__, "headwise_lookup_op", lambda *given: (asked.append(1), registered(*given))[1]
-    )
+    for name in ("headwise_lookup_op", "transformed_lookup_op"):
+        registered = headwise_memory.__globals__[name]
+        told = lambda *given, registered=registered: (asked.append(1), registered(*given))[1]  # noqa: E731
+        monkeypatch.setitem(headwise_memory.__globals__, name, told)
     logits = []
     for watched in (False, True):
         if watched:

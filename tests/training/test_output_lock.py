@@ -1,5 +1,6 @@
 """A run that is alive is alone in its output; one that has ended, however, is in nobody's way."""
 
+import errno
 import os
 import re
 import shutil
@@ -147,13 +148,24 @@ def test_who_only_looks_is_in_nobodys_way(tmp_path, monkeypatch):
     assert hold_output(tmp_path / "out") is not None
 
 
-def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path, monkeypatch):
+def test_where_the_file_system_has_no_locks_nobody_is_refused(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", none)
     assert hold_output(tmp_path) is None
+    assert capsys.readouterr().err.startswith(f"output {tmp_path} is not guarded: its file system has no locks.")
     check_not_held(tmp_path)
+
+
+def test_a_lock_that_fails_otherwise_is_no_leave_to_train(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fcntl.flock", failing)
+    for look in (hold_output, check_not_held):
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            look(tmp_path)
 
 
 def test_a_run_that_began_meanwhile_is_not_written_over(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """All cells of a comparison: in which order, how many beside one another, what is done again and what is let go."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -160,7 +161,7 @@ def test_null_controls_follow_their_arm_at_its_best_rate(place):
 
 def test_several_cells_run_beside_one_another_and_the_base_alone(place):
     names = [f"{name}/0.001/seed-0" for name in "abcd"]
-    place.behave(**{name: {"seconds": 0.3} for name in names})
+    place.behave(**{name: {"seconds": 1.0} for name in names})
     place.run([arm(name) for name in "abcd"], jobs=3)
     assert [note["name"] for note in place.notes()[:1]] == ["base"] and place.most_at_once() == 3
     assert {note["CUDA_VISIBLE_DEVICES"] for note in place.notes()} == {os.environ.get("CUDA_VISIBLE_DEVICES")}
@@ -375,13 +376,29 @@ def test_another_comparison_in_the_same_output_is_refused_while_one_runs(place):
     assert place.names() == ["b/0.001/seed-0"]
 
 
-def test_where_a_file_system_has_no_locks_nobody_is_refused(place, monkeypatch):
-    def no_lock(path):
-        raise OSError("no locks here")
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system that has none."""
 
-    monkeypatch.setattr("midus_workbench.running.Lock", no_lock)
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", none)
+
+
+def test_where_a_file_system_has_no_locks_a_comparison_says_so_and_goes_on(place, no_locks, capsys):
     place.run([arm("a")])
     assert place.names() == ["base", "a/0.001/seed-0"]
+    assert capsys.readouterr().err.startswith(
+        f"output {place.folder / 'out'} is not guarded: its file system has no locks."
+    )
+
+
+def test_where_a_file_system_has_no_locks_runs_beside_one_another_are_refused(place, no_locks):
+    message = "whose file system has no locks, .* expected one run at a time. Choose --jobs 1 without --devices, or another output"
+    with pytest.raises(ValueError, match=message):
+        place.run([arm("a")], jobs=2)
+    assert place.names() == []
 
 
 class Interrupts(Watched):
