@@ -155,9 +155,8 @@ class WholeFolder:
             raise _HeldByAnotherRun from None
         if lock is None:
             return None
-        if not lock.is_on(
-            self.partial
-        ):  # the run that held it has moved this very folder to its place in the meantime
+        # The run that held it may have moved this very folder to its place in the meantime.
+        if not lock.is_on(self.partial):
             lock.release()
             raise _HeldByAnotherRun
         return lock

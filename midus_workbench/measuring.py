@@ -228,9 +228,8 @@ def _losses(
     given = [word for option, value in options.items() if value is not None for word in (option, value)]
     for name, path in comparison.texts.items():
         words: list[Any] = [model, "--json", "--text", path, *given]
-        if _has_paths(
-            path, read_as
-        ):  # as a run measures documents with paths: each by itself, with the blocks of its path
+        # As a run measures documents with paths: each by itself, with the blocks of its path.
+        if _has_paths(path, read_as):
             words += ["--path-column", read_as["path_column"]]
         report = json.loads(_evaluated(words, comparison, f"{step}-{name}", commands))
         losses[name] = math.log(report["models"][0]["perplexity"]["perplexity"])

@@ -8,8 +8,9 @@ from typing import Any, Optional
 
 import torch
 
+from midus_hf.ops.best_slots import best_slots, halves
 from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
-from midus_hf.ops.key_gradients import halves, query_and_key_gradients
+from midus_hf.ops.key_gradients import query_and_key_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
 from midus_hf.ops.native_library import native_library
@@ -76,13 +77,7 @@ def lookup_few(
 ) -> torch.Tensor:
     """The output alone, `[S, H, v]`, by as few calls as it takes: what counts for the few tokens of a decoding step."""
     tokens, heads, _ = query.shape
-    n = row_keys.shape[1]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    row_query, column_query = halves(query, wide)  # [H, S, d / 2]
-    row_best, rows = torch.bmm(row_query, row_keys.to(wide).mT).topk(k, dim=-1)  # [H, S, k]
-    column_best, columns = torch.bmm(column_query, column_keys.to(wide).mT).topk(k, dim=-1)
-    scores, pairs = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2).topk(k, dim=-1)
-    slots = (rows * n).gather(-1, pairs // k).add_(columns.gather(-1, pairs % k))
+    scores, slots = best_slots(query, row_keys, column_keys, k)
     weights = _weights(scores, temperature)
     output = weighted_rows(*_flat(bank, slots), weights.flatten(0, 1), "torch")
     return output.view(heads, tokens, bank.shape[-1]).transpose(0, 1)

@@ -2,6 +2,7 @@
 
 import torch
 
+from midus_hf.ops.best_slots import halves
 from midus_hf.ops.precision import without_autocast
 
 
@@ -29,12 +30,3 @@ def query_and_key_gradients(
             into_query.append(torch.bmm(spread, keys.to(wide)))  # [H, S, d / 2]
             into_keys.append(torch.bmm(spread.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
     return torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(), into_keys[0], into_keys[1]
-
-
-def halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
-
-    They are copied apart: what a matrix product of strided rows rounds to depends on where they lie in memory.
-    """
-    rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
-    return rows, columns

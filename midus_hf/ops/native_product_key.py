@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from midus_hf.ops.key_gradients import halves, query_and_key_gradients
+from midus_hf.ops.best_slots import best_slots
+from midus_hf.ops.key_gradients import query_and_key_gradients
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_gradients_of_scores, native_scores
 from midus_hf.ops.native_library import native_library
@@ -18,14 +19,8 @@ def product_key_scores_op(
     """Scores, float32, descending, and slots, int64, `[S, H, k]`, of a query `[S, H, d]` in the dtype of keys `[H, n, d / 2]`."""
     if native_library() is not None:
         return native_scores(query, row_keys, column_keys, k)
-    wide, n = torch.float32, row_keys.shape[1]
     with without_autocast(query.device.type):
-        (row_best, rows), (column_best, columns) = (
-            torch.bmm(asked, keys.to(wide).mT).topk(k, dim=-1)  # [H, S, k]
-            for asked, keys in zip(halves(query, wide), (row_keys, column_keys), strict=True)
-        )
-    scores, pairs = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2).topk(k, dim=-1)
-    slots = rows.gather(-1, pairs // k) * n + columns.gather(-1, pairs % k)
+        scores, slots = best_slots(query, row_keys, column_keys, k)
     return scores.transpose(0, 1).contiguous(), slots.transpose(0, 1).contiguous()
 
 

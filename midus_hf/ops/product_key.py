@@ -29,7 +29,8 @@ def product_key_topk(
 
     Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too: rounding them first would
     change the selection. Among equal scores any slots may be chosen. PyTorch sums the gradients of at most k choices of one
-    sub-key by one token, on CUDA in any order.
+    sub-key by one token, on CUDA in any order. What C computes on a CPU can be differentiated once; with
+    `backend="torch"` its gradient can be as well.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
