@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.interpreter import mended_interpreter
-from midus_hf.ops.native_library import why_missing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,9 +19,17 @@ def backend(request) -> str:
 @pytest.fixture(params=["torch", "native", "triton"])
 def body(request) -> str:
     """Each fast body of an op that has one in C; that one where it can run."""
-    if request.param == "native" and (DEVICE != "cpu" or why_missing()):
-        pytest.skip(f"tensors are on {DEVICE}" if DEVICE != "cpu" else why_missing())
+    if request.param == "native":
+        request.getfixturevalue("in_c")
     return request.param
+
+
+@pytest.fixture
+def in_c(request) -> None:
+    """Compiled C can run on the tensors of these tests, or they are skipped."""
+    if DEVICE != "cpu":
+        pytest.skip(f"tensors are on {DEVICE}")
+    request.getfixturevalue("library")
 
 
 @pytest.fixture(autouse=True)

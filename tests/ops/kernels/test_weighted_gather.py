@@ -4,10 +4,10 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from ops.kernels.gathering import DTYPES, SIZES
 from pairs import in_pairs
 
 from midus_hf.ops import weighted_gather
-from midus_hf.ops.native_library import why_missing
 
 
 @pytest.fixture
@@ -38,29 +38,19 @@ def assert_equals_reference(arguments, **options):
         assert_close(name, fast, exact, arguments[0].dtype)
 
 
-SIZES = {
-    "one": (1, 1, 1, 1),
-    "small": (30, 12, 9, 20),
-    "wider-than-a-stretch": (13, 37, 50, 300),
-    "few-rows": (200, 4, 3, 16),
-}
-"""Tokens, slots of each, rows of the bank and their width."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 @pytest.mark.parametrize("size, dtype, backend", in_pairs(SIZES, DTYPES, ("torch", "triton")), ids=str)
 def test_every_size_and_dtype(size, dtype, backend):
     assert_equals_reference(inputs(*SIZES[size], dtype), backend=backend)
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or bool(why_missing()), reason="C runs on a CPU, where there is a compiler")
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_in_c(size, dtype):
     assert_equals_reference(inputs(*SIZES[size], dtype), backend="native")
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or bool(why_missing()), reason="C runs on a CPU, where there is a compiler")
+@pytest.mark.usefixtures("in_c")
 def test_half_precision_of_ieee_is_refused_in_c():
     with pytest.raises(ValueError, match="tensors are float16; expected float32 or bfloat16, or choose 'torch'"):
         weighted_gather(*inputs(*SIZES["small"], torch.float16), backend="native")

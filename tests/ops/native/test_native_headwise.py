@@ -10,22 +10,10 @@ import torch
 from midus_hf.ops import headwise_memory, native_calls, op_choices, transformed_lookup
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup
 from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup
-from midus_hf.ops.native_library import native_library, why_missing
+from midus_hf.ops.native_library import native_library
 from midus_hf.ops.transformed_lookup import transformed_lookup_op
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    if why_missing():
-        pytest.skip(why_missing())
-
-
-@pytest.fixture
-def threads():
-    """Sets how many there are, for the length of a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, transform=False, dtype=torch.float32, seed=0):

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from midus_hf.ops import native_product_key, op_choices, product_key_topk
-from midus_hf.ops.native_library import why_missing
 from midus_hf.ops.native_product_key import product_key_scores_op
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    if why_missing():
-        pytest.skip(why_missing())
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def inputs(leading=(30,), heads=3, half=8, n=12, dtype=torch.float32, seed=0):

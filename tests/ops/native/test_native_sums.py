@@ -5,22 +5,9 @@ import torch
 
 from midus_hf.ops import op_choices, row_sums, weighted_gather
 from midus_hf.ops.gathered_products import gathered_products
-from midus_hf.ops.native_library import why_missing
 from midus_hf.ops.native_sums import native_gathered_products, native_row_sums, native_weighted_rows
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    if why_missing():
-        pytest.skip(why_missing())
-
-
-@pytest.fixture
-def threads():
-    """Sets how many there are, for the length of a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def inputs(tokens=90, m=7, rows=40, width=150, dtype=torch.float32):

@@ -1,0 +1,21 @@
+"""Fixtures of the tests of ops that have a body in compiled C."""
+
+import pytest
+import torch
+
+from midus_hf.ops.native_library import why_missing
+
+
+@pytest.fixture
+def library() -> None:
+    """The library of compiled ops is there; without a compiler tests that take it are skipped, and the reason is told."""
+    if why_missing():
+        pytest.skip(why_missing())
+
+
+@pytest.fixture
+def threads():
+    """Sets how many there are, for the length of a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
