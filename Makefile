@@ -15,8 +15,9 @@ RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled for a target of each maker with the newest triton (for all of them by test-all), and with the oldest, which is
 # that of a GPU's machine, for its own. Of the benchmarks, what walks through a run on a GPU. What both versions run, the oldest run
-# with each value of a parameter, not in pairs, and without what the C++ compiler takes long for.
-OLDEST_TESTS = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py) -k 'not gfx942 and not inductor and not without_triton and not native_build'
+# with each value of a parameter, not in pairs, and without what compilers take long for.
+OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py)
+OLDEST_TESTS = $(OLDEST_FILES) -k 'not gfx942 and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
@@ -26,9 +27,10 @@ demo: $(VENV)/installed
 
 test: test-newest test-oldest
 
-# Every family with every other parameter of a test, where `make test` takes pairs.
-test-all: $(VENV)/installed material
+# Every family with every other parameter of a test, where `make test` takes pairs; and with the oldest versions, pairs.
+test-all: $(VENV)/installed $(OLDEST)/installed material
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) --product
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_FILES)
 
 # Rehearsals of GPU runs, and what kernels compute in the interpreter, are left to test-oldest, whose versions are those of GPU machines;
 # here kernels are compiled and registered. test-all runs them too.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from pairs import by_default
 from workbench.small_comparison import HEADWISE, Measured, keys, write_room
 
 from midus_commands import compare as cli
@@ -146,8 +147,13 @@ TWO_FAILED = (
 )
 
 
+IN_WORDS, IN_JSON = (*ONE_FAILED, []), (*TWO_FAILED, ["--json"])
+
+
 @pytest.mark.parametrize(
-    ("failures", "words", "json_"), [(*ONE_FAILED, []), (*TWO_FAILED, ["--json"])], ids=["one", "two-json"]
+    ("failures", "words", "json_"),
+    by_default([IN_WORDS, IN_JSON], [IN_WORDS, IN_JSON, (*ONE_FAILED, ["--json"]), (*TWO_FAILED, [])]),
+    ids=["one", "two-json", "one-json", "two"],
 )
 def test_where_runs_failed_the_report_is_written_and_the_status_is_1(
     run, config, measured, cells, failures, words, json_

@@ -87,13 +87,21 @@ some_families = pytest.mark.parametrize("family", by_default(["qwen3", "gemma2"]
 
 
 @pytest.fixture(scope="module")
-def folder(request, tmp_path_factory) -> Path:
-    """Families saved, whole and in shards, loaded, and saved again by a process without this package."""
+def saved(tmp_path_factory) -> Path:
+    """Every family saved whole."""
     folder = tmp_path_factory.mktemp("remote")
+    for family in FAMILIES:
+        upscaled_model(family).save_pretrained(folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(request, saved) -> Path:
+    """Families saved, whole and in shards, loaded, and saved again by a process without this package."""
+    folder = saved
     families = [family for (family,) in wanted_by_tests(request, "family")]
     for family in families:
         model = upscaled_model(family)
-        model.save_pretrained(folder / family)
         model.save_pretrained(folder / f"{family}-sharded", max_shard_size="20KB")
         shutil.copytree(folder / family, folder / f"{family}-bare", ignore=shutil.ignore_patterns("*.py"))
         assert len(list((folder / f"{family}-sharded").glob("*.safetensors"))) > 2
@@ -141,9 +149,8 @@ def imports_of(source: str) -> list[ast.Import | ast.ImportFrom]:
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-@some_families
-def test_the_code_imports_flat_siblings_and_dependencies_alone(family, folder):
-    paths = list((folder / family).glob("*.py"))
+def test_the_code_imports_flat_siblings_and_dependencies_alone(family, saved):
+    paths = list((saved / family).glob("*.py"))
     for path in paths:
         compile(path.read_text(), path.name, "exec")
         for node in imports_of(path.read_text()):
@@ -155,31 +162,29 @@ def test_the_code_imports_flat_siblings_and_dependencies_alone(family, folder):
                 assert not {name.partition(".")[0] for name in names} & {"midus_hf", "upscalers"}, ast.unparse(node)
 
 
-@some_families
-def test_the_code_is_the_entry_and_exactly_what_it_imports(family, folder):
+def test_the_code_is_the_entry_and_exactly_what_it_imports(family, saved):
     reached, pending = set(), [ENTRY_MODULE]
     while pending:
         name = pending.pop()
         if name not in reached:
             reached.add(name)
-            source = (folder / family / f"{name}.py").read_text()
+            source = (saved / family / f"{name}.py").read_text()
             pending += [node.module for node in imports_of(source) if isinstance(node, ast.ImportFrom) and node.level]
-    assert {path.stem for path in (folder / family).glob("*.py")} == reached
+    assert {path.stem for path in (saved / family).glob("*.py")} == reached
     own = type(upscaled_model(family)).__module__.replace(".", "_")
     others = {type(upscaled_model(name)).__module__.replace(".", "_") for name in FAMILIES} - {own}
     assert own in reached and not others & reached
     assert "midus_hf_memory_headwise" in reached
 
 
-@some_families
-def test_code_differs_from_its_source_in_imports_alone(family, folder):
+def test_code_differs_from_its_source_in_imports_alone(family, saved):
     roots = [Path(package.__file__).parent for package in (midus_config, midus_hf)]
     sources = {
         "_".join((root.name, *path.relative_to(root).with_suffix("").parts)): path
         for root in roots
         for path in root.rglob("*.py")
     }
-    for path in (folder / family).glob("*.py"):
+    for path in (saved / family).glob("*.py"):
         if path.stem == ENTRY_MODULE:
             continue
         written, original = (p.read_text().splitlines() for p in (path, sources[path.stem]))

@@ -85,7 +85,10 @@ def test_a_gated_repository_says_what_to_do(base, hub, command, tmp_path):
     hub.repositories["org/base"] = Repository(files_of(base), gated=True)
     done = command(*REQUEST)
     assert done.status == 2
-    assert "base 'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'." in done.err
+    assert (
+        "base 'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'."
+        in done.err.splitlines()[-1]
+    )
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
 

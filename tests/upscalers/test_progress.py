@@ -123,7 +123,7 @@ def test_a_fresh_process_shows_the_stages_on_a_terminal_and_prints_one_object_on
         pass
     os.close(reader)
     printed, _ = process.communicate()
-    assert process.returncode == 0
+    assert process.returncode == 0, shown.decode()
     assert json.loads(printed)["identity"] == {"checked": "logits", "max_abs_diff": 0.0}
     assert torch.equal(logits(base), logits(tmp_path / "out"))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())

@@ -4,6 +4,7 @@ import contextlib
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,22 @@ PRETENDED = Path(__file__).with_name("pretended_cell.py")
 class ForkedCell:
     """What `Running` uses of a process of `subprocess.Popen`, for the one program that it starts."""
 
-    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], stdout: BinaryIO, **others: Any):
-        assert args[1:3] == ["-m", "midus_workbench.cell_process"] and others["start_new_session"]
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: BinaryIO,
+        stderr: BinaryIO,
+        start_new_session: bool,
+    ):
+        assert args[1:3] == ["-m", "midus_workbench.cell_process"]
+        assert stdin == subprocess.DEVNULL and start_new_session
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _pretend(args[3], env, stdout)
+            _pretend(args[3], env, stdout, stderr)
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
@@ -40,13 +51,14 @@ class ForkedCell:
         return self.returncode
 
 
-def _pretend(specification: str, env: Mapping[str, str], stdout: BinaryIO) -> None:
+def _pretend(specification: str, env: Mapping[str, str], stdout: BinaryIO, stderr: BinaryIO) -> None:
     """Never returns."""
     status: Any = 1
     try:
         os.setsid()
-        for number in (1, 2):
-            os.dup2(stdout.fileno(), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, stream in ((1, stdout), (2, stderr)):
+            os.dup2(stream.fileno(), number)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
         variables = dict(env)
         os.environ.clear()
@@ -55,10 +67,10 @@ def _pretend(specification: str, env: Mapping[str, str], stdout: BinaryIO) -> No
         runpy.run_path(str(PRETENDED), run_name="__main__")
         status = 0
     except SystemExit as ended:
-        status = ended.code
+        status = ended.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(status if isinstance(status, int) else 1)

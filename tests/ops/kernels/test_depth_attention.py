@@ -75,12 +75,12 @@ SIZES = [
     (5, 20, 33, 3, torch.float16, None),
     (17, 16, 5, 3, torch.float32, None),
     (64, 1, 3, 1, torch.float32, None),
+    (6, 128, 33, 3, torch.float32, None),
 ]
 MORE_SIZES = [
     (1, 64, 5, 3, torch.float32, None),
     (2, 128, 5, 1, torch.bfloat16, None),
     (4, 80, 33, 3, torch.bfloat16, None),
-    (6, 128, 33, 3, torch.float32, None),
     (7, 96, 33, 1, torch.bfloat16, None),
     (8, 128, 1, 5, torch.float32, None),
     (8, 256, 33, 3, torch.float32, None),

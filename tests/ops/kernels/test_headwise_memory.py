@@ -240,7 +240,7 @@ def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_ow
 def test_programs_add_up_the_gradients_of_many_tokens(n, monkeypatch):
     monkeypatch.setattr(
         headwise_gradients_triton, "_PROGRAMS", 4
-    )  # two a head, of two blocks of tokens, the last one empty
+    )  # two per head, of two blocks of tokens, the last one empty
     assert_equals_reference(inputs(140, 2, 8, n, 4), 2, "triton")
 
 

@@ -29,7 +29,7 @@ def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, transform=Fals
 
 
 def retrieved(arguments, k=4, **options):
-    """Of a bank of each head or one that they share, whose rows are transformed after they are gathered, if at all."""
+    """Of one bank per head, or of one that heads share, whose rows are transformed after they are gathered, if at all."""
     given = arguments if len(arguments) == 5 else [*arguments, None]
     return headwise_memory(*given, k, backend="native", expand=False, **options)
 

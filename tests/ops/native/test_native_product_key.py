@@ -53,12 +53,11 @@ def test_slots_are_the_references_and_scores_and_gradients_close(sizes, k, dtype
         )
 
 
-def test_threads_change_no_bit():
-    arguments, before, results = inputs((900,)), torch.get_num_threads(), []
+def test_threads_change_no_bit(threads):
+    arguments, results = inputs((900,)), []
     for number in (1, 2, 40):
-        torch.set_num_threads(number)
+        threads(number)
         results.append(scores_slots_and_gradients(arguments, 4, backend="native"))
-    torch.set_num_threads(before)
     for others in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
 
