@@ -72,6 +72,25 @@ def by_default(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in kept else _of_the_product(value) for value in values]
 
 
+def taking_turns(rows: Iterable[Any], columns: Iterable[Any], *, first: int = 0) -> list[tuple[Any, Any]]:
+    """Each row with one column, the columns in turn.
+
+    Args:
+        rows: As many as there are columns, or more, or columns would be left out.
+        columns: What rows are paired with.
+        first: Number of the column of the first row, where another test with the same rows begins with another.
+    """
+    rows, columns = list(rows), list(columns)
+    assert len(rows) >= len(columns)
+    return [(row, columns[(first + number) % len(columns)]) for number, row in enumerate(rows)]
+
+
+def in_turn(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: by default every row with one column, the columns in turn, and with the product each with each."""
+    rows, columns = list(rows), list(columns)
+    return by_default(taking_turns(rows, columns), itertools.product(rows, columns))
+
+
 def in_pairs(*axes: Iterable[Any]) -> list[Any]:
     """Parameters of a test that takes long: by default every two values of two axes meet, and with the product all do.
 

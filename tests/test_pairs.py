@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pairs import by_default, in_pairs, keep_each_value, keep_pairs, wanted_by_tests
+from pairs import by_default, in_pairs, in_turn, keep_each_value, keep_pairs, taking_turns, wanted_by_tests
 
 
 @dataclass
@@ -85,6 +85,18 @@ def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes():
         ("other", "a", 0),
         ("other", "b", 0),
     ]
+
+
+def test_rows_take_their_columns_in_turn_and_meet_the_others_with_the_product():
+    assert taking_turns("abc", [0, 1]) == [("a", 0), ("b", 1), ("c", 0)]
+    assert taking_turns("abc", [0, 1], first=5) == [("a", 1), ("b", 0), ("c", 1)]
+    parameters = in_turn("abc", [0, 1])
+    assert [values for values in parameters if type(values) is tuple] == taking_turns("abc", [0, 1])
+    others = [parameter for parameter in parameters if type(parameter) is not tuple]
+    assert [parameter.values for parameter in others] == [("a", 1), ("b", 0), ("c", 1)]
+    assert {mark.name for parameter in others for mark in parameter.marks} == {"product"}
+    with pytest.raises(AssertionError):
+        taking_turns("a", [0, 1])
 
 
 def test_of_three_parameters_pairs_run_and_the_rest_with_the_product():

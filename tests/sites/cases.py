@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import by_default
+from pairs import by_default, taking_turns
 from tiny import NATIVE_FAMILIES
 from transformers import PreTrainedModel
 
@@ -105,10 +105,8 @@ def each(pairs: Iterable[tuple[str, str]]) -> Callable[[Callable[..., None]], Ca
     pairs = list(pairs)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        families = list(NATIVE_FAMILIES)
-        first = zlib.crc32(test.__name__.encode())
         rows = dict.fromkeys(case for case, _ in pairs)
-        kept = [(case, families[(first + row) % len(families)]) for row, case in enumerate(rows)]
+        kept = taking_turns(rows, NATIVE_FAMILIES, first=zlib.crc32(test.__name__.encode()))
         return _parametrized(kept, [*kept, *(pair for pair in pairs if pair not in kept)])(test)
 
     return decorate

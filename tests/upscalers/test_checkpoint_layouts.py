@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+from pairs import in_turn
 from safetensors.torch import save_file
 from tiny import tiny_model
 
@@ -22,7 +23,7 @@ from tests.upscalers.checkpoints import (
     tensor_files,
     write_tensors,
 )
-from tests.upscalers.turns import families, in_turn
+from tests.upscalers.chosen_families import families
 from upscalers import RequestError, upscale
 
 family = families("qwen2", "gemma3")

@@ -14,7 +14,7 @@ from tests.upscalers.checkpoints import (
     read_tensors,
     same_tensors,
 )
-from tests.upscalers.turns import families
+from tests.upscalers.chosen_families import families
 from upscalers import VerificationError, upscale
 
 family = families("qwen3", "gemma2")

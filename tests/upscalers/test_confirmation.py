@@ -17,7 +17,7 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
-from tests.upscalers.turns import families
+from tests.upscalers.chosen_families import families
 from upscalers import strip, upscale
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_model import open_base

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models.optimizer_steps import train_steps
+from pairs import in_turn
 from safetensors.torch import load_file
 from tiny import prompt
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from midus_hf.memory import MemoryModule
 from midus_hf.training import Rates, parameter_groups, set_trainable
 from tests.upscalers.checkpoints import SMALL_MEMORY, content_digest, load, read_tensors, same_bits, same_tensors
-from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
 

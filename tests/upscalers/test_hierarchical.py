@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from models.hierarchical_models import IDS, KINDS, OTHER_IDS, add_reference, fill
-from pairs import by_default
+from pairs import by_default, in_turn
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,6 @@ from midus_hf.banks.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import edit_config, file_digests, load, read_tensors, same_tensors
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 from upscalers.landing.ownership import foreign_files
 from upscalers.request.errors import VerificationError

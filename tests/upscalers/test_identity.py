@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from pairs import wanted_by_tests
+from pairs import in_turn, wanted_by_tests
 from processes.warm import run_warm
 from tiny import WINDOW, prompt
 
@@ -19,7 +19,6 @@ from tests.upscalers.checkpoints import (
     save_base,
     variants,
 )
-from tests.upscalers.turns import in_turn
 from upscalers import upscale
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

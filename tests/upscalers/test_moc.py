@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 from models.chapter_models import act
+from pairs import in_turn
 from tiny import prompt, save_tiny_model, tiny_model
 
 from midus_hf.memory.chapters import Chapters
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_tensors
-from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
 

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from models.fresh_process import run_python
+from pairs import in_turn
 from tiny import prompt, save_tiny_model
 
 from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.depth_attention import DepthAttention
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_tensors
-from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from midus_config.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.models.export import write_code
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
+from tests.upscalers.chosen_families import families
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
-from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable

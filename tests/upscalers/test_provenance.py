@@ -22,7 +22,7 @@ from tests.upscalers.checkpoints import (
     save_base,
     write_tensors,
 )
-from tests.upscalers.turns import families
+from tests.upscalers.chosen_families import families
 from upscalers import upscale
 
 family = families("llama", "gemma2")

@@ -19,7 +19,7 @@ from tests.upscalers.checkpoints import (
     same_tensors,
     save_base,
 )
-from tests.upscalers.turns import families
+from tests.upscalers.chosen_families import families
 from upscalers import RequestError, strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
 

@@ -7,7 +7,7 @@ import torch
 from tiny import prompt
 
 from tests.upscalers.checkpoints import SMALL, VARIANTS, base_for, load, read_tensors, save_base, write_tensors
-from tests.upscalers.turns import families
+from tests.upscalers.chosen_families import families
 from upscalers import VerificationError, upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.runs import streamed_model

@@ -25,8 +25,8 @@ from tests.upscalers.checkpoints import (
     variants,
     write_tensors,
 )
+from tests.upscalers.chosen_families import families
 from tests.upscalers.mutations import VALUES
-from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
 

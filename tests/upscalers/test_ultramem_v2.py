@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from models.fresh_process import run_python
+from pairs import in_turn
 from tiny import prompt, save_tiny_model
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors
-from tests.upscalers.turns import in_turn
 from upscalers import strip, upscale
 
 SMALL = {"n": 8, "k": 4}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
+from tests.upscalers.chosen_families import families
 from tests.upscalers.solvers.recording import Recorder
-from tests.upscalers.turns import families
 from upscalers import RequestError, VerificationError, upscale
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus_hml import MidusHml

@@ -8,7 +8,7 @@ import torch
 from midus_config.controls import controls_of
 from midus_hf.training import set_trainable
 from tests.upscalers.checkpoints import load, logits
-from tests.upscalers.turns import families
+from tests.upscalers.chosen_families import families
 from upscalers import upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.controls.shuffling import shuffle

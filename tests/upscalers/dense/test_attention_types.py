@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from pairs import in_turn
 from tiny import WINDOW, prompt
 
 from tests.upscalers.checkpoints import edit_config, load, logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import FUSING, planned, upscaled
-from tests.upscalers.turns import in_turn
 from upscalers import RequestError
 
 S, F = "sliding_attention", "full_attention"

@@ -18,9 +18,9 @@ from tests.upscalers.checkpoints import (
     save_base,
     tensor_files,
 )
+from tests.upscalers.chosen_families import families
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import REQUESTS, upscaled
-from tests.upscalers.turns import families
 from upscalers import RequestError, strip, upscale
 from upscalers.architecture.families import FAMILIES
 from upscalers.runs.inspection import inspect_checkpoint
