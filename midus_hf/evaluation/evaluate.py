@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.documents import document_rows, find_files, read_documents
 from midus_hf.documents.document_paths import read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
@@ -36,11 +38,13 @@ class _Finders:
         of_text: By documents of the text.
         of_tasks: By what tasks ask.
         tree: That paths are found by. Default: rows have them.
+        written: The paths that rows have, `[documents, p]`. Default: they are found.
     """
 
     of_text: PathFinder | None = None
     of_tasks: PathFinder | None = None
     tree: "ClusterTree | None" = None
+    written: np.ndarray | None = None
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
@@ -92,7 +96,9 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
 
     finders = _Finders()
     if settings.path_column is not None:
-        finders = _Finders(of_text=_written_paths(settings, settings.path_column))
+        written = _written_paths(settings, settings.path_column)
+        of_text = torch.from_numpy(written)
+        finders = _Finders(of_text=lambda documents: of_text, written=written)
     if settings.retriever is not None:
         from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
@@ -169,6 +175,9 @@ def _measure(
         from midus_hf.retrieval.bank_tree import check_tree
 
         check_tree(finders.tree, model)
+    elif finders.written is not None:
+        banks: Any = model.banks
+        check_nodes(finders.written, banks.layouts, "the text")
     measured |= {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
@@ -207,12 +216,11 @@ def _measure(
     measured["seconds"] = time.perf_counter() - started
 
 
-def _written_paths(settings: EvaluationSettings, column: str) -> PathFinder:
-    """The paths that rows of the text have, in the order of its documents."""
+def _written_paths(settings: EvaluationSettings, column: str) -> np.ndarray:
+    """The paths that rows of the text have, in the order of its documents, `[documents, p]`."""
     assert settings.text is not None, "paths are those of a text"
     rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
-    paths = torch.from_numpy(read_paths(rows, column))
-    return lambda documents: paths
+    return read_paths(rows, column)
 
 
 def _show_progress(bar: tqdm, done: int, total: int) -> None:

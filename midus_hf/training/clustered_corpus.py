@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 from midus_config.fetched_blocks import BankLayout
+from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.documents import DocumentError
 from midus_hf.training.mapped_tokens import MappedTokens
@@ -136,18 +137,7 @@ def check_paths(paths: np.ndarray, banks: Mapping[str, BankLayout], column: str,
             f"corpus.path_column is {column!r}, but the model has no memory that fetches blocks; leave it out, or upscale with one "
             "of the methods hier-ffn, hier-lora-qk, hier-lora-vo, hier-lora-ffn and hier-kv."
         )
-    layout = next(iter(banks.values()))
-    if len(paths) and paths.shape[1] != layout.num_levels:
-        raise ValueError(
-            f"{text} has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
-            "Assign the corpus by the tree that the model is for."
-        )
-    for level, column_of_level in enumerate(paths.T, 1):
-        if len(paths) and int(column_of_level.max()) >= layout.blocks.nodes(level):
-            raise ValueError(
-                f"{text} has node {int(column_of_level.max())} of level {level}, where the model's banks have "
-                f"{layout.blocks.nodes(level)} blocks; expected one tree."
-            )
+    check_nodes(paths, banks, text)
 
 
 def describe_leaves(dataset: ClusteredDataset) -> str:

@@ -234,6 +234,31 @@ def test_a_tree_of_another_shape_than_that_of_the_bank_is_refused(branching, lev
         MidusLM(str(model_folder), device="cpu", retriever=str(tmp_path / "tree"))
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (
+            [0, 0, 0],
+            "the text has paths of 3 levels, and the model's banks have 2; expected one tree. Assign the text by the tree that",
+        ),
+        ([2, 9], "the text has node 9 of level 2, where the model's banks have 9 blocks; expected one tree."),
+    ],
+    ids=["levels", "nodes"],
+)
+def test_paths_in_another_tree_than_that_of_the_bank_are_refused_before_anything_is_measured(
+    path, words, model_folder, tmp_path, capsys
+):
+    rows = [
+        *({"text": "a word " * 50, "memory_ids": [0] * len(path)} for _ in range(20)),
+        {"text": "b", "memory_ids": path},
+    ]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit):
+        main([str(model_folder), "--text", str(tmp_path / "texts.jsonl"), "--path-column", "memory_ids"])
+    told = capsys.readouterr().err
+    assert words in told and "perplexity of" not in told
+
+
 def test_more_best_nodes_than_there_are_are_refused_before_a_model_is_loaded(model_folder, tmp_path, capsys):
     bert = save_tiny_bert(tmp_path / "bert")
     random_tree(3, 2, width=WIDTH, origin=TreeOrigin(embedding_model=str(bert))).save(tmp_path / "tree")

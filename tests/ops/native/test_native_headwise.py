@@ -87,7 +87,7 @@ assert library.midus_row_sums(call) == 0
 (folder / "sums").write_bytes(into.raw)
 """
     words = [native_calls.__file__, native_library()._name, str(tmp_path)]
-    subprocess.run([sys.executable, "-c", code, *words], check=True)
+    subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=120)
     assert (tmp_path / "sums").read_bytes() == expected.numpy().tobytes()
 
 
