@@ -15,6 +15,7 @@ from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
 from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward
+from midus_hf.ops.lookup_tensors import room_for_gradient
 from midus_hf.ops.packed_lookup_triton import packed_forward, packs
 from midus_hf.ops.product_key_triton import triton_select
 from midus_hf.ops.row_sums_triton import (
@@ -102,9 +103,10 @@ def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
-    output, slots, weights = triton_forward(query, keys, keys, bank, query, k, 1.0)
+    kept = slots, weights = room_for_gradient(query, n, k)
+    output = triton_forward(query, keys, keys, bank, query, k, 1.0, kept)
     if packs(dtype, n, k):
-        packed_forward(query, keys, keys, bank, query, k, 1.0)
+        packed_forward(query, keys, keys, bank, query, k, 1.0, kept)
     triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
     triton_bank_gradient(output, slots, weights, bank.shape, dtype)
     rows = slots.flatten(0, 1).long()

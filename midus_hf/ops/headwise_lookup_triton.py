@@ -77,10 +77,10 @@ def weighted_row(bank, slots, shares, rank, valid, width, KP: tl.constexpr, VP: 
 def forward_kernel(
     query, row_keys, column_keys, bank, residual, output, slots, weights,
     tokens, heads, n, half, width, token_stride, head_stride, bank_stride, inverse_temperature,
-    ADDS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, ONE: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Output [S, H, v], slots [S, H, K] and weights [S, H, K], from query [S, H, 2 * half] of any strides but the last."""
+    """Output [S, H, v], from query [S, H, 2 * half] of any strides but the last; if it KEEPS them, slots and weights [S, H, K]."""
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
@@ -106,10 +106,11 @@ def forward_kernel(
         shares = tl.where(ranks[None, :] == rank, tl.exp((score - highest) * inverse_temperature)[:, None], shares)
         chosen = tl.where(ranks[None, :] == rank, slot[:, None], chosen)
     shares = shares / tl.sum(shares, axis=1)[:, None]
-    entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
-    rank_mask = valid[:, None] & (ranks < K)[None, :]
-    tl.store(slots + entries, chosen.to(slots.dtype.element_ty), mask=rank_mask)
-    tl.store(weights + entries, shares, mask=rank_mask)
+    if KEEPS:
+        entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
+        rank_mask = valid[:, None] & (ranks < K)[None, :]
+        tl.store(slots + entries, chosen.to(slots.dtype.element_ty), mask=rank_mask)
+        tl.store(weights + entries, shares, mask=rank_mask)
 
     # Slots are known before the first row is asked for, so that all rows are on their way at once.
     gathered = tl.zeros([BT, VP], tl.float32)
@@ -136,9 +137,10 @@ def triton_forward(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output `[S, H, v]`, slots `[S, H, k]` and weights `[S, H, k]`, float32."""
-    there = lookup_tensors(query, row_keys, column_keys, bank, residual, k)
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Output `[S, H, v]`; slots and weights are written into what is `kept` for a gradient, if anything is."""
+    there = lookup_tensors(query, row_keys, column_keys, bank, residual, kept)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     if tokens:
         is_wide = wide_products(query, row_keys)
@@ -148,9 +150,9 @@ def triton_forward(
             forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
                 *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
                 1.0 / temperature,
-                ADDS=residual is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
+                ADDS=residual is not None, KEEPS=kept is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,
             )  # fmt: skip
-    return there.output, there.slots, there.weights
+    return there.output
 
 
 def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:

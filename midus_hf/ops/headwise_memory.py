@@ -6,7 +6,7 @@ from midus_hf.ops.backend import OpChoices, resolve
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup_few
 from midus_hf.ops.native_headwise import native_output, native_refusal
-from midus_hf.ops.packed_lookup_triton import triton_lookup
+from midus_hf.ops.packed_lookup_triton import triton_output
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk
 from midus_hf.ops.product_key import reference as product_key_reference
@@ -206,7 +206,7 @@ def _looked_up(
         if body == "native":
             return native_output(*arguments)
         if body == "triton":
-            return triton_lookup(*arguments, choices.exact)[0]
+            return triton_output(*arguments, choices.exact)
         if query.shape[0] * query.shape[1] <= _FEW_ROWS:
             return _added(residual, lookup_few(query, row_keys, column_keys, bank, k, temperature))
     return headwise_lookup_op(*arguments, choices.exact, choices.selection, choices.backward, body)[0]

@@ -17,8 +17,8 @@ class LookupTensors(NamedTuple):
         bank: `[N, v]`, or `[H, N, v]`.
         residual: `[S, H, v]`; where there is none, the output, which is not read.
         output: `[S, H, v]`, in the dtype of the residual, or else of the bank.
-        slots: `[S, H, k]`, in the narrowest integers that hold n * n.
-        weights: `[S, H, k]`, float32.
+        slots: `[S, H, k]`; where nothing is kept for a gradient, the output, which is not written as such.
+        weights: `[S, H, k]`, likewise.
     """
 
     query: torch.Tensor
@@ -31,15 +31,21 @@ class LookupTensors(NamedTuple):
     weights: torch.Tensor
 
 
+def room_for_gradient(query: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots `[S, H, k]`, in the narrowest integers that hold n * n, and weights `[S, H, k]`, float32, to be filled."""
+    kept = (*query.shape[:2], k)
+    return query.new_empty(kept, dtype=narrowest_integer(n * n)), query.new_empty(kept, dtype=torch.float32)
+
+
 def lookup_tensors(
     query: torch.Tensor,
     row_keys: torch.Tensor,
     column_keys: torch.Tensor,
     bank: torch.Tensor,
     residual: torch.Tensor | None,
-    k: int,
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> LookupTensors:
-    """Lay out the inputs of a lookup, and make room for its results."""
+    """Lay out the inputs of a lookup, and make room for its output; `kept` is to be filled for a gradient."""
     tokens, heads, _ = query.shape
     output = (bank if residual is None else residual).new_empty(tokens, heads, bank.shape[-1])
     return LookupTensors(
@@ -49,6 +55,5 @@ def lookup_tensors(
         bank.contiguous(),
         output if residual is None else residual.contiguous(),
         output,
-        torch.empty(tokens, heads, k, dtype=narrowest_integer(row_keys.shape[1] ** 2), device=query.device),
-        torch.empty(tokens, heads, k, dtype=torch.float32, device=query.device),
+        *((output, output) if kept is None else kept),
     )

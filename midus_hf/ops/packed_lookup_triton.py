@@ -19,7 +19,7 @@ from midus_hf.ops.headwise_lookup_triton import (
     triton_forward,
     wide_products,
 )
-from midus_hf.ops.lookup_tensors import lookup_tensors
+from midus_hf.ops.lookup_tensors import lookup_tensors, room_for_gradient
 from midus_hf.ops.packed_selection_triton import (
     best_of_tile,
     best_pairs,
@@ -84,9 +84,9 @@ def packed_forward_kernel(
     query, row_keys, column_keys, bank, residual, output, slots, weights,
     tokens, token_stride, head_stride, scale,
     HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_OWN_BANKS: tl.constexpr, ADDS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr, BITS: tl.constexpr,
-    RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    HAS_OWN_BANKS: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr,
+    BITS: tl.constexpr, RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks."""
     block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
@@ -116,12 +116,12 @@ def packed_forward_kernel(
             chosen, shares = chosen + (slot,), shares + (tl.exp2((scores[rank] - scores[0]) * scale) * part,)
         else:
             chosen, shares = chosen + (slot,), shares + (tl.zeros([BT], tl.float32),)
-    slot_tile, share_tile = stacked(chosen), stacked(shares)  # [BT, KP]
-
-    ranks = tl.arange(0, KP)
-    entries = (first * HEADS + head) * K + token[:, None] * (HEADS * K) + ranks[None, :]
-    store_tile(slots + entries, slot_tile, valid[:, None] & (ranks < K)[None, :], IS_EVEN and K == KP)
-    store_tile(weights + entries, share_tile, valid[:, None] & (ranks < K)[None, :], IS_EVEN and K == KP)
+    if KEEPS:
+        ranks = tl.arange(0, KP)
+        entries = (first * HEADS + head) * K + token[:, None] * (HEADS * K) + ranks[None, :]  # [BT, KP]
+        rank_mask = valid[:, None] & (ranks < K)[None, :]
+        store_tile(slots + entries, stacked(chosen), rank_mask, IS_EVEN and K == KP)
+        store_tile(weights + entries, stacked(shares), rank_mask, IS_EVEN and K == KP)
     # All rows of one rank lie behind those of another, so that each thread has every rank of the tokens that it has.
     bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
     for start in tl.static_range(0, KP, GROUP):
@@ -158,9 +158,25 @@ def triton_lookup(
     temperature: float,
     exact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, slots and weights by the kernel that fits, which compares all bits of scores where `exact` says so."""
+    """Output `[S, H, v]`, and for a gradient slots `[S, H, k]` and weights `[S, H, k]`, float32; else as `triton_output`."""
+    kept = room_for_gradient(query, row_keys.shape[1], k)
+    return triton_output(query, row_keys, column_keys, bank, residual, k, temperature, exact, kept), *kept
+
+
+def triton_output(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    residual: torch.Tensor | None,
+    k: int,
+    temperature: float,
+    exact: bool,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The output alone by the kernel that fits, which compares all bits of scores where `exact` says so."""
     forward = packed_forward if not exact and packs(query.dtype, row_keys.shape[1], k) else triton_forward
-    return forward(query, row_keys, column_keys, bank, residual, k, temperature)
+    return forward(query, row_keys, column_keys, bank, residual, k, temperature, kept)
 
 
 def packed_forward(
@@ -171,9 +187,10 @@ def packed_forward(
     residual: torch.Tensor | None,
     k: int,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output `[S, H, v]`, slots `[S, H, k]` and weights `[S, H, k]`, float32, of what `packs`."""
-    there = lookup_tensors(query, row_keys, column_keys, bank, residual, k)
+    kept: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """As `triton_forward`, of what `packs`."""
+    there = lookup_tensors(query, row_keys, column_keys, bank, residual, kept)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     if tokens:
         tile = _tile(n, k, half, width, tokens)
@@ -181,10 +198,10 @@ def packed_forward(
             packed_forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
                 *there, tokens, there.query.stride(0), there.query.stride(1), _LOG2_E / temperature,
                 HEADS=heads, N=n, HALF=half, WIDTH=width, IS_EVEN=tokens % tile["BT"] == 0, HAS_OWN_BANKS=bank.dim() == 3,
-                ADDS=residual is not None, WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k,
-                **tile,
+                ADDS=residual is not None, KEEPS=kept is not None, WIDE=wide_products(query, row_keys),
+                TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k, **tile,
             )  # fmt: skip
-    return there.output, there.slots, there.weights
+    return there.output
 
 
 def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:

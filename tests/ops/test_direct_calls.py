@@ -12,6 +12,7 @@ from benchmarks.interpreter import mended_interpreter
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.native_library import why_missing
+from midus_hf.ops.packed_lookup_triton import triton_lookup
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no-grad", "inference"])
@@ -98,6 +99,20 @@ def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_
         outputs.append(len(asked))
     assert outputs[1] == 0 and outputs[3] == 1
     assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_direct_call_of_a_kernel_makes_no_room_for_a_gradient(dtype, monkeypatch):
+    pytest.importorskip("triton")
+
+    def refuse(*_):
+        raise AssertionError("slots and weights are kept")
+
+    monkeypatch.setitem(triton_lookup.__globals__, "room_for_gradient", refuse)
+    with torch.no_grad(), mended_interpreter():
+        headwise_memory(*inputs(1, 1, dtype=dtype), None, 2, backend="triton")
+    with pytest.raises(AssertionError, match="slots and weights are kept"), mended_interpreter():
+        headwise_memory(*inputs(1, 1, dtype=dtype), None, 2, backend="triton")
 
 
 @pytest.mark.parametrize("selection", ["two-stage", "cartesian"])

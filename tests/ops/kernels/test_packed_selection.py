@@ -7,7 +7,7 @@ from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import headwise_memory, op_choices
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup
-from midus_hf.ops.packed_lookup_triton import MOST_RETRIEVED, MOST_SUB_KEYS, packs, triton_lookup
+from midus_hf.ops.packed_lookup_triton import MOST_RETRIEVED, MOST_SUB_KEYS, packs, triton_output
 
 
 def inputs(tokens, heads, half, n, width, dtype=torch.bfloat16):
@@ -109,9 +109,9 @@ def test_the_temperature_divides_scores():
 def test_half_precision_of_few_sub_keys_and_ranks_is_packed_unless_exact_is_asked_for(monkeypatch):
     taken = []
     for name in ("packed_forward", "triton_forward"):
-        whole = triton_lookup.__globals__[name]
+        whole = triton_output.__globals__[name]
         monkeypatch.setitem(
-            triton_lookup.__globals__,
+            triton_output.__globals__,
             name,
             lambda *given, name=name, whole=whole: (taken.append(name), whole(*given))[1],
         )
