@@ -40,6 +40,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("n 1024", 2, 64, 1024, 16, torch.bfloat16),
     ):
         yield name, lambda heads=heads, dim=dim, n=n, k=k, dtype=dtype: _lookup(heads, dim, n, k, dtype)
+    yield "prompt of llama-3.2-1b", _prompt
     for dtype in (torch.bfloat16, torch.float32):
         name = f"32 heads of 4 over width 2048, {str(dtype).removeprefix('torch.')}"
         yield name, lambda dtype=dtype: _gather(2048, 128, dtype)
@@ -112,6 +113,12 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     rows = slots.flatten(0, 1).long()
     triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
     triton_select(_sized(TOKENS * heads, n), _sized(TOKENS * heads, n), k)
+
+
+def _prompt() -> None:
+    """Few tokens, so that each program has one block of them, and no gradient, so that nothing is kept for it."""
+    query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
+    packed_forward(query, keys, keys, _sized(32, 64 * 64, 64, dtype=torch.bfloat16), query, 4, 1.0, None)
 
 
 def _gather(width: int, m: int, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from benchmarks.profile import KernelTime, kernels, write_profile
 from benchmarks.timing import Task, Timing, interleaved, is_out_of_memory, peak_bytes, release_memory, synchronize
 from benchmarks.tracked import Run, append
 
-PROFILED = (OURS, "exact", "kept-values", *COMPILED)
+PROFILED = (OURS, "exact", "one-block", "kept-values", *COMPILED)
 """Providers whose kernels are written down: what ops choose by themselves, and what they are to be faster than."""
 
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,14 @@ import torch.nn.functional as F
 from benchmarks.ops.operations import product_key_memory
 from benchmarks.ops.registry import Call, Inputs, Unavailable, provider
 from benchmarks.ops.shapes import Case
-from midus_hf.ops import expand_values, headwise_memory, op_choices, product_key_topk, weighted_gather
+from midus_hf.ops import (
+    expand_values,
+    headwise_memory,
+    op_choices,
+    packed_lookup_triton,
+    product_key_topk,
+    weighted_gather,
+)
 
 _MOST_GRID_ELEMENTS = 1 << 24
 _ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
@@ -123,6 +131,19 @@ def _headwise_exact(case: Case, inputs: Inputs) -> Call:
 
     def run() -> torch.Tensor:
         with op_choices(exact=True):
+            return headwise_memory(**inputs, k=case.shape.k)
+
+    return run
+
+
+@provider("headwise_memory", "one-block", modes=("forward",))
+def _headwise_one_block(case: Case, inputs: Inputs) -> Call:
+    """By as many programs as there are blocks of tokens, of which none walks over several."""
+    if case.device == "cpu" or case.dtype == "float32" or case.tokens == 1:
+        raise Unavailable("nothing but kernels of half precision walks, over the blocks of many tokens")
+
+    def run() -> torch.Tensor:
+        with patch.object(packed_lookup_triton, "PROGRAMS_A_MULTIPROCESSOR", case.tokens):
             return headwise_memory(**inputs, k=case.shape.k)
 
     return run

@@ -20,8 +20,8 @@ FEW_TOKENS = 16
 
 
 @triton.jit
-def token_block_and_head(tokens, heads, BT: tl.constexpr, TOGETHER: tl.constexpr):
-    """Which block of tokens and which head this program works on: group after group of heads."""
+def token_block_and_head(tokens, heads, BT, TOGETHER: tl.constexpr):
+    """Which block of BT tokens and which head this program works on: group after group of heads."""
     program = tl.program_id(0)
     blocks = tl.cdiv(tokens, BT)
     group = program // (TOGETHER * blocks)

@@ -30,13 +30,16 @@ from midus_hf.ops.packed_selection_triton import (
     tagged,
 )
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two
+from midus_hf.ops.triton_launch import multiprocessors, on_device_of, power_of_two
 
 MOST_SUB_KEYS = 128
 """That fit a tile of one product, and a tag of 7 bits."""
 
 MOST_RETRIEVED = 8
 """That are sorted with fewer instructions than are searched for."""
+
+PROGRAMS_A_MULTIPROCESSOR = 8
+"""Of heads that run side by side, before programs take several blocks: more than fit, so that the last leave little of it idle."""
 
 _LOG2_E = 1.4426950408889634
 _LOWEST = -3.4028234663852886e38
@@ -62,45 +65,49 @@ def store_tile(pointers, tile, mask, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def best_packed(
-    query, keys, WIDE: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, KP: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, LOWEST: tl.constexpr,
-):  # fmt: skip
-    """The KP best scores of each query [BT, DP] with keys [N, HALF], `tagged` with their columns, descending: a tuple of [BT]."""
+def turned_keys(keys, N: tl.constexpr, HALF: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr):
+    """The sub-keys [N, HALF] of one side of a head: [DP, BN]."""
     dims, columns = tl.arange(0, DP), tl.arange(0, BN)
     mask = (dims < HALF)[:, None] & (columns < N)[None, :]
-    part = load_tile(keys + columns[None, :] * HALF + dims[:, None], mask, DP == HALF and BN == N)  # [DP, BN]
+    return load_tile(keys + columns[None, :] * HALF + dims[:, None], mask, DP == HALF and BN == N)
+
+
+@triton.jit
+def best_packed(
+    query, keys, WIDE: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """The KP best scores of each query [BT, DP] with keys [DP, BN], `tagged` with their columns, descending: a tuple of [BT]."""
+    columns = tl.arange(0, BN)
     if WIDE:
-        scores = tl.dot(query.to(tl.float32), part.to(tl.float32), input_precision="ieee")
+        scores = tl.dot(query.to(tl.float32), keys.to(tl.float32), input_precision="ieee")
     else:
-        scores = tl.dot(query, part)
+        scores = tl.dot(query, keys)
     if BN > N:
         scores = tl.where((columns < N)[None, :], scores, LOWEST)
     return best_of_tile(tagged(scores, columns[None, :], BITS), KP, BT, BN)
 
 
 @triton.jit
-def packed_forward_kernel(
-    query, row_keys, column_keys, bank, residual, output, slots, weights,
-    tokens, token_stride, head_stride, scale,
+def look_up_block(
+    query, rows_of_head, columns_of_head, bank_of_head, residual, output, slots, weights,
+    block, head, tokens, token_stride, head_stride, scale,
     HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_OWN_BANKS: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr,
-    BITS: tl.constexpr, RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    ADDS: tl.constexpr, KEEPS: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, RANK_BITS: tl.constexpr,
+    LOWEST: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks."""
-    block, head = token_block_and_head(tokens, HEADS, BT, TOGETHER)
+    """What a block of BT tokens retrieves from one head, whose sub-keys [DP, BN] are at hand."""
     first = block * BT
     token = tl.arange(0, BT)
     valid = first + token < tokens
     dims, lanes = tl.arange(0, DP), tl.arange(0, VP)
-    asked = query + first * token_stride + head * head_stride + token[:, None] * token_stride + dims[None, :]
+    asked = query + (first * token_stride + head * head_stride) + (token[:, None] * token_stride + dims[None, :])
     dim_mask = valid[:, None] & (dims < HALF)[None, :]
     row_query = load_tile(asked, dim_mask, IS_EVEN and DP == HALF)
     column_query = load_tile(asked + HALF, dim_mask, IS_EVEN and DP == HALF)
-    keys_of_head = head * N * HALF
-    row_values = best_packed(row_query, row_keys + keys_of_head, WIDE, N, HALF, BITS, KP, BT, BN, DP, LOWEST)
-    column_values = best_packed(column_query, column_keys + keys_of_head, WIDE, N, HALF, BITS, KP, BT, BN, DP, LOWEST)
+    row_values = best_packed(row_query, rows_of_head, WIDE, N, BITS, KP, BT, BN, LOWEST)
+    column_values = best_packed(column_query, columns_of_head, WIDE, N, BITS, KP, BT, BN, LOWEST)
 
     scores = best_pairs(row_values, column_values, K, RANK_BITS)
     rows, columns = columns_of(row_values, BITS, N), columns_of(column_values, BITS, N)
@@ -118,12 +125,12 @@ def packed_forward_kernel(
             chosen, shares = chosen + (slot,), shares + (tl.zeros([BT], tl.float32),)
     if KEEPS:
         ranks = tl.arange(0, KP)
-        entries = (first * HEADS + head) * K + token[:, None] * (HEADS * K) + ranks[None, :]  # [BT, KP]
+        before = (first * HEADS + head) * K
+        entries = token[:, None] * (HEADS * K) + ranks[None, :]  # [BT, KP]
         rank_mask = valid[:, None] & (ranks < K)[None, :]
-        store_tile(slots + entries, stacked(chosen), rank_mask, IS_EVEN and K == KP)
-        store_tile(weights + entries, stacked(shares), rank_mask, IS_EVEN and K == KP)
+        store_tile(slots + before + entries, stacked(chosen), rank_mask, IS_EVEN and K == KP)
+        store_tile(weights + before + entries, stacked(shares), rank_mask, IS_EVEN and K == KP)
     # All rows of one rank lie behind those of another, so that each thread has every rank of the tokens that it has.
-    bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
     for start in tl.static_range(0, KP, GROUP):
         asked_slots = tl.reshape(tl.trans(stacked(chosen[start : start + GROUP])), [GROUP * BT])
         there_is = (start + tl.arange(0, GROUP) < K)[:, None] & valid[None, :]
@@ -136,11 +143,48 @@ def packed_forward_kernel(
             gathered = of_group
         else:
             gathered += of_group
-    there = (first * HEADS + head) * WIDTH + token[:, None] * (HEADS * WIDTH) + lanes[None, :]
+    before = (first * HEADS + head) * WIDTH
+    there = token[:, None] * (HEADS * WIDTH) + lanes[None, :]
     lane_mask = valid[:, None] & (lanes < WIDTH)[None, :]
     if ADDS:
-        gathered += load_tile(residual + there, lane_mask, IS_EVEN and VP == WIDTH).to(tl.float32)
-    store_tile(output + there, gathered, lane_mask, IS_EVEN and VP == WIDTH)
+        gathered += load_tile(residual + before + there, lane_mask, IS_EVEN and VP == WIDTH).to(tl.float32)
+    store_tile(output + before + there, gathered, lane_mask, IS_EVEN and VP == WIDTH)
+
+
+@triton.jit
+def packed_forward_kernel(
+    query, row_keys, column_keys, bank, residual, output, slots, weights,
+    tokens, token_stride, head_stride, walk, scale,
+    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, IS_EVEN: tl.constexpr,
+    HAS_OWN_BANKS: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr, WALKS: tl.constexpr, WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr, BITS: tl.constexpr, RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """As `forward_kernel`; `scale` is log2(e) over the temperature, and IS_EVEN says that tokens fill all blocks.
+
+    A program has one block of tokens, or WALKS over up to `walk` of one head, as many apart as the head has programs.
+    """
+    block, head = token_block_and_head(tokens, HEADS, BT * walk, TOGETHER)
+    keys_of_head = head * (N * HALF)
+    rows_of_head = turned_keys(row_keys + keys_of_head, N, HALF, BN, DP)
+    columns_of_head = turned_keys(column_keys + keys_of_head, N, HALF, BN, DP)
+    bank_of_head = bank + (head * (N * N * WIDTH) if HAS_OWN_BANKS else 0)
+    if WALKS:
+        programs = tl.cdiv(tokens, BT * walk)
+        # Two products and more than one stage do not compile for compute capability 9.0. Addresses that are kept from block to
+        # block and not made anew would take the registers of further programs.
+        for place in tl.range(block.to(tl.int32), tl.cdiv(tokens, BT), programs, num_stages=1, disable_licm=True):
+            look_up_block(
+                query, rows_of_head, columns_of_head, bank_of_head, residual, output, slots, weights,
+                tl.cast(place, tl.int64), head, tokens, token_stride, head_stride, scale, HEADS, N, HALF, WIDTH,
+                IS_EVEN, ADDS, KEEPS, WIDE, BITS, RANK_BITS, LOWEST, GROUP, K, KP, BT, BN, DP, VP,
+            )  # fmt: skip
+    else:
+        look_up_block(
+            query, rows_of_head, columns_of_head, bank_of_head, residual, output, slots, weights,
+            block, head, tokens, token_stride, head_stride, scale, HEADS, N, HALF, WIDTH,
+            IS_EVEN, ADDS, KEEPS, WIDE, BITS, RANK_BITS, LOWEST, GROUP, K, KP, BT, BN, DP, VP,
+        )  # fmt: skip
 
 
 def packs(dtype: torch.dtype, n: int, k: int) -> bool:
@@ -194,14 +238,21 @@ def packed_forward(
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     if tokens:
         tile = _tile(n, k, half, width, tokens)
+        walk = blocks_a_program(triton.cdiv(tokens, tile["BT"]), heads, multiprocessors(query))
+        tile |= _few_registers(tile) if walk > 1 else {}
         with on_device_of(query):
-            packed_forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
-                *there, tokens, there.query.stride(0), there.query.stride(1), _LOG2_E / temperature,
+            packed_forward_kernel[(triton.cdiv(tokens, tile["BT"] * walk) * heads,)](
+                *there, tokens, there.query.stride(0), there.query.stride(1), walk, _LOG2_E / temperature,
                 HEADS=heads, N=n, HALF=half, WIDTH=width, IS_EVEN=tokens % tile["BT"] == 0, HAS_OWN_BANKS=bank.dim() == 3,
-                ADDS=residual is not None, KEEPS=kept is not None, WIDE=wide_products(query, row_keys),
-                TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k, **tile,
+                ADDS=residual is not None, KEEPS=kept is not None, WALKS=walk > 1,
+                WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k, **tile,
             )  # fmt: skip
     return there.output
+
+
+def blocks_a_program(blocks: int, heads: int, multiprocessors: int) -> int:
+    """How many of the blocks of tokens of a head each program takes, one after the other, at most."""
+    return triton.cdiv(blocks, multiprocessors * PROGRAMS_A_MULTIPROCESSOR // min(heads, HEADS_TOGETHER))
 
 
 def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
@@ -222,3 +273,14 @@ def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
         "VP": lanes,
         "num_warps": 2 if few else 4,
     }
+
+
+def _few_registers(tile: dict[str, int]) -> dict[str, int]:
+    """The most registers a thread for programs that walk, of tiles that are known to fit: what programs of one block take.
+
+    As many programs fit a multiprocessor of NVIDIA's then. Left alone, the compiler takes up to half as many again.
+    """
+    ranks, lanes = tile["KP"], max(tile["VP"], 2 * tile["DP"])
+    if torch.version.hip or tile["BN"] > 64 or ranks * lanes > 512:
+        return {}
+    return {"maxnreg": 96 if ranks <= 4 and lanes <= 64 else 168}

@@ -1,6 +1,7 @@
 """What launching a kernel needs beside the kernel."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -13,6 +14,16 @@ def power_of_two(number: int) -> int:
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context in which kernels are launched on the tensor's device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    """How many the tensor's device has: as many as an H200 where it is no GPU."""
+    return _multiprocessors(tensor.device) if tensor.is_cuda else 132
+
+
+@functools.lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def precise_product() -> str:

@@ -20,7 +20,7 @@ from midus_hf.ops.backend import resolve
 SLOW = set(COMPILED)
 """Minutes of C compiler; the benchmark itself judges it before it is timed."""
 
-OF_KERNELS = {"exact"}
+OF_KERNELS = {"exact", "one-block"}
 """What differs from others on a GPU alone, where it is rehearsed."""
 
 
@@ -60,6 +60,13 @@ def test_a_search_for_kernels_of_a_gpu_is_not_made_on_a_cpu():
     with pytest.raises(Unavailable, match="max-autotune tries kernels of a GPU; on a CPU it compiles what expand-"):
         PROVIDERS["headwise_memory"]["expand-max-autotune"].build(case, make_inputs(case))
     assert set(COMPILED) <= set(PROVIDERS["headwise_memory"])
+
+
+def test_programs_of_one_block_are_not_timed_where_none_walks():
+    for tokens, dtype, device in ((2, "bfloat16", "cpu"), (2, "float32", "cuda"), (1, "bfloat16", "cuda")):
+        case = Case("headwise_memory", SHAPES["tiny"], tokens, "zipf", dtype, device)
+        with pytest.raises(Unavailable, match="nothing but kernels of half precision walks, over the blocks of many"):
+            PROVIDERS["headwise_memory"]["one-block"].build(case, {})
 
 
 def test_exact_kernels_are_not_timed_where_everything_is_exact():

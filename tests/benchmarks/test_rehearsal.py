@@ -25,14 +25,14 @@ def test_ops_run_their_kernels_and_are_timed_as_on_a_gpu(tmp_path):
         "--ops",
         "headwise_memory",
         "--providers",
-        "sorted,exact,kept-values,expand-compiled",
+        "sorted,exact,one-block,kept-values,expand-compiled",
         "--seconds",
         "0",
     ]
     done = rehearsed(tmp_path, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read(tmp_path / "ops.csv")
-    assert {row["provider"] for row in rows} == {"sorted", "exact", "kept-values", "expand-compiled"}
+    assert {row["provider"] for row in rows} == {"sorted", "exact", "one-block", "kept-values", "expand-compiled"}
     assert {(row["device"], row["backend"], row["status"], row["dtype"]) for row in rows} == {
         (NAME, "cuda", "ok", "bfloat16")
     }

@@ -172,7 +172,8 @@ def test_what_prepares_a_run_has_ended_before_it_is_profiled(monkeypatch):
 
 
 def test_rivals_are_profiled():
-    assert PROFILED == ("sorted", "exact", "kept-values", "compiled", "expand-compiled", "expand-max-autotune")
+    rivals = ("compiled", "expand-compiled", "expand-max-autotune")
+    assert PROFILED == ("sorted", "exact", "one-block", "kept-values", *rivals)
 
 
 @pytest.mark.parametrize("option", ["--resume", "--profile"])
