@@ -10,7 +10,7 @@ from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.lookup_tensors import lookup_tensors
 from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two
+from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
 
 HEADS_TOGETHER = 8
 """Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
@@ -147,7 +147,7 @@ def triton_forward(
         tile = _tile(n, k, half, width)
         tile |= _tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {}
         with on_device_of(query):
-            forward_kernel[(triton.cdiv(tokens, tile["BT"]) * heads,)](
+            forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
                 1.0 / temperature,
                 ADDS=residual is not None, KEEPS=kept is not None, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile,

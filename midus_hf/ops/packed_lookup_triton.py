@@ -30,7 +30,7 @@ from midus_hf.ops.packed_selection_triton import (
     tagged,
 )
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import multiprocessors, on_device_of, power_of_two
+from midus_hf.ops.triton_launch import multiprocessors, on_device_of, power_of_two, quotient_above
 
 MOST_SUB_KEYS = 128
 """That fit a tile of one product, and a tag of 7 bits."""
@@ -238,10 +238,10 @@ def packed_forward(
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     if tokens:
         tile = _tile(n, k, half, width, tokens)
-        walk = blocks_a_program(triton.cdiv(tokens, tile["BT"]), heads, multiprocessors(query))
+        walk = blocks_a_program(quotient_above(tokens, tile["BT"]), heads, multiprocessors(query))
         tile |= _few_registers(tile) if walk > 1 else {}
         with on_device_of(query):
-            packed_forward_kernel[(triton.cdiv(tokens, tile["BT"] * walk) * heads,)](
+            packed_forward_kernel[(quotient_above(tokens, tile["BT"] * walk) * heads,)](
                 *there, tokens, there.query.stride(0), there.query.stride(1), walk, _LOG2_E / temperature,
                 HEADS=heads, N=n, HALF=half, WIDTH=width, IS_EVEN=tokens % tile["BT"] == 0, HAS_OWN_BANKS=bank.dim() == 3,
                 ADDS=residual is not None, KEEPS=kept is not None, WALKS=walk > 1,
@@ -252,7 +252,7 @@ def packed_forward(
 
 def blocks_a_program(blocks: int, heads: int, multiprocessors: int) -> int:
     """How many of the blocks of tokens of a head each program takes, one after the other, at most."""
-    return triton.cdiv(blocks, multiprocessors * PROGRAMS_A_MULTIPROCESSOR // min(heads, HEADS_TOGETHER))
+    return quotient_above(blocks, multiprocessors * PROGRAMS_A_MULTIPROCESSOR // min(heads, HEADS_TOGETHER))
 
 
 def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
