@@ -259,6 +259,13 @@ def test_a_rate_at_which_a_seed_is_missing_or_never_learned_so_much_is_not_the_o
     assert rows_of(equal_learning_table(one))["full"]["rate"] == "0.0001"
 
 
+def test_rates_over_unlike_seeds_are_compared_by_what_they_forgot_with_those_in_common():
+    other = [result("full", [0.5], [forgotten], seed=seed, rate=1e-4) for seed, forgotten in ((0, 0.375), (2, 0.0))]
+    row = rows_of(equal_learning_table(found([*HML, *FULL, *other])))["full"]
+    # With seed 0 the first rate had forgotten 0.25; over all of its seeds 0.375, and the other 0.1875.
+    assert row["rate"] == "0.001" and row["change of the loss outside the domain"].startswith("+0.3750")
+
+
 def test_where_nothing_was_learned_forgetting_is_not_compared():
     # One run passes the point at which nothing is learned on its way up: that is no learning to compare at.
     one = found([result("hml", [-0.5, -0.25], [0.0, 1.0]), result("full", [-0.25, 0.5], [0.5, 1.0])])
