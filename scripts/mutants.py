@@ -62,8 +62,8 @@ NEAREST = {
     "midus_config/whole_files.py": "tests/test_whole_files.py",
     "midus_config/whole_folder.py": "tests/upscalers/test_output_folder.py tests/upscalers/test_ownership.py",
     "midus_workbench": "tests/workbench --ignore=tests/workbench/test_killed_comparisons.py",
-    "midus_workbench/learning.py": "tests/workbench/test_learning.py tests/workbench/test_report.py",
-    "midus_workbench/report": "tests/workbench/test_report.py",
+    "midus_workbench/learning.py": "tests/workbench/test_learning.py tests/workbench/report",
+    "midus_workbench/report": "tests/workbench/report",
     "upscalers/chapters": "tests/upscalers/chapters",
     "upscalers": "tests/upscalers --ignore=tests/upscalers/test_interruption.py --ignore=tests/upscalers/dense",
 }

@@ -4,6 +4,7 @@ Where tests run a second time, with other versions of what we depend on, each va
 """
 
 import itertools
+import zlib
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -44,19 +45,26 @@ def keep_pairs(items: Iterable[Any]) -> list[Any]:
 def keep_each_value(items: Iterable[Any]) -> list[Any]:
     """Thin out tests that other versions have run in pairs: of each test, every value of every parameter stays with some test.
 
+    Families are not counted: a test runs on those that values come with, beginning with another one than the test before.
+
     Args:
         items: Tests as pytest has collected them.
     """
     items = list(items)
-    values = [_values(item) for item in items]
-    seen: set[Hashable] = set()
+    by_test: dict[str, list[int]] = {}
+    for number, item in enumerate(items):
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(number)
     kept = set()
-    # First those that share no value, so that few are needed for what is left.
-    for enough in (set.isdisjoint, lambda value, seen: not value <= seen):
-        for number, value in enumerate(values):
-            if enough(value, seen):
-                kept.add(number)
-                seen |= value
+    for test, numbers in by_test.items():
+        first = zlib.crc32(test.encode()) % len(numbers)
+        seen: set[Hashable] = set()
+        # First those that share no value, so that few are needed for what is left.
+        for enough in (set.isdisjoint, lambda value, seen: not value <= seen):
+            for number in (*numbers[first:], *numbers[:first]):
+                value = _values(items[number])
+                if enough(value, seen):
+                    kept.add(number)
+                    seen |= value
     return [item for number, item in enumerate(items) if number in kept]
 
 
@@ -145,10 +153,9 @@ def _axes(item: Any) -> tuple[Hashable, Hashable, Hashable] | None:
 
 
 def _values(item: Any) -> set[Hashable]:
-    """The test with each value of its parameters; the test alone where it has none."""
-    test = item.nodeid.partition("[")[0]
+    """Each value of the parameters of a test, families aside; one that stands for the test where it has none."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return {(test, name, str(value)) for name, value in parameters.items()} or {item.nodeid}
+    return {(name, str(value)) for name, value in parameters.items() if name not in FAMILY_FIXTURES} or {""}
 
 
 def _names(argnames: str | Iterable[str]) -> list[str]:

@@ -78,13 +78,20 @@ def test_a_fixture_knows_the_parameters_of_the_tests_that_ask_for_it():
 
 
 def test_each_value_stays_with_as_few_tests_as_a_diagonal_takes():
-    kept = keep_each_value([*product("one", "abc", range(5)), Item("plain", {}), *product("other", "ab", range(1))])
-    assert [(item.test, *item.params.values()) for item in kept] == [
-        *(("one", family, size) for family, size in (("a", 0), ("a", 3), ("a", 4), ("b", 1), ("c", 2))),
-        ("plain",),
-        ("other", "a", 0),
-        ("other", "b", 0),
-    ]
+    axes = "abc", range(5)
+    items = [Item("one", dict(zip(("first", "second"), values, strict=True))) for values in itertools.product(*axes)]
+    kept = keep_each_value([*items, Item("plain", {})])
+    assert kept[-1].test == "plain" and len(kept) == 5 + 1
+    for axis, name in zip(axes, ("first", "second"), strict=True):
+        assert {item.params[name] for item in kept[:-1]} == set(axis)
+
+
+def test_a_test_runs_on_as_many_families_as_it_has_values_and_tests_begin_with_another():
+    items = [item for number in range(20) for item in product(f"test {number}", "abcdefg", range(2))]
+    kept = keep_each_value(items)
+    assert len(kept) == 20 * 2 and {item.params["size"] for item in kept} == {0, 1}
+    assert {item.params["family"] for item in kept} == set("abcdefg")
+    assert len(keep_each_value(product("one", "abcdefg", range(1)))) == 1
 
 
 def test_rows_take_their_columns_in_turn_and_meet_the_others_with_the_product():

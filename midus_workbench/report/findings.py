@@ -1,7 +1,8 @@
 """The results of a comparison in the order that a person asks for them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
 
 from midus_workbench.learning import (
     Spread,
@@ -181,7 +182,8 @@ class Findings:
     def at_equal_learning(self) -> list[AtEqualLearning]:
         """What each arm that learned so much had forgotten at the common learning, the least first.
 
-        Of its rates the one counts at which that was least; those at which a seed does not get there are left out.
+        Of its rates the one counts at which that was least, over seeds that rates have in common if there are any; those at which a
+        seed does not get there are left out.
         """
         found = []
         for arm in self.arms.values():
@@ -196,7 +198,9 @@ class Findings:
                 told = {seed: number for seed, number in forgotten.items() if number is not None}
                 if len(told) == len(results) == len(arm.best):
                     reached.append(AtEqualLearning(arm.name, rate, told))
-            found += [min(reached, key=lambda one: one.forgotten.mean)] if reached else []
+            if reached:
+                common = set.intersection(*(set(one.by_seed) for one in reached))
+                found.append(min(reached, key=partial(_mean_forgotten, seeds=common)))
         return sorted(found, key=lambda one: one.forgotten.mean)
 
     def verdicts(self, arm: str) -> list[Verdict]:
@@ -240,6 +244,11 @@ class Findings:
             rise, "its addresses matter", "its addresses do not matter", "its addresses are not shown to matter"
         )
         return Verdict(SHUFFLED, rise, words)
+
+
+def _mean_forgotten(one: AtEqualLearning, seeds: Set[int]) -> float:
+    """Over these seeds, or over its own where there are none."""
+    return spread([one.by_seed[seed] for seed in seeds or one.by_seed]).mean
 
 
 def findings(

@@ -1,10 +1,8 @@
 """What a lent GPU would be asked runs on a pretended one, and its rows are like those of a real one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from pairs import by_default
+from processes.warm import run_warm
 
 from benchmarks.depth_shapes import WHATS
 from benchmarks.pretended_gpu import NAME
@@ -13,26 +11,22 @@ from benchmarks.tracked import RESULTS, read
 
 
 def rehearsed(out, *words):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     module, *words = words if words[0].startswith("benchmarks.") else ("benchmarks", *words)
-    command = [sys.executable, "-m", module, *words, "--rehearse", "--resume", "--profile", "--results", out]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    words = [*words, "--rehearse", "--resume", "--profile", "--results", out]
+    return run_warm(code, *words, folder=ROOT, TRITON_INTERPRET="0")
 
 
-def test_ops_run_their_kernels_and_are_timed_as_on_a_gpu(tmp_path):
-    words = [
-        "ops",
-        "--ops",
-        "headwise_memory",
-        "--providers",
-        "sorted,exact,one-block,kept-values,expand-compiled",
-        "--seconds",
-        "0",
-    ]
+SOME, OTHERS = "sorted,one-block,expand-compiled", "exact,kept-values"
+
+
+@pytest.mark.parametrize("providers", by_default([SOME], [SOME, OTHERS]))
+def test_ops_run_their_kernels_and_are_timed_as_on_a_gpu(providers, tmp_path):
+    words = ["ops", "--ops", "headwise_memory", "--providers", providers, "--seconds", "0"]
     done = rehearsed(tmp_path, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read(tmp_path / "ops.csv")
-    assert {row["provider"] for row in rows} == {"sorted", "exact", "one-block", "kept-values", "expand-compiled"}
+    assert {row["provider"] for row in rows} == set(providers.split(","))
     assert {(row["device"], row["backend"], row["status"], row["dtype"]) for row in rows} == {
         (NAME, "cuda", "ok", "bfloat16")
     }
@@ -57,16 +51,14 @@ def test_the_depth_is_read_both_ways_and_timed_as_on_a_gpu(tmp_path):
     assert rehearsed(tmp_path, *words).returncode == 0 and read(tmp_path / "depth_cost.csv") == rows
 
 
-def test_models_are_trained_read_and_generate_through_captured_steps(tmp_path):
-    words = ["model", "--base", "llama-3.2-1b", "--methods", "llama-pro,midus-hml", "--placements", "top-heavy"]
+@pytest.mark.parametrize("method", by_default(["midus-hml"], ["midus-hml", "llama-pro"]))
+def test_models_are_trained_read_and_generate_through_captured_steps(method, tmp_path):
+    words = ["model", "--base", "llama-3.2-1b", "--methods", method, "--placements", "top-heavy"]
     done = rehearsed(tmp_path, *words, "--generate-batches", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read(tmp_path / "model.csv")
-    assert {(row["method"], row["phase"], row["decoding"]) for row in rows} == {
-        (method, phase, decoding)
-        for method in ("llama-pro", "midus-hml")
-        for phase, decoding in (("train", ""), ("prefill", ""), ("generate", "eager"), ("generate", "graph"))
-    }
+    phases = (("train", ""), ("prefill", ""), ("generate", "eager"), ("generate", "graph"))
+    assert {(row["method"], row["phase"], row["decoding"]) for row in rows} == {(method, *phase) for phase in phases}
     assert {(row["device"], row["status"], row["base"]) for row in rows} == {(NAME, "ok", "llama-3.2-1b")}
     assert all(float(row["host_s"]) > 0 for row in rows)
 

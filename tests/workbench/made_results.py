@@ -1,8 +1,9 @@
-"""Results of runs as a comparison would have measured them."""
+"""Results of runs as a comparison would have measured them, and what is found in them."""
 
 from collections.abc import Sequence
 
 from midus_workbench.options import ArmOptions, Comparison
+from midus_workbench.report.findings import Findings, findings
 from midus_workbench.results import Point, Result
 
 DOMAIN, RETENTION = "plants", "stars"
@@ -44,3 +45,37 @@ def result(
 
 
 BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0})])
+
+HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
+FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]
+FULL_SLOW = [result("full", [0.25, 0.5], [0.0, 0.25], seed=seed, rate=1e-4) for seed in (0, 1)]
+NULL = [
+    result("hml+one-row", [0.25, learned], seed=seed, control="one-row", control_of="hml")
+    for seed, learned in ((0, 0.25), (1, 0.5))
+]
+
+
+def found(results, arms=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
+    """What is found in results of these arms."""
+    told = comparison(arms, **changes)
+    base = BASE
+    if not told.retention:
+        base = without_retention(BASE)
+        results = [without_retention(one) for one in results]
+    return findings(told, base, results, failures or {}, missing)
+
+
+def without_retention(one: Result) -> Result:
+    curve = [Point(point.step, point.tokens, point.seconds, {DOMAIN: point.losses[DOMAIN]}) for point in one.curve]
+    return Result(**{**vars(one), "curve": curve})
+
+
+def rows_of(table) -> dict[str, dict[str, str]]:
+    """Its rows by their first cell, each by the head of its columns."""
+    return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+
+
+def between(told: list[str], start: str) -> str:
+    """The one sentence that starts so."""
+    (sentence,) = [sentence for sentence in told if sentence.startswith(start)]
+    return sentence
