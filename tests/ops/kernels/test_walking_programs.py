@@ -38,7 +38,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize(
     "tokens, heads, own, adds, programs, taken",
     [
-        (4 * BLOCK, 2, False, False, 2, 2),  # without a mask
+        (2 * BLOCK, 2, False, False, 1, 1),  # without a mask
         (3 * BLOCK + 5, 1, True, True, 2, 2),
         (2 * BLOCK + 1, 3, False, True, 2, 2),  # not all heads run side by side, and one program has a block less
         (3 * BLOCK - 1, 2, True, False, 1, 1),
