@@ -59,7 +59,7 @@ def midus_reproduce(
         from midus_workbench.arms import plan
         from midus_workbench.checking import check_runs
         from midus_workbench.reproduce.repository import Repository
-        from midus_workbench.reproduce.table import read_table
+        from midus_workbench.reproduce.table import arm_name, read_table
 
         repository = Repository(root)
     if paper is None:
@@ -70,7 +70,9 @@ def midus_reproduce(
     given = devices_of(devices, jobs)
     with contextlib.redirect_stdout(sys.stderr):
         read = read_table(repository, paper, table, scale, overrides or [])
-        names = list(read.options.rows) if rows is None else [name.strip() for name in rows.split(";")]
+        by_arm = {arm_name(name): name for name in read.options.rows}
+        asked = list(read.options.rows) if rows is None else [name.strip() for name in rows.split(";")]
+        names = [by_arm.get(name, name) for name in asked]
         for name in names:
             if name not in read.options.rows:
                 raise ValueError(f"rows names {name!r}; expected some of: {'; '.join(read.options.rows)}.")

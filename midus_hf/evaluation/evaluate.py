@@ -69,9 +69,9 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
         quiet: Whether to hide the harness's own progress bars. Default: false.
 
     Returns:
-        `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "perplexity",
-        "tasks", "seconds"}`, where `perplexity` has the fields of `PerplexityResult` or is None, and `tasks` maps the
-        name of a task to its metrics.
+        `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "causal", "perplexity",
+        "tasks", "seconds"}`, where `causal` is false if a memory tells tokens of later ones, `perplexity` has the fields of
+        `PerplexityResult` or is None, and `tasks` maps the name of a task to its metrics.
 
     Raises:
         ValueError: If the request is wrong.
@@ -181,6 +181,7 @@ def _measure(
     measured |= {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
+        "causal": not _reads_ahead(model),
         "perplexity": None,
         "tasks": {},
     }
@@ -214,6 +215,12 @@ def _measure(
                 tell_answer=None if write_answer is None else lambda row: write_answer({"model": name, **row}),
             )
     measured["seconds"] = time.perf_counter() - started
+
+
+def _reads_ahead(model: PreTrainedModel) -> bool:
+    """Whether a memory of the model tells tokens of later ones."""
+    config: Any = model.config
+    return hasattr(config, "memories") and config.memories().reads_ahead
 
 
 def _written_paths(settings: EvaluationSettings, column: str) -> np.ndarray:

@@ -11,12 +11,14 @@ _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 def comparison_table(report: dict[str, Any]) -> Table:
     """Lay out what `evaluate` returned.
 
-    Every metric of a task has a row, with its standard error beside it where that is known.
+    Every metric of a task has a row, with its standard error beside it where that is known. A model that is not causal is named
+    below, since its perplexity is none to compare.
     """
     models = report["models"]
     table = Table(title="Evaluation")
     table.add_column("measure")
-    for label in _labels([model["model"] for model in models]):
+    labels = _labels([model["model"] for model in models])
+    for label in labels:
         table.add_column(label, justify="right", overflow="fold")
     table.add_row("parameters", *(f"{model['parameters']:,}" for model in models))
     if models[0]["perplexity"] is not None:
@@ -32,6 +34,11 @@ def comparison_table(report: dict[str, Any]) -> Table:
             cells = (_score(model["tasks"][task], metric) for model in models)
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
     table.add_row("seconds", *(f"{model['seconds']:.1f}" for model in models))
+    ahead = ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"])
+    if ahead:
+        table.caption = (
+            f"Not causal: {ahead}. What it predicts it has read in part; its perplexity is none to compare."
+        )
     return table
 
 

@@ -94,7 +94,8 @@ def pool_prompt(
         return Pooled(states, tokens, _counts(places.real, batch, tokens, hidden_states.device), {})
     chosen = places.real
     if prompt_mask is None:
-        warnings.warn(_ALL_ARE_PROMPT, stacklevel=2)
+        if not torch.compiler.is_compiling():  # a graph cannot warn
+            warnings.warn(_ALL_ARE_PROMPT, stacklevel=2)
     else:
         chosen = prompt_mask.bool() if places.real is None else prompt_mask.bool() & places.real
         if not torch.compiler.is_compiling() and not chosen.any(dim=1).all():

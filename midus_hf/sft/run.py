@@ -54,11 +54,19 @@ def prepare(config: SftConfig) -> TrainingRun:
         max_length=None,
     )
     held_out = prepare_held_out(config, tokenizer, request.model_config)
+    banks = _banks_of(request.model_config)
+    reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
 
     def choose(model: PreTrainedModel) -> Chosen:
         if data.last_token is not None and is_special(tokenizer, data.last_token):
             _stop_at(model, data.last_token)
-        return choose_what_trains(config, model)
+        chosen = choose_what_trains(config, model)
+        if not any(parameter.requires_grad for parameter in chosen[0].parameters()) and not reads_generic:
+            raise ValueError(
+                f"nothing trains: trainable is {config.trainable!r}, which is the bank's blocks alone, and chats fetch none of them; "
+                "expected trainable: all, adapters, or a model upscaled with without_ids = generic."
+            )
+        return chosen
 
     padding = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     return make_run(
@@ -68,7 +76,7 @@ def prepare(config: SftConfig) -> TrainingRun:
         request,
         arguments,
         data.dataset,
-        data_lines=[*data.describe(config), *describe_held_out(held_out), *_describe_banks(request.model_config)],
+        data_lines=[*data.describe(config), *describe_held_out(held_out), *_describe_banks(banks, reads_generic)],
         held_out=held_out,
         choose=choose,
         trainer_class=SftTrainer,
@@ -76,13 +84,15 @@ def prepare(config: SftConfig) -> TrainingRun:
     )
 
 
-def _describe_banks(model_config: PreTrainedConfig) -> list[str]:
+def _banks_of(model_config: PreTrainedConfig) -> dict[str, BankLayout]:
+    return model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
+
+
+def _describe_banks(banks: dict[str, BankLayout], reads_generic: bool) -> list[str]:
     """What a person is told of a model whose texts could fetch blocks: chats have no paths."""
-    banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
     if not banks:
         return []
-    generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
-    read = "read the generic memory alone" if generic else "fetch no blocks from the model's bank"
+    read = "read the generic memory alone" if reads_generic else "fetch no blocks from the model's bank"
     return [
         f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is measured"
     ]

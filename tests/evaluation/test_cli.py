@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from midus_commands import evaluate as cli
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
+from upscalers import upscale
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
@@ -90,6 +91,18 @@ def test_a_table_compares_models_side_by_side(room, capsys):
     assert cells[0] == "perplexity"
     assert float(cells[1]) > 1
     assert cells[1] == cells[2]
+
+
+def test_a_model_that_is_not_causal_is_named(room, tmp_path, capsys):
+    options = {"routing": "sequence", "memory_tokens": 16, "chapters": 4, "k": 2}
+    upscale(base=room / "base", method="moc", output=tmp_path / "ahead", options=options, verify=False)
+    words = [str(room / "base"), str(tmp_path / "ahead"), "--text", str(room / "text.txt"), "--sequence-length", "32"]
+    cli.main([*words, "--json"])
+    assert [model["causal"] for model in json.loads(capsys.readouterr().out)["models"]] == [True, False]
+    cli.main(words)
+    assert "Not causal: ahead." in " ".join(capsys.readouterr().out.split())
+    cli.main([words[0], *words[2:]])
+    assert "causal" not in capsys.readouterr().out
 
 
 def test_of_a_folder_of_texts_it_is_told_what_was_not_read(room, tmp_path, capsys):

@@ -31,6 +31,15 @@ def test_a_padded_pass_that_trains_is_one_graph():
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+def test_a_pass_that_is_told_nothing_of_prompts_is_one_graph():
+    model = chapter_model(routing="prompt", **SMALL)
+    with torch.no_grad(), pytest.warns(UserWarning, match="prompt"):
+        expected = model(prompt(9)).logits
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(prompt(9)).logits
+    assert torch.equal(compiled, expected)
+
+
 @pytest.mark.parametrize("routing", ["chunk", "prompt"])
 def test_steps_through_a_static_cache_are_one_graph(routing):
     """Eleven steps of a chunk of three: what is kept changes in the graph, and chunks end in it."""

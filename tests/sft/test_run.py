@@ -57,10 +57,17 @@ def test_a_model_with_a_bank_is_told_to_be_tuned_and_measured_without_its_blocks
 
 def test_a_bank_with_a_generic_memory_is_told_to_be_read_by_that_alone(tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
-    (line,) = sft_run._describe_banks(model.config)
+    (line,) = sft_run._describe_banks(sft_run._banks_of(model.config), True)
     assert (
         "they, and held-out text, read the generic memory alone, in training and where the model is measured" in line
     )
+
+
+def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(base, chats, tmp_path):
+    words = "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
+    with pytest.raises(ValueError, match=words):
+        prepare(sft_config(base("llama", "hier-ffn"), chats, tmp_path / "out", trainable="auto"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_new_layers_alone_train_where_the_config_says_so(base, chats, tmp_path):
