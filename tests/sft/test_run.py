@@ -64,7 +64,9 @@ def test_a_bank_with_a_generic_memory_is_told_to_be_read_by_that_alone(tmp_path)
 
 
 def test_a_bank_that_would_train_alone_is_refused_since_chats_fetch_none_of_it(base, chats, tmp_path):
-    words = "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
+    words = (
+        "nothing trains: trainable is 'auto', which is the bank's blocks alone, and chats fetch none of them; expected"
+    )
     with pytest.raises(ValueError, match=words):
         prepare(sft_config(base("llama", "hier-ffn"), chats, tmp_path / "out", trainable="auto"))
     assert not (tmp_path / "out").exists()
