@@ -10,9 +10,11 @@ OLDEST_PYTHON ?= $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
 # Tiny models lose more to threads than they win. Bytecode is kept, also where the shell says otherwise: of tests alone it takes
 # each worker ten seconds to make. Tests write tens of thousands of files, quicker where they lie in memory: they take up to 2 GB there.
+# What inductor has compiled stays on the disk, for the next run.
 TEST_TMP ?= $(shell free=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 {print $$4}'); \
 	[ "$${free:-0}" -gt 8000000 ] && echo /dev/shm || echo "$${TMPDIR:-/tmp}")
-TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= TMPDIR=$(TEST_TMP)
+TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE= \
+	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" TMPDIR=$(TEST_TMP)
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
 # Kernels are compiled for a target of each maker with the newest triton (for all of them by test-all), and with the oldest, which is
