@@ -1,4 +1,4 @@
-"""Triton's interpreter without a fault that keeps kernels from running in it, and without work that takes half of their time."""
+"""Triton's interpreter without a fault that keeps kernels from running in it, and without work that it repeats at every call."""
 
 import contextlib
 import inspect
@@ -42,7 +42,7 @@ def mended_interpreter() -> Iterator[None]:
     def patched_language(function: Any) -> Any:
         seen = [module for module in languages if any(value is module for value in function.__globals__.values())]
         if all(module in replaced for module in seen):
-            return None  # a function that a kernel calls: nobody asks for the scope
+            return interpreter._LangPatchScope()  # with nothing to restore: the kernel that runs does that
         scope = patch_language(function)
         if not replaced:
             restore = scope.restore

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.interpreter import mended_interpreter
 from midus_hf.ops import headwise_memory
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
-from midus_hf.ops.native_library import why_missing
 from midus_hf.ops.packed_lookup_triton import triton_lookup
 
 
@@ -84,11 +83,11 @@ def inputs(tokens=3, heads=2, half=4, n=6, width=5, dtype=torch.float32) -> list
 @pytest.mark.parametrize("backend", ["torch", "native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_residual, monkeypatch):
+def test_a_direct_call_gives_the_bits_of_the_registered_op(backend, dtype, with_residual, request, monkeypatch):
     if backend == "triton":
         pytest.importorskip("triton")
-    if backend == "native" and why_missing():
-        pytest.skip(why_missing())
+    if backend == "native":
+        request.getfixturevalue("library")
     arguments = inputs(dtype=dtype)
     residual = torch.randn(3, 2, 5).to(dtype) if with_residual else None
     asked = asked_ops(monkeypatch)
@@ -132,7 +131,7 @@ def test_a_residual_of_another_width_is_refused():
         headwise_memory(*inputs(), None, 3, residual=torch.zeros(3, 2, 4))
 
 
-@pytest.mark.skipif(bool(why_missing()), reason=str(why_missing()))
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     "place", range(1, 6), ids=["row_keys", "column_keys", "value_bank", "value_transform", "residual"]
 )
@@ -148,7 +147,7 @@ def test_tensors_that_c_cannot_read_are_refused(place):
         headwise_memory(*arguments[:5], 3, residual=arguments[5])
 
 
-@pytest.mark.skipif(bool(why_missing()), reason=str(why_missing()))
+@pytest.mark.usefixtures("library")
 def test_a_direct_call_that_transforms_gives_the_bits_of_the_registered_op(monkeypatch):
     arguments, asked = [*inputs(), torch.randn(2, 5, 5)], []
     registered = headwise_memory.__globals__["transformed_lookup_op"]
