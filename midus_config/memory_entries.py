@@ -96,6 +96,11 @@ class Memories:
         """Whether one of them makes what a token gets depend on later tokens: then the model is not causal."""
         return any(entry.options.reads_ahead for entry in self.entries)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether one of them has to be told which tokens are a prompt."""
+        return any(entry.options.reads_prompts for entry in self.entries)
+
     def attached_to(self, layer: int) -> list[MemoryEntry]:
         """The entries of the memories that are attached to a layer, in the order of the config."""
         return [entry for entry in self.attached.values() if layer in entry.layers]

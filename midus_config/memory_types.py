@@ -53,6 +53,11 @@ class MemoryOptions:
         """Whether what a token gets depends on later tokens: then the model is not causal. Default: false."""
         return False
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether passes have to say which tokens are a prompt: plain text is all prompt, and read ahead. Default: false."""
+        return False
+
     def check(self, sizes: ModelSizes) -> None:
         """Refuse a model that the memory does not fit.
 

@@ -149,6 +149,10 @@ class ChaptersOptions(MemoryOptions):
         return self.routing == "sequence"
 
     @property
+    def reads_prompts(self) -> bool:
+        return self.routing == "prompt"
+
+    @property
     def routed_chapters(self) -> int:
         """Chapters that the router chooses among."""
         return self.chapters - self.shared_chapters

@@ -70,8 +70,8 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
 
     Returns:
         `{"models": [...], "settings": {...}}`; each model is `{"model", "model_type", "parameters", "causal", "perplexity",
-        "tasks", "seconds"}`, where `causal` is false if a memory tells tokens of later ones, `perplexity` has the fields of
-        `PerplexityResult` or is None, and `tasks` maps the name of a task to its metrics.
+        "tasks", "seconds"}`, where `causal` is false if a memory tells tokens of plain text of later ones, `perplexity` has
+        the fields of `PerplexityResult` or is None, and `tasks` maps the name of a task to its metrics.
 
     Raises:
         ValueError: If the request is wrong.
@@ -218,9 +218,9 @@ def _measure(
 
 
 def _reads_ahead(model: PreTrainedModel) -> bool:
-    """Whether a memory of the model tells tokens of later ones."""
-    config: Any = model.config
-    return hasattr(config, "memories") and config.memories().reads_ahead
+    """Whether a memory of the model tells tokens of plain text of later ones."""
+    memories = model.config.memories() if hasattr(model.config, "memories") else None
+    return memories is not None and (memories.reads_ahead or memories.reads_prompts)
 
 
 def _written_paths(settings: EvaluationSettings, column: str) -> np.ndarray:

@@ -55,13 +55,13 @@ def prepare(config: SftConfig) -> TrainingRun:
     )
     held_out = prepare_held_out(config, tokenizer, request.model_config)
     banks = _banks_of(request.model_config)
-    reads_generic = any(layout.blocks.without_ids == "generic" for layout in banks.values())
 
     def choose(model: PreTrainedModel) -> Chosen:
         if data.last_token is not None and is_special(tokenizer, data.last_token):
             _stop_at(model, data.last_token)
         chosen = choose_what_trains(config, model)
-        if not any(parameter.requires_grad for parameter in chosen[0].parameters()) and not reads_generic:
+        trains = any(parameter.requires_grad for parameter in chosen[0].parameters())
+        if banks and not trains and not _reads_generic(banks):
             raise ValueError(
                 f"nothing trains: trainable is {config.trainable!r}, which is the bank's blocks alone, and chats fetch none of them; "
                 "expected trainable: all, adapters, or a model upscaled with without_ids = generic."
@@ -76,7 +76,7 @@ def prepare(config: SftConfig) -> TrainingRun:
         request,
         arguments,
         data.dataset,
-        data_lines=[*data.describe(config), *describe_held_out(held_out), *_describe_banks(banks, reads_generic)],
+        data_lines=[*data.describe(config), *describe_held_out(held_out), *_describe_banks(banks)],
         held_out=held_out,
         choose=choose,
         trainer_class=SftTrainer,
@@ -88,11 +88,16 @@ def _banks_of(model_config: PreTrainedConfig) -> dict[str, BankLayout]:
     return model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
 
 
-def _describe_banks(banks: dict[str, BankLayout], reads_generic: bool) -> list[str]:
+def _reads_generic(banks: dict[str, BankLayout]) -> bool:
+    """Whether texts without paths read the generic memory of a bank, which then trains."""
+    return any(layout.blocks.without_ids == "generic" for layout in banks.values())
+
+
+def _describe_banks(banks: dict[str, BankLayout]) -> list[str]:
     """What a person is told of a model whose texts could fetch blocks: chats have no paths."""
     if not banks:
         return []
-    read = "read the generic memory alone" if reads_generic else "fetch no blocks from the model's bank"
+    read = "read the generic memory alone" if _reads_generic(banks) else "fetch no blocks from the model's bank"
     return [
         f"chats have no paths in a tree of topics: they, and held-out text, {read}, in training and where the model is measured"
     ]

@@ -46,7 +46,13 @@ def prepare(config: TrainConfig) -> TrainingRun:
     asked, config = config, settle_resumption(config)
     request = check_request(config, config.sequence_length)
     model_config = request.model_config
-    banks: dict[str, BankLayout] = model_config.memories().banks if isinstance(model_config, MemoryConfig) else {}
+    memories = model_config.memories() if isinstance(model_config, MemoryConfig) else None
+    if memories is not None and memories.reads_prompts:
+        raise ValueError(
+            "routing is 'prompt', and plain text has no prompts; expected chats, which midus-sft trains on, or a model upscaled with "
+            "routing = 'chunk'."
+        )
+    banks: dict[str, BankLayout] = {} if memories is None else memories.banks
     corpora = open_corpora(config, request.tokenizer, request.model_config.vocab_size, banks)
     arguments = training_arguments(config, gradient_accumulation_steps=request.passes)
     a_step = config.batch_size * request.passes * arguments.world_size

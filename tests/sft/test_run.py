@@ -57,7 +57,7 @@ def test_a_model_with_a_bank_is_told_to_be_tuned_and_measured_without_its_blocks
 
 def test_a_bank_with_a_generic_memory_is_told_to_be_read_by_that_alone(tmp_path):
     model = hierarchical_model("llama", "hier-ffn", tmp_path, without_ids="generic")
-    (line,) = sft_run._describe_banks(sft_run._banks_of(model.config), True)
+    (line,) = sft_run._describe_banks(sft_run._banks_of(model.config))
     assert (
         "they, and held-out text, read the generic memory alone, in training and where the model is measured" in line
     )
