@@ -96,6 +96,7 @@ def build(
     from clusters.corpus import Corpus
     from clusters.run import BuildRequest, build_from_embeddings
     from clusters.run import build as build_tree_of
+    from midus_config.usable_device import usable_device
 
     options = TreeOptions(branching, levels, steps, samples, seed)
     if embeddings is not None:
@@ -117,7 +118,7 @@ def build(
             options,
             window_tokens,
             max_tokens,
-            _device(device),
+            usable_device(device),
             batch_size,
             dtype,
             overwrite,
@@ -158,6 +159,7 @@ def assign(
 
     from clusters.assigning import document_paths
     from clusters.corpus import Corpus, load_fast_tokenizer, read_corpus
+    from midus_config.usable_device import usable_device
     from midus_config.whole_files import whole_file
     from midus_hf.documents import find_files
     from midus_hf.retrieval import MemoryRetriever
@@ -167,7 +169,7 @@ def assign(
     with contextlib.redirect_stdout(sys.stderr):
         find_files(corpus)
         _describe(corpus)
-        retriever = MemoryRetriever.load(tree, embedding_model, _device(device), batch_size)
+        retriever = MemoryRetriever.load(tree, embedding_model, usable_device(device), batch_size)
         retriever.tree.paths(retriever.embedder.embed(["text"]), blocked)  # refuses what cannot be blocked
         origin = retriever.tree.origin
         name = tokenizer or origin.tokenizer
@@ -272,12 +274,6 @@ def _describe(corpus: str) -> None:
 
     if (line := describe_files(corpus)) is not None:
         print(line, file=sys.stderr)
-
-
-def _device(name: str | None) -> str:
-    import torch
-
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_lines(output: Path, overwrite: bool) -> None:

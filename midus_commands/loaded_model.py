@@ -18,13 +18,14 @@ def load_on(
         what: Whose name it is, for the error. Default: that of the model.
 
     Raises:
-        ValueError: If it cannot be loaded there, or its checkpoint lacks tensors.
+        ValueError: If the device cannot be used, or it cannot be loaded there, or its checkpoint lacks tensors.
     """
     import torch
 
+    from midus_config.usable_device import usable_device
     from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(device)
     with refusing(f"{what} is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
         tokenizer = load_tokenizer(name)
         model, missing = load_model(name, dtype)

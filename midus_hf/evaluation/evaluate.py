@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from midus_config.usable_device import usable_device
 from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.documents import document_rows, find_files, read_documents
 from midus_hf.documents.document_paths import read_paths
@@ -80,11 +81,7 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
     """
     for model in models:
         _check_is_model(model)
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device is {device!r}; expected a device of PyTorch, such as cpu or cuda:0.") from None
+    device = usable_device(settings.device)
     documents = None
     if settings.text is not None:
         documents = read_documents(settings.text, settings.column, settings.encoding)

@@ -111,7 +111,7 @@ def test_a_picture_is_written_in_the_kind_that_its_name_says(tmp_path, suffix):
             "error: sequence_length is 4000; the model was made for at most 128 tokens.\n",
         ),
         (["--dtype", "int8"], "error: dtype is 'int8'; expected auto, float32, bfloat16 or float16.\n"),
-        (["--device", "nowhere"], "which cannot be loaded on nowhere: "),
+        (["--device", "nowhere"], "error: device is 'nowhere', which cannot be used here ("),
     ],
 )
 def test_a_wrong_request_is_told_in_one_line(model, text, capsys, words, message):

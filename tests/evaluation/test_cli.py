@@ -226,7 +226,7 @@ def refusal(capsys, *arguments) -> tuple[int, str]:
         (["{base}", "--text", "{text}", "--sequence-length", "1000"], "made for at most 256 tokens"),
         (["{base}", "--text", "{text}", "--max-tokens", "3"], "max_tokens is 3; expected at least one window"),
         (["{base}", "--text", "{text}", "--dtype", "int8"], "dtype is 'int8'; expected auto, float32"),
-        (["{base}", "--text", "{text}", "--device", "gpu"], "device is 'gpu'; expected a device of PyTorch"),
+        (["{base}", "--text", "{text}", "--device", "gpu"], "device is 'gpu', which cannot be used here ("),
         (["{base}", "--text", "{text}", "--limit", "many"], "Invalid value for '--limit'"),
         (["{base}", "--txet", "{text}"], "No such option: --txet"),
         pytest.param(["{base}", "--tasks", "boolq", "--data", "{room}"], "holds no boolq.jsonl", marks=needs_harness),

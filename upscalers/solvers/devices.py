@@ -1,5 +1,6 @@
 """The device that a solver computes on."""
 
+from midus_config.usable_device import usable_device
 from upscalers.request.errors import RequestError
 
 
@@ -13,16 +14,10 @@ def check_device(device: str, precision: str = "float64") -> None:
     Raises:
         RequestError: With what there is.
     """
-    import torch
-
     try:
-        torch.zeros(1, device=device, dtype=getattr(torch, precision)).sum().item()
-    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
-        available = "cpu, cuda" if torch.cuda.is_available() else "cpu"
-        reason = str(error).splitlines()[0].partition(". ")[0][:120]
-        raise RequestError(
-            f"device is {device!r}, which cannot be used here ({reason}); expected one of: {available}."
-        ) from None
+        usable_device(device, precision)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def check_package(module: str, package: str, what: str, extra: str) -> None:
