@@ -60,7 +60,7 @@ class RunOptions:
         gradient_accumulation: Forward passes per step. Default: 1.
         precision: `"bf16"` computes in bfloat16 and keeps float32 masters of what trains; `"fp32"` computes in
             float32. Default: `"bf16"`.
-        attn_implementation: As in `from_pretrained`. Default: transformers' choice.
+        attn_implementation: As in `from_pretrained`, such as `sdpa`; it must be installed. Default: transformers' choice.
         activation_checkpointing: Recompute activations in the backward pass to save memory. Default: false.
         save_every: Steps between checkpoints. Default: none, only the trained model is saved.
         keep_checkpoints: Latest checkpoints to keep. Default: 2; null keeps all.

@@ -21,6 +21,7 @@ from transformers import (
 
 from midus_config.checkpoint_files import RUN_LOG
 from midus_config.locks import Lock
+from midus_hf.training.attention_choice import check_attention
 from midus_hf.training.disk_room import check_room_of_run
 from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import HeldOut, check_held_out
@@ -83,6 +84,7 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
         check_adapters(adapters, model_config)
     check_sequence_length(sequence_length, model_config)
     _check_has_memory(config, model_config)
+    check_attention(config.attn_implementation, model_config)
     return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config), passes_of_a_step(config, checkpoint))
 
 

@@ -136,6 +136,10 @@ def test_listed_layers_alone_may_train(begun):
             r"model_config is '\./absent'; expected the file, folder or Hub id of a language",
         ),
         ({"tokenizer": "./absent"}, r"tokenizer is '\./absent'; expected the folder or Hub id of one: "),
+        (
+            {"attn_implementation": "none_such"},
+            "attn_implementation is 'none_such'; expected one that is installed and ",
+        ),
         ({"sequence_length": 999}, "sequence_length is 999, but the model has positions for 128 tokens"),
     ],
 )
@@ -146,10 +150,11 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(changes, message, begun, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_of_another_kind_of_model_is_refused(begun, tmp_path):
+@pytest.mark.parametrize("attention", [None, "eager"])
+def test_a_config_of_another_kind_of_model_is_refused(attention, begun, tmp_path):
     config = AutoConfig.for_model("vit", vocab_size=128, max_position_embeddings=128)
     with pytest.raises(ValueError, match=r"model_config is '.*shape\.json'; expected the file, folder or Hub id of a"):
-        prepare(begun(model_config=config))
+        prepare(begun(model_config=config, attn_implementation=attention))
     assert not (tmp_path / "out").exists()
 
 

@@ -3,6 +3,7 @@
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
         (
             "sequence_length=5000",
             "error: sequence_length is 5000, but the model has positions for 128 tokens. Lower sequence_length, or ",
+        ),
+        pytest.param(
+            "attn_implementation=flash_attention_2",
+            "error: attn_implementation is 'flash_attention_2'; expected one that is installed and that a midus_llama model has, "
+            "such as sdpa or eager: FlashAttention2 ",
+            marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
+        ),
+        (
+            "attn_implementation=none_such",
+            "error: attn_implementation is 'none_such'; expected one that is installed and that a midus_llama model has, such as ",
         ),
         ("model=absent/model", "error: model is 'absent/model'; expected the folder or Hub id of a language model: "),
         (
