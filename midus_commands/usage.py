@@ -60,6 +60,7 @@ def midus_usage(
     from midus_hf.analysis.block_report import as_json, blocks_table
     from midus_hf.analysis.block_usage import bank_layouts, record_block_usage
     from midus_hf.analysis.chapter_usage import record_chapter_usage
+    from midus_hf.analysis.counted_types import counted_types
     from midus_hf.analysis.report import draw_usage, usage_table
     from midus_hf.analysis.usage import record_usage, summarise, uncounted_memories
     from midus_hf.documents import describe_files, read_documents
@@ -85,6 +86,13 @@ def midus_usage(
                 f"the texts of this {loaded.config.model_type} model fetch blocks, and nothing says which; expected "
                 "the tree of topics that they are found by. Pass --retriever."
             )
+        if not (has_slots or has_chapters or banks):
+            others = ", ".join(uncounted)
+            raise ValueError(
+                f"this {loaded.config.model_type} model has no memory whose use can be counted"
+                f"{others and f', only memory of type {others}'}; expected an upscaled model with memory of one of the types: "
+                f"{', '.join(counted_types())}."
+            )
         find_paths = path_finder(loaded, retriever)
         blocks = None
         with contextlib.ExitStack() as stack, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
@@ -93,7 +101,7 @@ def midus_usage(
                 blocks = stack.enter_context(record_block_usage(loaded))
                 for layout in banks.values():
                     uncounted.pop(layout.memory_type, None)
-            if has_slots or not (has_chapters or blocks):
+            if has_slots:
                 recorded.append(stack.enter_context(record_usage(loaded)))
             if has_chapters:
                 recorded.append(stack.enter_context(record_chapter_usage(loaded)))

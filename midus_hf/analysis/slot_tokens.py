@@ -9,6 +9,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from midus_hf.analysis.counted_types import types_whose_slots_add
 from midus_hf.analysis.memory_place import MemoryPlace, innermost, whole_and_named
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.analysis.usage import Usage
@@ -76,8 +77,8 @@ def memory_of_slots(model: nn.Module, layer: int, name: str | None = None) -> Ho
     if not found:
         bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
         raise ValueError(
-            f"this {bare.config.model_type} model has no memory whose slots add values; expected one upscaled with memory of type "
-            "headwise, product-key, linear or ultramem."
+            f"this {bare.config.model_type} model has no memory whose slots add values; expected one upscaled with memory of one of "
+            f"the types: {', '.join(types_whose_slots_add())}."
         )
     here = [hosted for hosted in found if hosted.layer == layer]
     if not here:

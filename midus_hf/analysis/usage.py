@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from midus_hf.analysis.counted_types import types_with_slots
 from midus_hf.analysis.memory_place import MemoryPlace, place_of
 from midus_hf.memory.protocols import RetrievesSlots
 from midus_hf.memory.retrieval import recomputing
@@ -126,7 +127,7 @@ def record_usage(model: nn.Module, training_only: bool = False) -> Iterator[Usag
         others = ", ".join(uncounted_memories(bare))
         raise ValueError(
             f"this {bare.config.model_type} model has no memory that retrieves slots{others and f', only memory of type {others}'}; "
-            "expected an upscaled model with memory layers of type headwise, product-key, linear or ultramem."
+            f"expected an upscaled model with memory of one of the types: {', '.join(types_with_slots())}."
         )
     for place, memory in memories:
         if any(parameter.device.type == "meta" for parameter in memory.parameters()):

@@ -14,6 +14,7 @@ from training.tiny_run import NEW_LAYERS, save_upscaled
 from transformers import AutoModelForCausalLM
 
 from midus_commands.usage import main
+from midus_hf.analysis.counted_types import counted_types
 from midus_hf.analysis.report import draw_usage, usage_curves
 from midus_hf.analysis.usage import record_usage
 from upscalers import upscale
@@ -127,7 +128,8 @@ def test_a_model_that_cannot_be_loaded_or_has_no_memory_is_refused(model, text, 
     assert "error: model is 'absent/model', which cannot be loaded on " in capsys.readouterr().err
     assert main([str(model.parent / "base"), "--text", str(text)]) == 2
     assert (
-        "error: this llama model has no memory that retrieves slots; expected an upscaled" in capsys.readouterr().err
+        "error: this llama model has no memory whose use can be counted; expected an upscaled"
+        in capsys.readouterr().err
     )
 
 
@@ -139,8 +141,8 @@ def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, te
     upscale(base=model.parent / "base", method="moda", output=tmp_path / "moda", verify=False)
     assert main([str(tmp_path / "moda"), "--text", str(text)]) == 2
     assert (
-        "error: this midus_llama model has no memory that retrieves slots, only memory of type depth-attention; expected an upscaled "
-        "model with memory layers of type headwise, product-key, linear or ultramem.\n"
+        "error: this midus_llama model has no memory whose use can be counted, only memory of type depth-attention; expected an "
+        f"upscaled model with memory of one of the types: {', '.join(counted_types())}.\n"
     ) in capsys.readouterr().err
 
 
