@@ -97,6 +97,7 @@ def build(
     from clusters.run import BuildRequest, build_from_embeddings
     from clusters.run import build as build_tree_of
     from midus_config.usable_device import usable_device
+    from midus_hf.library_bars import library_bars_on_terminals
 
     options = TreeOptions(branching, levels, steps, samples, seed)
     if embeddings is not None:
@@ -123,7 +124,7 @@ def build(
             dtype,
             overwrite,
         )
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
             _describe(corpus)
             tree = build_tree_of(request)
     assert tree.sizes is not None
@@ -162,11 +163,12 @@ def assign(
     from midus_config.usable_device import usable_device
     from midus_config.whole_files import whole_file
     from midus_hf.documents import find_files
+    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.retrieval import MemoryRetriever
 
     _check_lines(output, overwrite)
     blocked = [_parse_block(words) for words in block or []]
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         find_files(corpus)
         _describe(corpus)
         retriever = MemoryRetriever.load(tree, embedding_model, usable_device(device), batch_size)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 def load_on(
     name: str, dtype: str, device: str | None, what: str = "model"
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model, in eval mode, and its tokenizer.
+    """Load a model, in eval mode, and its tokenizer; bars of libraries are shown on a terminal alone.
 
     Args:
         name: Folder or hub id.
@@ -23,10 +23,12 @@ def load_on(
     import torch
 
     from midus_config.usable_device import usable_device
+    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
     device = usable_device(device)
-    with refusing(f"{what} is {name!r}, which cannot be loaded on {device}", OSError, RuntimeError):
+    unloaded = f"{what} is {name!r}, which cannot be loaded on {device}"
+    with refusing(unloaded, OSError, RuntimeError), library_bars_on_terminals():
         tokenizer = load_tokenizer(name)
         model, missing = load_model(name, dtype)
         model.to(torch.device(device))  # type: ignore[arg-type]  # transformers' wrapper hides the argument

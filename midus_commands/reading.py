@@ -165,10 +165,12 @@ def path_finder(model: "PreTrainedModel", retriever: str | None) -> "PathFinder 
         return None
     if not fetches_blocks(model):
         raise ValueError(f"retriever is {retriever!r}, and the texts of this model fetch no blocks; leave it out.")
+    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.retrieval.bank_tree import check_tree
     from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
-    found = MemoryRetriever.load(retriever, device=str(model.device))
+    with library_bars_on_terminals():
+        found = MemoryRetriever.load(retriever, device=str(model.device))
     check_tree(found.tree, model)
     return found.paths
 

@@ -1,7 +1,6 @@
 """What the commands that train have in common: one run, one line at its end, help from docstrings."""
 
 import ast
-import contextlib
 import gc
 import importlib.util
 import os
@@ -72,14 +71,14 @@ def _train(
 ) -> Ending | None:
     from midus_hf.config_file import read_config
     from midus_hf.documents import DocumentError
+    from midus_hf.library_bars import library_bars_on_terminals
     from midus_hf.training.interruption import RunInterrupted
-    from midus_hf.training.progress import without_library_bars
     from midus_hf.training.saving import SaveError
 
     try:
         try:
             config = read_config(options_class, path, overrides)
-            with contextlib.nullcontext() if sys.stderr.isatty() else without_library_bars():
+            with library_bars_on_terminals():
                 run = prepare(config)
         except ValueError as error:
             return Ending(WRONG_REQUEST, str(error))

@@ -73,6 +73,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def library_bars() -> Iterator[None]:
+    """Libraries show bars, as they do by themselves."""
+    shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    yield
+    if not shown:
+        logging.disable_progress_bar()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks():
     """What tests write need not outlast a loss of power: an upscaled model forces ninety files and folders to the disk."""

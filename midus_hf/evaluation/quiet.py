@@ -7,6 +7,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from midus_hf.library_bars import without_library_bars
+
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
@@ -19,15 +21,8 @@ def quiet_libraries() -> Iterator[None]:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
-            from transformers.utils import logging as transformers_logging
-
-            had_bars = transformers_logging.is_progress_bar_enabled()
-            transformers_logging.disable_progress_bar()
-            try:
+            with without_library_bars():
                 yield
-            finally:
-                if had_bars:
-                    transformers_logging.enable_progress_bar()
         finally:
             logging.disable(before)
 

@@ -1,16 +1,14 @@
 """What a run prints while it trains: one row of a table per log event, above a bar if there is a terminal."""
 
-import contextlib
 import math
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.utils import logging
 
 from midus_hf.training.held_out import perplexity_name
 from midus_hf.training.training_clock import TrainingClock
@@ -130,18 +128,6 @@ class ProgressTable(TrainerCallback):
         return "  ".join(
             [step.rjust(self._step_width), *(cells.get(name, "").rjust(width) for name, width in self.columns.items())]
         ).rstrip()
-
-
-@contextlib.contextmanager
-def without_library_bars() -> Iterator[None]:
-    """Hide, within, the bars that transformers and the Hub's client show for every file that they load or save."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def short_count(number: int) -> str:

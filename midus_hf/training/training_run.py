@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from midus_config.checkpoint_files import PARTIAL_MODEL, RUN_CONFIG, TRAINER_STATE
 from midus_config.locks import Lock
 from midus_config.whole_files import whole_file
+from midus_hf.library_bars import without_library_bars
 from midus_hf.training.disk_room import RoomNeeded
 from midus_hf.training.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.model_card import add_training
 from midus_hf.training.output_folder import as_yaml, publish
 from midus_hf.training.precision import restore_dtypes
-from midus_hf.training.progress import without_library_bars
 from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.run_trainer import InRun

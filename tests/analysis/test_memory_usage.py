@@ -88,6 +88,13 @@ def test_of_a_folder_of_texts_it_is_told_what_was_not_read(model, text, tmp_path
     assert f"read 1 of 2 files of {tmp_path}; not read: 1 .csv (expected .txt, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_for_terminals(is_terminal, model, text, library_bars, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    assert main([str(model), "--text", str(text), "--json"]) == 0
+    assert ("Loading weights" in capsys.readouterr().err) == is_terminal
+
+
 def test_curves_are_sorted_multiples_of_the_mean():
     counts = torch.tensor([[0, 8, 4, 0], [2, 2, 0, 0]])
     assert usage_curves({5: counts})[5].tolist() == [(8 / 3 + 2) / 2, (4 / 3 + 2) / 2, 0, 0]

@@ -6,22 +6,10 @@ import sys
 import pytest
 from training.tiny_run import tiny_config
 from transformers import TrainerControl, TrainerState
-from transformers.utils import logging
 
 from midus_hf.training import train
-from midus_hf.training.progress import ProgressTable, short_count, short_time, without_library_bars
+from midus_hf.training.progress import ProgressTable, short_count, short_time
 from midus_hf.training.training_log import read_log
-
-
-@pytest.fixture
-def library_bars():
-    """Libraries show bars, as they do by themselves."""
-    shown = logging.is_progress_bar_enabled()
-    logging.enable_progress_bar()
-    yield
-    if not shown:
-        logging.disable_progress_bar()
-
 
 LOGS = {"loss": 12.3456789, "learning_rate": 1.234e-5, "grad_norm": 1234567.8, "usage": 1.0}
 
@@ -114,11 +102,3 @@ def test_counts_are_short(number, text):
 )
 def test_times_are_short(seconds, text):
     assert short_time(seconds) == text
-
-
-def test_bars_of_libraries_come_back(library_bars):
-    assert logging.is_progress_bar_enabled()
-    with pytest.raises(KeyError), without_library_bars():
-        assert not logging.is_progress_bar_enabled()
-        raise KeyError
-    assert logging.is_progress_bar_enabled()
