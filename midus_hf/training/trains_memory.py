@@ -8,6 +8,7 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 
 from midus_hf.training.parameter_groups import group_schedules, parameter_groups, schedule_factor, schedule_groups
 from midus_hf.training.rates import Rates
+from midus_hf.training.tied_tensors import really_missing
 from midus_hf.training.trains_tables import TrainsTables
 
 
@@ -74,6 +75,12 @@ class TrainsMemory(TrainsTables):
         if "learning_rate" in logs:
             logs |= {f"learning_rate_{name}": rate for name, rate in self._rates_of_step.by_group.items()}
         super().log(logs, start_time)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As the Trainer's; what a checkpoint has under another name, as tied embeddings, is not missing."""
+        assert isinstance(self.model, nn.Module)
+        missing = really_missing(self.model, load_result.missing_keys)
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))  # type: ignore[misc]
 
 
 class _RatesOfStep(TrainerCallback):

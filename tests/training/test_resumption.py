@@ -4,14 +4,19 @@ import json
 import os
 
 import pytest
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model
 from training.test_output_folder import checkpoint, config
 from training.test_run import exact_log
 from training.tiny_run import tiny_config
+from transformers import AutoConfig
+from transformers.utils import logging
 
 from midus_hf.training import run_setup, train
 from midus_hf.training.output_folder import as_yaml, check_output, start_output
 from midus_hf.training.resumption import passes_of_a_step, settle_resumption
 from midus_hf.training.run import prepare
+from midus_hf.training.tied_tensors import really_missing
 
 STEP_OF_2 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 2}}}}'
 STEP_OF_12 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 12}}}}'
@@ -123,6 +128,37 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
     changed = {"batch_size": 1, "gradient_accumulation": 2, "resume": str(state_file.parent)}
     with pytest.raises(ValueError, match="batch_size is 1, but the run to resume has 2"):
         check_output(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options, **changed))
+
+
+def test_tied_embeddings_are_not_told_to_be_missing_and_what_is_missing_is(
+    upscaled, corpus, tmp_path, monkeypatch, caplog
+):
+    options = {"save_every": 1, "max_steps": 2}
+    output, model = tmp_path / "out", upscaled("qwen2")
+    assert AutoConfig.from_pretrained(model).tie_word_embeddings
+    train(tiny_config(model, corpus, output, **options))
+    first = output / "checkpoint-1"
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    with caplog.at_level("WARNING", logger="transformers"):
+        train(tiny_config(model, corpus, output, **options, resume=str(first)))
+        assert not [record for record in caplog.records if "missing keys" in record.getMessage()]
+        tensors = load_file(first / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, first / "model.safetensors", {"format": "pt"})
+        train(tiny_config(model, corpus, output, **options, resume=str(first)))
+    (told,) = {record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()}
+    assert "['model.norm.weight']" in told
+
+
+def test_of_tied_tensors_of_which_none_was_loaded_all_are_missing():
+    model = tiny_model("qwen2")
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    assert really_missing(model, names) == names
+    assert really_missing(model, ["lm_head.weight"]) == []
+    assert really_missing(model, ["model.norm.weight", "lm_head.weight", "of.a.buffer"]) == [
+        "model.norm.weight",
+        "of.a.buffer",
+    ]
 
 
 BEGUN_MEANWHILE = (
