@@ -68,10 +68,10 @@ def run_command(
         The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = typer.main.get_command(app)
     with contextlib.ExitStack() as stack:
         heard = stack.enter_context(_termination_interrupts()) if hears_termination else []
         try:
+            command = typer.main.get_command(app)
             # Calling the app would take an end of file that the work runs into for an interruption.
             with command.make_context(name, words) as context:
                 command.invoke(context)

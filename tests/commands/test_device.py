@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import typer
-from commands.command_lines import COMMANDS, ENTRY_POINTS, run_in_process
+from commands.command_lines import run_in_process
+
+from midus_commands.entry_points import MODULES
 
 ABSENT = "absent/model"
 """Loading it would be refused in other words."""
@@ -31,13 +33,13 @@ WORDS = {
 
 
 def commands_with_a_device() -> Iterator[str]:
-    for command in COMMANDS:
-        module = importlib.import_module(ENTRY_POINTS[command].partition(":")[0])
+    for command, name in MODULES.items():
+        module = importlib.import_module(f"midus_commands.{name}")
         if hasattr(module, "app"):
             whole = typer.main.get_command(module.app)
-            for name, part in {"": whole, **getattr(whole, "commands", {})}.items():
+            for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():
                 if any(option.name == "device" for option in part.params):
-                    yield f"{command} {name}".strip()
+                    yield f"{command} {subcommand}".strip()
 
 
 def test_the_table_has_every_command_that_takes_a_device():
