@@ -39,7 +39,7 @@ class MemoryState:
             ValueError: If tokens were taken back that it cannot forget.
         """
         if self._is_cropped:
-            raise ValueError(self._refusal())
+            raise _refusal(self.name)
         return {} if self._is_empty else self._tensors
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -100,13 +100,7 @@ class MemoryState:
         """
         if tokens != 0 and not self.is_croppable:
             self._is_cropped = True
-            raise ValueError(self._refusal())
-
-    def _refusal(self) -> str:
-        return (
-            f"the memory {self.name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
-            "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'."
-        )
+            raise _refusal(self.name)
 
     def offload(self, *args: Any, **kwargs: Any) -> None:
         """Stay: it is small."""
@@ -115,6 +109,27 @@ class MemoryState:
         """Fetch the first layer: a cache that offloads asks what follows the last one, which is this."""
         if self._first_layer is not None:
             self._first_layer.prefetch(*args, **kwargs)
+
+
+def check_taking_back(can_forget: Mapping[tuple[str, int], bool]) -> None:
+    """See that memories can take tokens back, as decoding does that checks drafts, before any token is drafted.
+
+    Args:
+        can_forget: Of each memory that keeps a state, by its name and layer.
+
+    Raises:
+        ValueError: If one cannot.
+    """
+    for (name, _), forgets in can_forget.items():
+        if not forgets:
+            raise _refusal(name)
+
+
+def _refusal(name: str) -> ValueError:
+    return ValueError(
+        f"the memory {name!r} routes by all tokens before, and cannot take tokens back; expected decoding without "
+        "an assistant or prompt lookup. Or upscale with routing = 'token' or 'prompt'."
+    )
 
 
 def states_in(

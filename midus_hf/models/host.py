@@ -14,7 +14,7 @@ from midus_config.memory_entries import Memories, read_memories
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.memory.memory_state import MemoryState, states_in
+from midus_hf.memory.memory_state import MemoryState, check_taking_back, states_in
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
 from midus_hf.memory.tables import MemoryTables
@@ -224,6 +224,14 @@ class MemoryModel(HostsMemory):
     def has_routers(self) -> bool:
         """Whether a memory has a router that tells what it does."""
         return "report" in self._asked
+
+    def check_taking_back(self) -> None:
+        """See that tokens can be taken back from what memories keep of them.
+
+        Raises:
+            ValueError: If a memory cannot.
+        """
+        check_taking_back(self._stateful)
 
     @property
     def reads_places(self) -> bool:

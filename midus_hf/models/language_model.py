@@ -82,7 +82,12 @@ class MemoryForCausalLM(HostsMemory):
         return inputs
 
     def _get_candidate_generator(self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """As the family's, for assisted decoding; the assistant is not told what memories of this model ask for."""
+        """As the family's, for assisted decoding; the assistant is not told what memories of this model ask for.
+
+        Raises:
+            ValueError: If a memory cannot take back the tokens of a draft that is refused.
+        """
+        self.model.check_taking_back()
         names: set[str] = self.model.memory_input_names
         told = {key: value for key, value in model_kwargs.items() if key not in names}
         return super()._get_candidate_generator(*args, model_kwargs=told, **kwargs)

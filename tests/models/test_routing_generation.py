@@ -225,6 +225,16 @@ def test_assisted_decoding_gives_the_same_tokens_or_is_refused(routing, help_):
         assert torch.equal(model.generate(row, **GREEDY, **given), by_full_passes(model, row))
 
 
+def test_assisted_decoding_is_refused_before_a_pass_is_computed():
+    """Also where no token would have to be taken back: of this prompt nothing can be looked up."""
+    model = chapter_model(routing="chunk")
+    passes = []
+    model.model.register_forward_pre_hook(lambda *given: passes.append(given))
+    with pytest.raises(ValueError, match="'chapters' routes by all tokens before, and cannot take tokens back"):
+        model.generate(torch.arange(3, 3 + PROMPT)[None], **GREEDY, prompt_lookup_num_tokens=3)
+    assert not passes
+
+
 def test_looking_ahead_keeps_no_cache_and_takes_none():
     model = chapter_model(routing="sequence")
     with looking_ahead("sequence"):
