@@ -68,8 +68,12 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     model, report = _start(cell, comparison, place, commands)
     starts_at_base = _starts_at_base(report)
     controls: Controls = {}
-    if arm.upscale is not None and arm.control is None:
-        controls = available_controls(json.loads((Path(model) / "config.json").read_text(encoding="utf-8")))
+    is_causal = True
+    if arm.upscale is not None:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        is_causal = config["upscale"].get("causal", True)
+        if arm.control is None:
+            controls = available_controls(config)
     keys = cell.training_keys(comparison, model, run)
     peak_rss_bytes = _train("midus-train", keys, run, commands)
     events = read_events(run / "log.jsonl")
@@ -101,6 +105,7 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         new_parameters=0 if report is None else report["parameters"]["new"],
         trained_parameters=ended["trained_parameters"],
         starts_at_base=starts_at_base,
+        is_causal=is_causal,
         seconds=ended["training_seconds"],
         peak_memory_bytes=max(peaks, default=peak_rss_bytes),
         request=cell.request(comparison),

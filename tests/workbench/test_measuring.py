@@ -160,6 +160,16 @@ def test_tasks_are_asked_of_a_model_that_was_not_seen_to_start_as_the_base(room,
     assert result.starts_at_base is starts
 
 
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
+def test_a_result_says_whether_its_model_is_causal(room, tmp_path, routing):
+    options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": routing}
+    arms = {"a": {"upscale": {"method": "moc", "options": options}}}
+    measured = Measured(room, tmp_path, arms, controls=False)
+    measured.measure_base()
+    (cell,) = measured.cells()
+    assert measured.measure(cell).is_causal is (routing == "chunk")
+
+
 def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):
     measured, _, results = kept
     cell, result = results["hml"]
