@@ -44,7 +44,8 @@ def cautions(found: Findings) -> list[str]:
     ahead = [arm.name for arm in arms if not arm.is_causal]
     if ahead:
         told.append(
-            f"Not causal: {', '.join(ahead)}. Losses are of tokens that were read in part before they were predicted, and none to compare."
+            f"Not causal: {', '.join(ahead)}. Losses are of tokens that were read in part before they were predicted, and none to "
+            "compare."
         )
     return told
 
