@@ -13,6 +13,7 @@ from midus_config.locks import alone
 from midus_config.whole_files import whole_file
 from midus_workbench.cells import Cell
 from midus_workbench.commands import Commands
+from midus_workbench.evaluations import Evaluations
 from midus_workbench.nulls import SHUFFLED, Controls, available_controls, wanted
 from midus_workbench.options import Comparison
 from midus_workbench.results import Measured, Point, Result, read_result, write_result
@@ -32,9 +33,9 @@ def measure_base(comparison: Comparison, place: Workplace, commands: Commands) -
     Raises:
         StepFailed: If a command fails.
     """
-    base = comparison.base
-    losses = _losses(base, comparison, comparison.train, commands, "base")
-    tasks = _ask(base, comparison, "tasks", commands)
+    base, evaluations = comparison.base, Evaluations(place.root / BASE, comparison, commands)
+    losses = _losses(base, comparison, comparison.train, evaluations, "base")
+    tasks = _ask(base, comparison, "tasks", evaluations)
     request = base_request(comparison)
     write_result(place.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
 
@@ -65,11 +66,16 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     """
     folder, arm = place.cell(cell), cell.arm
     run = folder / "run"
+    evaluations = Evaluations(folder, comparison, commands)
     model, report = _start(cell, comparison, place, commands)
     starts_at_base = _starts_at_base(report)
     controls: Controls = {}
-    if arm.upscale is not None and arm.control is None:
-        controls = available_controls(json.loads((Path(model) / "config.json").read_text(encoding="utf-8")))
+    is_causal = True
+    if arm.upscale is not None:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        is_causal = config["upscale"].get("causal", True)
+        if arm.control is None:
+            controls = available_controls(config)
     keys = cell.training_keys(comparison, model, run)
     peak_rss_bytes = _train("midus-train", keys, run, commands)
     events = read_events(run / "log.jsonl")
@@ -79,20 +85,20 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
     assert base is not None, "the base is measured first"
     tasks_before: Tasks = base.tasks
     if report is not None and not starts_at_base:
-        tasks_before = _ask(model, comparison, "tasks-before", commands)
+        tasks_before = _ask(model, comparison, "tasks-before", evaluations)
     shuffled = unshuffled = None
     if SHUFFLED in wanted(arm, controls):
         # Measured as the shuffled model is: the curve is of the precision of training.
-        unshuffled = _losses(run, comparison, arm.train, commands, "unshuffled")
-        shuffled = _shuffled(cell, comparison, run, commands)
+        unshuffled = _losses(run, comparison, arm.train, evaluations, "unshuffled")
+        shuffled = _shuffled(cell, comparison, run, commands, evaluations)
     result = Result(
         arm=arm.name,
         rate=dict(cell.rate),
         seed=cell.seed,
         curve=curve(events, list(comparison.texts)),
         tasks_before=tasks_before,
-        tasks=_ask(run, comparison, "tasks", commands),
-        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, place, commands),
+        tasks=_ask(run, comparison, "tasks", evaluations),
+        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, place, commands, evaluations),
         shuffled=shuffled,
         unshuffled=unshuffled,
         controls=controls,
@@ -101,6 +107,7 @@ def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands:
         new_parameters=0 if report is None else report["parameters"]["new"],
         trained_parameters=ended["trained_parameters"],
         starts_at_base=starts_at_base,
+        is_causal=is_causal,
         seconds=ended["training_seconds"],
         peak_memory_bytes=max(peaks, default=peak_rss_bytes),
         request=cell.request(comparison),
@@ -191,31 +198,33 @@ def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) ->
     return commands.run(step, command, recipe).peak_rss_bytes
 
 
-def _fine_tune(cell: Cell, comparison: Comparison, run: Path, place: Workplace, commands: Commands) -> Measured:
+def _fine_tune(
+    cell: Cell, comparison: Comparison, run: Path, place: Workplace, commands: Commands, evaluations: Evaluations
+) -> Measured:
     """Fine-tune a trained model, and measure it."""
     tuned = run.parent / "tuned"
     _train("midus-sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
-    losses = _losses(tuned, comparison, cell.arm.train, commands, "tuned")
-    found = Measured(losses, _ask(tuned, comparison, "tasks-tuned", commands))
+    losses = _losses(tuned, comparison, cell.arm.train, evaluations, "tuned")
+    found = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
     if not comparison.keep_models:
         place.remove_run(tuned)
     return found
 
 
-def _ask(model: str | Path, comparison: Comparison, step: str, commands: Commands) -> Tasks:
+def _ask(model: str | Path, comparison: Comparison, step: str, evaluations: Evaluations) -> Tasks:
     """Metrics by task."""
     tasks = comparison.tasks
     if tasks is None:
         return {}
-    words: list[Any] = [model, "--json", "--tasks", ",".join(tasks.names)]
+    words: list[Any] = ["--tasks", ",".join(tasks.names)]
     for option in ("data", "include_path", "limit", "num_fewshot"):
         if getattr(tasks, option) is not None:
             words += [f"--{option.replace('_', '-')}", getattr(tasks, option)]
-    return json.loads(_evaluated(words, comparison, step, commands))["models"][0]["tasks"]
+    return evaluations.measure(step, model, *words)["tasks"]
 
 
 def _losses(
-    model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, commands: Commands, step: str
+    model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, evaluations: Evaluations, step: str
 ) -> dict[str, float]:
     """Losses of the texts, as a run measures them."""
     losses = {}
@@ -227,12 +236,12 @@ def _losses(
     options |= {"--column": read_as.get("column"), "--encoding": read_as.get("encoding")}
     given = [word for option, value in options.items() if value is not None for word in (option, value)]
     for name, path in comparison.texts.items():
-        words: list[Any] = [model, "--json", "--text", path, *given]
+        words: list[Any] = ["--text", path, *given]
         # As a run measures documents with paths: each by itself, with the blocks of its path.
         if _has_paths(path, read_as):
             words += ["--path-column", read_as["path_column"]]
-        report = json.loads(_evaluated(words, comparison, f"{step}-{name}", commands))
-        losses[name] = math.log(report["models"][0]["perplexity"]["perplexity"])
+        told = evaluations.measure(f"{step}-{name}", model, *words)
+        losses[name] = math.log(told["perplexity"]["perplexity"])
     return losses
 
 
@@ -243,16 +252,13 @@ def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
     return column is not None and has_column(text, column, corpus.get("encoding") or "utf-8")
 
 
-def _evaluated(words: list[Any], comparison: Comparison, step: str, commands: Commands) -> str:
-    trust = ["--trust-remote-code"] if comparison.trust_remote_code else []
-    return commands.run(step, "midus-eval", *words, *trust).output
-
-
-def _shuffled(cell: Cell, comparison: Comparison, run: Path, commands: Commands) -> dict[str, float]:
+def _shuffled(
+    cell: Cell, comparison: Comparison, run: Path, commands: Commands, evaluations: Evaluations
+) -> dict[str, float]:
     """Losses after the rows of the value tables were permuted."""
     shuffled = run.parent / "shuffled"
     words = ["shuffle", run, "--output", shuffled, "--seed", cell.seed, "--overwrite"]
     commands.run("shuffle", "upscale", *words)
-    losses = _losses(shuffled, comparison, cell.arm.train, commands, "shuffled")
+    losses = _losses(shuffled, comparison, cell.arm.train, evaluations, "shuffled")
     remove_upscaled(shuffled)
     return losses

@@ -62,6 +62,7 @@ class Result:
         trained_parameters: That trained.
         starts_at_base: Whether the upscaled model was seen to compute what the base computes, bit for bit; None where nothing was
             upscaled.
+        is_causal: Whether no token of the upscaled model is told of later ones.
         seconds: Of training.
         peak_memory_bytes: Of the training process: on a GPU what PyTorch allocated there, else its resident memory.
         request: What was asked for.
@@ -82,6 +83,7 @@ class Result:
     new_parameters: int = 0
     trained_parameters: int = 0
     starts_at_base: bool | None = None
+    is_causal: bool = True
     seconds: float = 0.0
     peak_memory_bytes: int = 0
     request: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -13,7 +13,7 @@ import torch
 from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import power_of_two
+from midus_hf.ops.triton_launch import power_of_two, quotient_above
 from midus_hf.ops.triton_products import product, product_precision
 
 _ROWS = 64
@@ -152,12 +152,12 @@ def bucket_sums(
     """
     (tokens, heads, m), (num_rows, width) = slots.shape, output.shape
     rows = num_rows // heads if by_head else num_rows
-    buckets, count = triton.cdiv(rows, _ROWS), slots.numel()
+    buckets, count = quotient_above(rows, _ROWS), slots.numel()
     groups = buckets * heads if by_head else buckets
     entries = slots.transpose(0, 1) if by_head else slots
     keys, order = (entries // _ROWS).to(_integer(buckets)).flatten().sort(stable=True)
     starts = torch.empty(groups + 1, dtype=torch.int64, device=slots.device)
-    group_starts_kernel[(triton.cdiv(groups + 1, 128),)](
+    group_starts_kernel[(quotient_above(groups + 1, 128),)](
         keys, order, starts, count, tokens * m, groups, STEPS=count.bit_length(), HEADS=heads if by_head else 1, BG=128
     )
     ends = starts.diff().add_(_PIECE - 1).div_(_PIECE, rounding_mode="floor").cumsum(0)
@@ -174,7 +174,7 @@ def bucket_sums(
         target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
         columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # what registers hold
         scratch = torch.empty(2 * (count // _PIECE) * _ROWS, target.shape[1], dtype=torch.float32, device=slots.device)
-        parts = triton.cdiv(target.shape[1], columns)
+        parts = quotient_above(target.shape[1], columns)
         bucket_sums_kernel[(programs, parts)](
             order, slots, source, weights, starts, ends, owners, target, scratch,
             tokens * m, groups, *source.stride()[:2], target.stride(0), target.shape[1],

@@ -19,7 +19,7 @@ from midus_hf.ops.chapter_segments_triton import (
     pairs_of_block,
 )
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of
+from midus_hf.ops.triton_launch import on_device_of, quotient_above
 from midus_hf.ops.triton_products import product, product_precision
 
 _FEWEST_OF_SPLIT = 512
@@ -232,7 +232,7 @@ def triton_segment_gradients(
     rows = max(1, min(32, 4096 // tile["DP"]))
     into_query = into_scales = into_biases = into_keys = into_values = None
     with on_device_of(query):
-        chapter_products_kernel[(triton.cdiv(tokens * heads, rows),)](
+        chapter_products_kernel[(quotient_above(tokens * heads, rows),)](
             gradient, output, products, tokens * heads, WIDTH=width, BR=rows, DP=tile["DP"]
         )
         if wants_rows:
@@ -251,7 +251,7 @@ def triton_segment_gradients(
             )
         if wants_tables:
             into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
-            stretches, table = triton.cdiv(memory_tokens, tile["BM"]), keys[0].numel()
+            stretches, table = quotient_above(memory_tokens, tile["BM"]), keys[0].numel()
             size = _pairs_of_split(len(order), kv_heads * stretches)
             slots = len(order) // size * 2
             partial = torch.empty(slots, 2, table, dtype=torch.float32, device=query.device)
@@ -261,7 +261,7 @@ def triton_segment_gradients(
                 *numbers, size, **constants,
             )  # fmt: skip
             if slots:
-                chapter_split_sums_kernel[(num_chapters, triton.cdiv(table, 1024))](
+                chapter_split_sums_kernel[(num_chapters, quotient_above(table, 1024))](
                     partial, offsets, into_keys, into_values, table, size, BV=1024
                 )
     return into_query, into_keys, into_values, into_scales, into_biases

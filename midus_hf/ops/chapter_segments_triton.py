@@ -15,7 +15,7 @@ import torch
 
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two
+from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
 from midus_hf.ops.triton_products import product, product_precision
 
 _MOST_WIDTH = 256
@@ -172,7 +172,7 @@ def triton_segments(
             SCALED=scales is not None, GROUP=heads // kv_heads, MEMORY=memory_tokens, WIDTH=width,
             PRECISION=product_precision(query), **tile,
         )  # fmt: skip
-        chapter_merge_kernel[(triton.cdiv(tokens * heads, merged_rows),)](
+        chapter_merge_kernel[(quotient_above(tokens * heads, merged_rows),)](
             pair_outputs, pair_sums, *extra, output, log_sums, tokens * heads, chosen, heads,
             SCALED=scales is not None, BIASED=biases is not None, WIDTH=width, BR=merged_rows, DP=tile["DP"],
         )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 
 from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product
+from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product, quotient_above
 from midus_hf.ops.triton_products import product
 
 _PROGRAMS = 1024
@@ -178,9 +178,9 @@ def triton_score_gradients(
         return torch.zeros_like(query), torch.zeros_like(row_keys), torch.zeros_like(column_keys)
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tile = _tile(n, k, half, width, query.dtype)
-    blocks = triton.cdiv(tokens, tile["BT"])
-    blocks_a_split = triton.cdiv(blocks, max(1, _PROGRAMS // heads))
-    splits = triton.cdiv(blocks, blocks_a_split)
+    blocks = quotient_above(tokens, tile["BT"])
+    blocks_a_split = quotient_above(blocks, max(1, _PROGRAMS // heads))
+    splits = quotient_above(blocks, blocks_a_split)
     allocate = torch.empty if tile["ONE"] else torch.zeros
     partial = allocate(splits, 2, heads, n, half, dtype=torch.float32, device=query.device)
     with on_device_of(query):

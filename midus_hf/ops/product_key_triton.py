@@ -6,7 +6,7 @@ Shapes: tokens are flat, `S`; `BT` tokens per program, `BN` sub-keys per stretch
 import torch
 
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two
+from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def triton_select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int)
     if count:
         tile = select_tile(n, k)
         with on_device_of(row_scores):
-            select_kernel[(triton.cdiv(count, tile["BT"]),)](
+            select_kernel[(quotient_above(count, tile["BT"]),)](
                 row_scores.contiguous(), column_scores.contiguous(), rows, columns, count, n, K=k, **tile
             )
     return rows, columns

@@ -7,7 +7,7 @@ import torch
 
 from midus_hf.ops.bucket_sums_triton import bucket_sums
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two
+from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def triton_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch
     if output.numel():
         columns = min(256, power_of_two(width))
         with on_device_of(bank):
-            weighted_rows_kernel[(count, triton.cdiv(width, columns))](
+            weighted_rows_kernel[(count, quotient_above(width, columns))](
                 bank.contiguous(), slots.contiguous(), weights.contiguous(), output, m, width,
                 BM=min(16, power_of_two(m)), BV=columns,
             )  # fmt: skip
@@ -81,7 +81,7 @@ def triton_weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: t
     if output.numel() and width:
         entries = min(16, power_of_two(m))
         with on_device_of(bank):
-            weight_gradients_kernel[(count, triton.cdiv(m, entries))](
+            weight_gradients_kernel[(count, quotient_above(m, entries))](
                 gradient.contiguous(), bank.contiguous(), slots.contiguous(), output, m, width,
                 BM=entries, BV=min(256, power_of_two(width)),
             )  # fmt: skip
@@ -110,7 +110,7 @@ def triton_row_sums(
     with on_device_of(gradient):
         if atomic:
             columns = min(64, power_of_two(width))
-            add_rows_kernel[(triton.cdiv(count, 32), triton.cdiv(width, columns))](
+            add_rows_kernel[(quotient_above(count, 32), quotient_above(width, columns))](
                 gradient, slots, weights, output, count, m, width, BE=32, BV=columns
             )
             return output

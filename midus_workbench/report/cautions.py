@@ -41,6 +41,12 @@ def cautions(found: Findings) -> list[str]:
             f"{_list(elsewhere)} {'was' if len(elsewhere) == 1 else 'were'} not seen to start at the base: what was learned and "
             "forgotten is counted from the base's losses, not from the start."
         )
+    ahead = [arm.name for arm in arms if not arm.is_causal]
+    if ahead:
+        told.append(
+            f"Not causal: {', '.join(ahead)}. Losses are of tokens that were read in part before they were predicted, and none to "
+            "compare."
+        )
     return told
 
 

@@ -84,6 +84,11 @@ class ArmFindings:
         return any(origin(result, self.base) is self.base.end for result in self.best)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether its losses are of tokens that were predicted from those in front of them alone."""
+        return all(result.is_causal for result in self.best)
+
+    @property
     def tokens(self) -> float:
         """Tokens trained on, the mean over seeds."""
         return spread([result.end.tokens for result in self.best]).mean

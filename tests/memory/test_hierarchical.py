@@ -1,84 +1,24 @@
-"""Memories that texts fetch against the paper's equations, row by row and level by level; how many parameters they have."""
+"""Memories that texts fetch against the paper's equations, row by row and level by level."""
 
 import math
 
 import pytest
 import torch
-
-from midus_config.fetched_blocks import BankLayout
-from midus_config.memories.hierarchical import (
-    HierFFNOptions,
-    HierKVOptions,
-    HierLoraFFNOptions,
-    HierLoraQKOptions,
-    HierLoraVOOptions,
+from memory.hierarchical_memories import (
+    GEGLU,
+    LAYERS,
+    SIZES,
+    TYPES,
+    WIDTHS,
+    fetch,
+    memory_of,
+    options_of,
+    states,
 )
-from midus_config.memory_entries import read_memories
-from midus_config.memory_types import MEMORY_TYPES
-from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory
+
 from midus_hf.memory.fetched import FetchedBatch
 
-SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
-GEGLU = ModelSizes(
-    hidden_size=12,
-    num_heads=6,
-    head_dim=4,
-    num_key_value_heads=2,
-    intermediate_size=10,
-    num_layers=4,
-    activation="gelu_pytorch_tanh",
-)
-LAYERS = (1, 3)
-TYPES = {
-    "hier-ffn": HierFFNOptions,
-    "hier-lora-qk": HierLoraQKOptions,
-    "hier-lora-vo": HierLoraVOOptions,
-    "hier-lora-ffn": HierLoraFFNOptions,
-    "hier-kv": HierKVOptions,
-}
-WIDTHS = {
-    "hier-lora-qk": {"query": (12, 24), "key": (12, 8)},
-    "hier-lora-vo": {"value": (12, 8), "output_projection": (24, 12)},
-    "hier-lora-ffn": {"gate": (12, 10), "up": (12, 10), "down": (10, 12)},
-}
-BLOCKS = {1: [0, 1, 0, 2, 1], 2: [3, 0, 0, 1, 2], 4: [0, 0, 0, 0, 0]}
-"""Which of the blocks that there are each of five rows has; level 3 has none, and on level 4 all have one."""
-
 PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
-
-
-def options_of(kind, **changes):
-    return TYPES[kind](**{"sizes": [3, 1, 0, 2], "branching": 4, **changes})
-
-
-def layout_of(options, sizes=SIZES, layers=LAYERS):
-    return BankLayout(options.type, layers, options.fetched(sizes))
-
-
-def fetch(kind, blocks=None, dtype=torch.float64, sizes=SIZES, **changes):
-    """Random blocks that want gradients, and which row has which."""
-    layout = layout_of(options_of(kind, **changes), sizes)
-    generator = torch.Generator().manual_seed(4)
-    blocks = {level: torch.tensor(of_row) for level, of_row in (blocks or BLOCKS).items()}
-    records = {
-        level: torch.randn(
-            max(blocks[level].tolist()) + 1, layout.record_numel(level), dtype=torch.float64, generator=generator
-        )
-        .to(dtype)
-        .requires_grad_()
-        for level in layout.levels
-    }
-    return FetchedBatch(layout, records, blocks)
-
-
-def memory_of(kind, sizes=SIZES, **changes):
-    return build_memory(options_of(kind, **changes), sizes).double()
-
-
-def states(*shape, seed=9, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
 
 
 def blocks_of_row(fetched, layer, row):
@@ -325,151 +265,3 @@ def test_what_is_on_the_device_stays_as_it_is():
     assert fetched.to("cpu") is fetched
     moved = fetched.to("meta")
     assert all(tensor.is_meta for level in moved.of(1).levels for tensor in (*level.tensors.values(), level.blocks))
-
-
-MHA = {"hidden_size": 24, "num_heads": 5, "head_dim": 6, "intermediate_size": 40, "num_layers": 7}
-
-
-@pytest.mark.parametrize(
-    ("kind", "of_model"),
-    [
-        ("hier-lora-qk", lambda d, df, h, dh: 2 * (d + h * dh)),
-        ("hier-lora-vo", lambda d, df, h, dh: 2 * (d + h * dh)),
-        ("hier-lora-ffn", lambda d, df, h, dh: 3 * (d + df)),
-        ("hier-kv", lambda d, df, h, dh: 2 * h * dh),
-        ("hier-ffn", lambda d, df, h, dh: 3 * d),
-    ],
-)
-def test_sizes_are_those_of_appendix_i(kind, of_model):
-    """For a model with as many key and value heads as query heads, which the paper's own are."""
-    layout = layout_of(TYPES[kind](sizes=[11, 7, 0, 2]), ModelSizes(**MHA), tuple(range(7)))
-    constant = 7 * of_model(24, 40, 5, 6)
-    assert layout.levels == [1, 2, 4]
-    assert [layout.record_numel(level) for level in layout.levels] == [11 * constant, 7 * constant, 2 * constant]
-    assert layout.fetched == 20 * constant
-    assert layout.bank == (11 * 16 + 7 * 16**2 + 2 * 16**4) * constant
-    assert [layout.num_records(level) for level in layout.levels] == [17, 257, 65537]
-
-
-def of_paper(sizes, hidden, layers):
-    model = ModelSizes(hidden_size=hidden, num_heads=4, intermediate_size=4 * hidden, num_layers=layers)
-    layout = layout_of(HierFFNOptions(sizes=sizes), model, tuple(range(layers)))
-    return layout.fetched, layout.bank
-
-
-@pytest.mark.parametrize(
-    ("sizes", "hidden", "layers", "fetched", "bank"),
-    [
-        ([256, 64, 16, 0], 512, 35, 18.06e6, 4.62e9),  # OpenLM-160M, tables 1 and 7
-        ([512, 128, 32, 0], 1024, 24, 49.5e6, 12.68e9),  # OpenLM-410M, table 1
-        ([768, 256, 16, 0], 2048, 24, 153.4e6, 21.14e9),  # OpenLM-1B, table 1
-        ([512, 128, 32, 0], 640, 18, 23.22e6, 5.945e9),  # Gemma 3 270M, table 2
-        ([512, 128, 32, 0], 896, 24, 43.35e6, 11.10e9),  # Qwen 2.5 0.5B, table 2
-        ([768, 256, 16, 0], 2048, 16, 102.2e6, 14.09e9),  # Llama 3.2 1B, table 2
-        ([0, 16, 4, 1], 512, 35, 1.13e6, 4.62e9),  # table 7
-        ([5376, 0, 0, 0], 512, 35, 289e6, 4.62e9),
-        ([4096, 320, 17, 2], 512, 35, 238.4e6, 18.7e9),
-    ],
-)
-def test_sizes_are_those_of_the_tables(sizes, hidden, layers, fetched, bank):
-    assert of_paper(sizes, hidden, layers) == (pytest.approx(fetched, rel=2e-3), pytest.approx(bank, rel=5e-3))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "layers", "fetched", "bank"),
-    [
-        ([3840, 336, 6, 0], 12, 154_165_248, 6_341_787_648),
-        ([1445, 256, 8, 0], 17, 89_250_816, 6_341_246_976),
-        ([870, 226, 9, 0], 19, 64_496_640, 6_341_099_520),
-        ([384, 200, 10, 0], 21, 38_320_128, 6_341_787_648),
-        ([264, 94, 16, 0], 22, 25_276_416, 6_341_001_216),
-    ],
-    ids=["260M", "320M", "350M", "370M", "385M"],
-)
-def test_sizes_are_exactly_those_of_table_8(sizes, layers, fetched, bank):
-    assert of_paper(sizes, 1024, layers) == (fetched, bank)
-
-
-def test_a_block_of_appendix_d_has_860160_parameters():
-    model = ModelSizes(hidden_size=512, num_heads=12, head_dim=32, intermediate_size=2048, num_layers=35)
-    layout = layout_of(HierFFNOptions(sizes=[0, 0, 16, 0]), model, tuple(range(35)))
-    assert layout.levels == [3] and layout.fetched == layout.record_numel(3) == 860_160
-    assert layout.bank == 4096 * 860_160 and layout.blocks.nodes(3) == 4096
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_memory_has_no_tensors_of_its_own(kind):
-    options = TYPES[kind]()
-    assert options.sizes == [256, 64, 16, 0] and options.branching == 16 and options.without_ids == "none"
-    assert options.tensors(SIZES) == {} and options.tables(SIZES, LAYERS) == ()
-    assert not list(build_memory(options, SIZES).parameters()) and not list(build_memory(options, SIZES).buffers())
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("hier-ffn", {"branching": 1}, "branching is 1; expected 2 or more."),
-        *(
-            (
-                "hier-kv",
-                {"sizes": sizes},
-                f"sizes is {sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
-                "[256, 64, 16, 0].",
-            )
-            for sizes in ([], [0, 0], [4, -1])
-        ),
-        *(
-            ("hier-lora-qk", {"alpha": alpha}, f"alpha is {alpha!r}; expected a number above 0.")
-            for alpha in (0.0, -1.0, math.inf, math.nan)
-        ),
-    ],
-    ids=str,
-)
-def test_options_that_make_no_memory_are_refused(kind, changes, message):
-    with pytest.raises(ValueError) as raised:
-        TYPES[kind](**changes)
-    assert str(raised.value) == message
-
-
-def entry(kind="hier-ffn", **changes):
-    return {"type": kind, "layers": [0, 2], "sizes": [2, 1], "branching": 3, **changes}
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([entry(site="behind-layer")], "memory of type 'hier-ffn' has site = 'behind-layer'; expected one of: beside-ffn."),
-        ([entry("hier-kv", site="inserted")], "memory of type 'hier-kv' has site = 'inserted'; expected one of: inside-attention."),
-        ([entry(alpha=1.0)], "alpha"),
-        ([entry("hier-lora-vo", rank=4)], "rank"),
-        ([entry(without_ids="all")], "without_ids"),
-        ([entry(sizes=4)], "sizes"),
-        ([entry(sizes=[1.5])], "sizes"),
-        ([entry(branching=2.5)], "branching"),
-        (
-            [entry(), entry("hier-kv", branching=4)],
-            "memory 'hier-kv' fetches blocks by a tree of branching 4 and 2 levels, and 'hier-ffn' by one of branching 3 and 2 "
-            "levels; expected one tree, by whose nodes a text fetches from both.",
-        ),
-        (
-            [entry(), entry("hier-kv", sizes=[2, 1, 0])],
-            "memory 'hier-kv' fetches blocks by a tree of branching 3 and 3 levels, and 'hier-ffn' by one of branching 3 and 2 "
-            "levels; expected one tree, by whose nodes a text fetches from both.",
-        ),
-        ([entry(), entry()], "two memories have the name 'hier-ffn'; expected a name of its own for each."),
-    ],
-)  # fmt: skip
-def test_entries_that_do_not_fit_are_refused(entries, message):
-    with pytest.raises(ValueError) as raised:
-        read_memories(entries, SIZES)
-    assert message in str(raised.value)
-
-
-def test_memories_of_one_tree_have_a_bank_each():
-    memories = read_memories([entry(), entry("hier-kv", layers=[1]), entry(name="second")], SIZES)
-    assert list(memories.banks) == ["hier-ffn", "hier-kv", "second"]
-    assert memories.banks["hier-kv"].layers == (1,) and memories.banks["second"].memory_type == "hier-ffn"
-
-
-def test_these_are_all_the_types():
-    assert set(TYPES) == {name for name in MEMORY_TYPES if name.startswith("hier-")}

@@ -14,6 +14,8 @@ IDS = torch.tensor([[1, 4, 13], [-1, -1, -1]])
 """Paths of two rows in the tree of these models, three children a node; the second reads the generic memory."""
 
 OTHER_IDS = torch.tensor([[1, 3, 10], [1, 3, 9]])
+FOUR_TOKENS = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+"""Settings of a generation without chance."""
 _PROJECTIONS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",

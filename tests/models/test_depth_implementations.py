@@ -4,6 +4,7 @@ import pytest
 import torch
 from models.depth_models import depth_model, logits
 from tiny import prompt
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
@@ -21,6 +22,8 @@ def untold(*given, **named):
 
 def with_attention(model, name, function, monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, function)
+    # That of flex_attention is compiled, which takes fifteen seconds.
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.config._attn_implementation = name
     return model
 

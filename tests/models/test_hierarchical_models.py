@@ -1,13 +1,11 @@
-"""Models whose memories fetch blocks: what they compute on every family, how they generate, train, compile and are saved."""
+"""Models whose memories fetch blocks: what they compute on every family, and ids and blocks that are refused."""
 
 import inspect
-import json
-import shutil
 
 import pytest
 import torch
-from models.fresh_process import run_python
 from models.hierarchical_models import (
+    FOUR_TOKENS,
     IDS,
     KINDS,
     OTHER_IDS,
@@ -18,12 +16,8 @@ from models.hierarchical_models import (
     logits,
 )
 from tiny import prompt, tiny_model
-from transformers import AutoModel, AutoModelForCausalLM
 
 from midus_hf.banks.level_file import BankError
-from midus_hf.models.fetching import folder_of_checkpoint
-
-SETTINGS = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -87,65 +81,6 @@ def test_texts_without_ids_read_the_generic_memory_where_options_say_so(native_f
     assert torch.equal(model.lm_head(stack).shape == generic.shape and stack, model.model(prompt()).last_hidden_state)
 
 
-def greedily(model, tokens, steps=4, **given):
-    """By a pass over all tokens for each that is added."""
-    for _ in range(steps):
-        last = logits(model, tokens, **given)[:, -1]
-        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], dim=1)
-    return tokens
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_generation_continues_as_whole_passes_do(native_family, kind, tmp_path):
-    model, tokens = hierarchical_model(native_family, kind, tmp_path), prompt(9)
-    expected = greedily(model, tokens, memory_ids=IDS)
-    assert not torch.equal(expected, greedily(model, tokens))
-    for given in (
-        {"memory_ids": IDS},
-        {"memory_ids": IDS, "use_cache": False},
-        {"memory_blocks": model.fetch_memory(IDS)},
-        {"memory_ids": IDS, "cache_implementation": "static"},
-    ):
-        assert torch.equal(model.generate(tokens, **SETTINGS, **given), expected), given.keys()
-    assert torch.equal(model.generate(tokens, **SETTINGS), greedily(model, tokens))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_one_by_one_have_the_logits_of_one_pass(native_family, kind, tmp_path):
-    model, tokens = hierarchical_model(native_family, kind, tmp_path), prompt(10)
-    cache, steps = None, []
-    for position in range(10):
-        with torch.no_grad():
-            output = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True, memory_ids=IDS)
-        cache = output.past_key_values
-        steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), logits(model, tokens, memory_ids=IDS))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_beams_and_samples_keep_the_blocks_of_their_row(native_family, kind, tmp_path):
-    model, tokens = hierarchical_model(native_family, kind, tmp_path), prompt(6)
-    beams = model.generate(tokens, memory_ids=IDS, num_beams=3, num_return_sequences=2, **SETTINGS)
-    for row in range(2):
-        alone = model.generate(
-            tokens[row : row + 1], memory_ids=IDS[row : row + 1], num_beams=3, num_return_sequences=2, **SETTINGS
-        )
-        assert torch.equal(beams[2 * row : 2 * row + 2], alone)
-    torch.manual_seed(0)
-    settings = {**SETTINGS, "do_sample": True, "top_k": 1}
-    sampled = model.generate(tokens, memory_ids=IDS, num_return_sequences=3, **settings)
-    assert torch.equal(sampled, greedily(model, tokens, memory_ids=IDS).repeat_interleave(3, 0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_on_the_left_changes_nothing(native_family, kind, tmp_path):
-    # In float64 the eager attention of Gemma-2 itself gives NaN for rows that are padding alone.
-    model, tokens = hierarchical_model(native_family, kind, tmp_path, torch.float32), prompt(6)
-    alone = model.generate(tokens, memory_ids=IDS, **SETTINGS)
-    padded, mask = (torch.nn.functional.pad(part, (3, 0)) for part in (tokens, torch.ones_like(tokens)))
-    assert torch.equal(model.generate(padded, attention_mask=mask, memory_ids=IDS, **SETTINGS)[:, 3:], alone)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
     model = hierarchical_model(family, kind, tmp_path, torch.float32)
@@ -155,252 +90,11 @@ def test_blocks_fetched_ahead_are_those_of_the_ids(family, kind, tmp_path):
     assert torch.equal(logits(model, prompt(), memory_blocks=blocks), expected)
 
 
-TWO_LAYERS = {"base": {"num_hidden_layers": 2}, "layers": [1]}
-
-
-def test_it_compiles_as_one_graph_with_blocks_fetched_ahead(tmp_path):
-    torch._dynamo.reset()
-    model, tokens = hierarchical_model("llama", KINDS, tmp_path, torch.float32, **TWO_LAYERS), prompt(6)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for ids in (IDS, IDS.flip(0)):
-        blocks = model.fetch_memory(ids)
-        expected = logits(model, tokens, memory_blocks=blocks)
-        assert not torch.allclose(expected, logits(model, tokens), atol=1e-3)
-        torch.testing.assert_close(logits(compiled, tokens, memory_blocks=blocks), expected)
-
-
-def test_it_trains_compiled(tmp_path):
-    torch._dynamo.reset()
-    model, tokens = hierarchical_model("llama", "hier-ffn", tmp_path, torch.float32, **TWO_LAYERS).train(), prompt(6)
-    bank = model.banks.train()["hier-ffn"]
-    _, expected = gradients(model, tokens, memory_ids=IDS)
-    blocks = model.fetch_memory(IDS)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    model.zero_grad()
-    compiled(tokens, labels=tokens, memory_blocks=blocks).loss.backward()
-    assert len(bank.leaves()) == 4
-    found = {name: value.grad for name, value in model.named_parameters()} | taken_gradients(model)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7)
-
-
-def test_with_ids_it_compiles_around_the_fetching(tmp_path):
-    torch._dynamo.reset()
-    model, tokens = hierarchical_model("llama", "hier-ffn", tmp_path, torch.float32, **TWO_LAYERS), prompt(6)
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(logits(compiled, tokens, memory_ids=IDS), logits(model, tokens, memory_ids=IDS))
-
-
-def gradients(model, tokens, **given):
-    """Loss, and the gradients of parameters and of blocks by level and index."""
-    model.zero_grad()
-    loss = model(tokens, labels=tokens, use_cache=False, **given).loss
-    loss.backward()
-    found = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
-    return loss.detach(), found | taken_gradients(model)
-
-
-def taken_gradients(model):
-    found = {}
-    for name in model.banks.layouts:
-        bank = model.banks.of(name)
-        for key, state in sorted(bank._states.items()):
-            if state.master.grad is not None:
-                found[name, *key] = state.master.grad.clone()
-        bank.forget_gradients()
-    return found
-
-
-@pytest.mark.parametrize("kind", [*KINDS, KINDS], ids=lambda kind: kind if isinstance(kind, str) else "all")
-def test_gradients_of_blocks_are_those_of_hooks_on_the_base(native_family, kind, tmp_path):
-    """Of each block that was fetched, and of no other."""
-    model, native, tokens = (
-        hierarchical_model(native_family, kind, tmp_path),
-        tiny_model(native_family, torch.float64),
-        prompt(7),
-    )
-    model.banks.train()
-    _, found = gradients(model, tokens, memory_ids=IDS)
-    add_reference(native, model, IDS)
-    native(tokens, labels=tokens, use_cache=False).loss.backward()
-    expected = {name: value.grad for name, value in native.named_parameters()} | taken_gradients(model)
-    names = sorted(model.banks.layouts)
-    fetched = [(name, *key) for name in names for key in ((1, 1), (1, 3), (3, 13), (3, 27))]
-    assert sorted(key for key in found if isinstance(key, tuple)) == fetched and found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        assert gradient.any()
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_activation_checkpointing_changes_no_gradient(native_family, kind, use_reentrant, tmp_path):
-    model = hierarchical_model(native_family, kind, tmp_path, torch.float32).train()
-    model.banks.train()
-    tokens = prompt(7)
-    loss, expected = gradients(model, tokens, memory_ids=IDS)
-    assert sum(isinstance(key, tuple) for key in expected) == 4
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    again, found = gradients(model, tokens, memory_ids=IDS)
-    assert torch.equal(loss, again) and found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-7)
-
-
-def test_with_a_frozen_base_blocks_alone_have_gradients_also_under_checkpointing(native_family, tmp_path):
-    model = hierarchical_model(native_family, KINDS, tmp_path, torch.float32).train()
-    model.requires_grad_(False)
-    model.banks.train()
-    tokens = prompt(7)
-    _, expected = gradients(model, tokens, memory_ids=IDS)
-    assert len(expected) == 4 * len(KINDS) and all(gradient.any() for gradient in expected.values())
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    _, found = gradients(model, tokens, memory_ids=IDS)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, kind, tmp_path):
-    model, batches = hierarchical_model(native_family, kind, tmp_path).train(), (prompt(6), prompt(6, seed=2))
-    model.banks.train()
-    apart = []
-    for tokens, ids in zip(batches, (IDS, OTHER_IDS), strict=True):
-        apart.append(gradients(model, tokens, memory_ids=ids)[1])
-    model.zero_grad()
-    losses = [
-        model(tokens, labels=tokens, memory_ids=ids).loss
-        for tokens, ids in zip(batches, (IDS, OTHER_IDS), strict=True)
-    ]
-    sum(losses).backward()
-    together = {name: value.grad for name, value in model.named_parameters()} | taken_gradients(model)
-    assert together.keys() == apart[0].keys() | apart[1].keys()
-    for key, gradient in together.items():
-        expected = sum(found[key] for found in apart if key in found)
-        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-8)
-
-
-def test_what_inference_mode_fetched_serves_a_pass_with_gradients(tmp_path):
-    model, tokens = hierarchical_model("llama", KINDS, tmp_path), prompt(6)
-    with torch.inference_mode():
-        expected = model(tokens, memory_ids=IDS).logits
-    output = model(tokens, memory_ids=IDS, labels=tokens)
-    torch.testing.assert_close(output.logits.detach(), expected.clone())
-    output.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_saved_with_its_bank_and_loaded(native_family, kind, tmp_path):
-    model = hierarchical_model(native_family, kind, tmp_path / "first", torch.float32)
-    expected = logits(model, prompt(), memory_ids=IDS)
-    model.save_pretrained(tmp_path / "saved")
-    shutil.rmtree(tmp_path / "first")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), expected)
-    loaded.save_pretrained(tmp_path / "saved")  # where it was loaded from
-    again, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert torch.equal(logits(again.eval(), prompt(), memory_ids=IDS), expected)
-    stack = AutoModel.from_pretrained(tmp_path / "saved").eval()
-    with torch.no_grad():
-        hidden = stack(prompt(), memory_ids=IDS).last_hidden_state
-        assert torch.equal(hidden, model.model(prompt(), memory_ids=IDS).last_hidden_state)
-    stack.save_pretrained(tmp_path / "stack")
-    assert (tmp_path / "stack" / "memory_bank" / kind / "bank.json").is_file()
-    half = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
-    assert logits(half, prompt(), memory_ids=IDS).dtype == torch.bfloat16
-
-
-def test_what_blocks_have_learnt_is_saved_with_the_model(tmp_path):
-    model = hierarchical_model("llama", "hier-ffn", tmp_path / "first", torch.float32, acting=False).train()
-    bank = model.banks.train()["hier-ffn"]
-    model(prompt(), labels=prompt(), memory_ids=IDS).loss.backward()
-    bank.step(1e-1, (0.9, 0.95), 1e-8, 0.0)
-    model.eval().save_pretrained(tmp_path / "saved")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    expected = logits(model, prompt(), memory_ids=IDS)
-    assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), expected)
-    assert not torch.allclose(expected, logits(model, prompt()))
-    assert loaded.banks.of("hier-ffn").written(1) == [1, 3] and loaded.banks.of("hier-ffn").written(3) == [13, 27]
-
-
-def test_only_the_main_process_saves_banks(tmp_path):
-    hierarchical_model("llama", "hier-kv", tmp_path / "first").save_pretrained(
-        tmp_path / "saved", is_main_process=False
-    )
-    assert not (tmp_path / "saved" / "memory_bank").exists()
-
-
-def test_a_model_in_a_subfolder_has_its_bank_there(tmp_path):
-    model = hierarchical_model("llama", "hier-kv", tmp_path / "first", torch.float32)
-    model.save_pretrained(tmp_path / "repository" / "inner")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "repository", subfolder="inner").eval()
-    assert torch.equal(logits(loaded, prompt(), memory_ids=IDS), logits(model, prompt(), memory_ids=IDS))
-
-
-@pytest.mark.parametrize("subfolder", [None, "inner"])
-def test_of_a_model_on_the_hub_the_files_of_its_banks_are_downloaded(subfolder, tmp_path, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(
-        "midus_hf.models.fetching.snapshot_download",
-        lambda name, **given: asked.update(given, name=name) or str(tmp_path),
-    )
-    options = {"revision": "v1", "subfolder": subfolder, "dtype": "auto", "token": None}
-    folder = folder_of_checkpoint("somebody/model", {key: value for key, value in options.items() if value})
-    prefix = f"{subfolder}/" if subfolder else ""
-    assert asked == {"name": "somebody/model", "revision": "v1", "allow_patterns": [f"{prefix}memory_bank/**"]}
-    assert folder == (tmp_path / subfolder if subfolder else tmp_path)
-
-
-def test_a_model_without_its_bank_is_missed(tmp_path):
-    hierarchical_model("llama", "hier-kv", tmp_path / "first").save_pretrained(tmp_path / "saved")
-    shutil.rmtree(tmp_path / "saved" / "memory_bank")
-    with pytest.raises(BankError, match=r"there is no memory bank in .*hier-kv"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-
-
-def test_a_folder_computes_generates_trains_and_is_saved_where_this_project_is_not_installed(tmp_path):
-    families = {"llama": KINDS, "gemma3": "hier-kv", "qwen3": "hier-ffn"}
-    for family, kind in families.items():
-        model = hierarchical_model(family, kind, tmp_path / "first" / family, torch.float32)
-        model.save_pretrained(tmp_path / family)
-        generated = model.generate(prompt(6), memory_ids=IDS, **SETTINGS)
-        torch.save((logits(model, prompt(), memory_ids=IDS), generated), tmp_path / f"{family}.pt")
-    torch.save((prompt(), prompt(6), IDS), tmp_path / "inputs.pt")
-    code = """
-import json, sys
-from transformers import AutoModelForCausalLM
-tokens, short, ids = torch.load("inputs.pt")
-found = {}
-for family in ("llama", "gemma3", "qwen3"):
-    logits, generated = torch.load(f"{family}.pt")
-    model = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
-    model.save_pretrained(f"{family}-again")
-    again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True).eval()
-    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        same = [torch.equal(one(tokens, memory_ids=ids, use_cache=False).logits, logits) for one in (model, again)]
-    same.append(torch.equal(model.generate(short, memory_ids=ids, **settings), generated))
-    banks = model.banks.train()
-    model.train()(tokens, labels=tokens, memory_ids=ids).loss.backward()
-    same += [len(bank.leaves()) == 4 for bank in banks.values()]
-    same.append(type(model).__module__.startswith("transformers_modules."))
-    found[family] = same
-assert not {"midus_hf", "midus_config", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
-print(json.dumps(found))
-"""
-    found = json.loads(run_python(code, tmp_path, package_present=False).splitlines()[-1])
-    assert {family: set(same) for family, same in found.items()} == {family: {True} for family in families}
-
-
 NOT_OPEN = (
     "memory 'hier-kv' fetches blocks from a bank, and none is open; expected a model that from_pretrained loaded from its folder. "
     "Call open_banks(folder) on a model that was made otherwise."
 )
 BOTH = "memory_ids and memory_blocks are given; expected one of them."
-
-
 EXPECTED = "expected integers [batch, 3], for each row a node of each level of the tree."
 
 
@@ -461,4 +155,4 @@ def test_a_trainer_keeps_ids_since_the_signature_names_them(family):
 
 def test_a_model_without_banks_does_not_know_ids():
     with pytest.raises(ValueError, match="memory_ids"):
-        tiny_model("llama").generate(prompt(6), memory_ids=IDS, **SETTINGS)
+        tiny_model("llama").generate(prompt(6), memory_ids=IDS, **FOUR_TOKENS)

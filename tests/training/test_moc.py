@@ -132,6 +132,8 @@ def test_the_config_keeps_its_entry(made, corpus, tmp_path):
 
 
 def test_routing_by_prompts_is_refused_on_plain_text_before_anything_is_written(made, corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"):
+    with pytest.raises(
+        ValueError, match=r"routing is 'prompt', and plain text has no prompts; expected chats.*'chunk'"
+    ):
         train(tiny_config(made(routing="prompt"), corpus, tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -144,6 +144,15 @@ def test_what_does_not_start_at_the_base_is_counted_from_it_and_named():
     assert not any("not seen to start" in sentence for sentence in sentences(found([*HML, *FULL])))
 
 
+def test_arms_that_are_not_causal_are_named():
+    because = "Losses are of tokens that were read in part before they were predicted, and none to compare."
+    ahead = [result("full", [0.5], is_causal=False)]
+    assert f"Not causal: full. {because}" in sentences(found([*HML, *ahead]))
+    both = found([result("hml", [0.5], is_causal=False), *ahead])
+    assert f"Not causal: hml, full. {because}" in sentences(both)
+    assert not any("causal" in sentence for sentence in sentences(found([*HML, *FULL])))
+
+
 def test_the_short_table_is_the_same_in_fewer_columns():
     one = found([*HML, *FULL])
     short, long = rows_of(short_table(one)), rows_of(arms_table(one))

@@ -1,0 +1,21 @@
+"""A small bank in a folder, untouched or written into."""
+
+import pytest
+from banks.small_bank import layout_of, made, record_of
+
+from midus_hf.banks import MemoryBank
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return made(tmp_path / "bank")
+
+
+@pytest.fixture
+def bank(folder):
+    """Writable; blocks 1 of level 1 and 5, 64 (the generic one) of level 3 were written."""
+    opened = MemoryBank(folder, layout_of(), writable=True)
+    for level, index in ((1, 1), (3, 5), (3, 64)):
+        opened.write(level, index, record_of(opened.layout, level, index))
+    yield opened
+    opened.close()

@@ -1,0 +1,143 @@
+"""Banks that are copied, locked, pickled or left by a writer: what was written is there once, and none writes over another."""
+
+import copy
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, record_of
+
+from midus_config.memories.hierarchical import HierFFNOptions
+from midus_hf.banks import MemoryBank
+from midus_hf.banks.level_file import BankError, LevelFile
+
+
+def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path):
+    layout = layout_of(HierFFNOptions(sizes=[64, 32], branching=16), LLAMA_1B)
+    bank = MemoryBank(made(tmp_path / "bank", layout, torch.bfloat16, seed=8), layout, writable=True)
+    for level, index in ((1, 3), (2, 256), (2, 7), (2, 9)):
+        bank.write(level, index, record_of(layout, level, index, torch.bfloat16))
+    bank.forget(2, 9)
+    bank.save(tmp_path / "new" / "copy")
+    copied = MemoryBank(tmp_path / "new" / "copy", layout)
+    assert copied.seed == 8 and copied.dtype == torch.bfloat16
+    assert copied.written(1) == [3] and copied.written(2) == [7, 256]
+    for level, index in ((1, 3), (2, 256), (2, 7), (2, 9), (1, 0), (1, 16)):
+        assert torch.equal(copied.block(level, index), bank.block(level, index))
+    written = 2 * (layout.record_numel(1) + 2 * layout.record_numel(2))
+    assert on_disk(copied.folder) < written + 2**17 < sum(path.stat().st_size for path in copied.folder.iterdir()) / 8
+    for opened in (bank, copied):
+        opened.close()
+
+
+def test_a_bank_saved_where_it_lies_is_left_as_it_is(bank, folder):
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    bank.save(folder)
+    bank.save(folder.parent / "." / "bank")
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+
+
+def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path):
+    other = layout_of(HierFFNOptions(sizes=[5], branching=2))
+    made(tmp_path / "there", other)
+    bank.save(tmp_path / "there")
+    copied = MemoryBank(tmp_path / "there", bank.layout)
+    assert copied.written(1) == [1] and copied.written(3) == [5, 64]
+    copied.close()
+
+
+def test_a_copy_of_a_bank_with_a_flipped_byte_is_refused(bank, folder, tmp_path):
+    path = folder / "level-3.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BankError, match=r"block 64 of bank file .*level-3\.safetensors is not what was written"):
+        bank.save(tmp_path / "copy")
+
+
+def test_two_cannot_write_and_many_can_read(bank, folder):
+    with pytest.raises(BankError) as raised:
+        MemoryBank(folder, bank.layout, writable=True)
+    assert str(raised.value) == f"the memory bank in {folder} is being written by another run. Wait for it."
+    readers = [MemoryBank(folder, bank.layout) for _ in range(2)]
+    for reader in readers:
+        reader.close()
+
+
+def test_where_the_file_system_has_no_locks_a_bank_is_written_all_the_same(folder, tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    made(tmp_path / "copy")
+    monkeypatch.setattr("fcntl.flock", none)
+    writer = MemoryBank(folder, layout_of(), writable=True)
+    writer.write(1, 2, record_of(layout_of(), 1, 2))
+    writer.save(tmp_path / "copy")
+    writer.close()
+    copy = MemoryBank(tmp_path / "copy", layout_of())
+    assert torch.equal(copy.block(1, 2), record_of(layout_of(), 1, 2))
+    copy.close()
+
+
+def test_a_lock_of_a_bank_that_fails_otherwise_is_not_told_as_another_run(folder, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fcntl.flock", failing)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        MemoryBank(folder, layout_of(), writable=True)
+
+
+def test_a_copy_that_broke_off_is_no_bank(bank, tmp_path, monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LevelFile, "write", fail)
+    with pytest.raises(KeyboardInterrupt):
+        bank.save(tmp_path / "copy")
+    with pytest.raises(BankError, match="there is no memory bank in"):
+        MemoryBank(tmp_path / "copy", layout_of())
+
+
+def test_a_copy_does_not_take_the_place_of_what_another_run_writes(bank, tmp_path):
+    other = MemoryBank(made(tmp_path / "there"), bank.layout, writable=True)
+    other.write(1, 2, record_of(bank.layout, 1, 2))
+    with pytest.raises(BankError, match="is being written by another run"):
+        bank.save(tmp_path / "there")
+    other._drop(1, 2)
+    assert torch.equal(other.block(1, 2), record_of(bank.layout, 1, 2))
+    other.close()
+    bank.save(tmp_path / "there")
+
+
+def test_a_writer_that_closed_lets_another_write(folder):
+    for _ in range(2):
+        bank = MemoryBank(folder, layout_of(), writable=True)
+        bank.write(1, 0, torch.zeros(bank.layout.record_numel(1)))
+        bank.close()
+
+
+def test_a_bank_that_could_not_be_opened_for_writing_can_be_once_it_is_repaired(folder, tmp_path):
+    path = folder / "level-3.safetensors"
+    shutil.copy(path, tmp_path / "kept")
+    path.unlink()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(BankError, match="cannot be opened"):
+            MemoryBank(folder, layout_of(), writable=True)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    shutil.copy(tmp_path / "kept", path)
+    MemoryBank(folder, layout_of(), writable=True).close()
+
+
+def test_a_pickled_bank_opens_its_files_anew(bank):
+    """What number an open file has means nothing to another process."""
+    again = pickle.loads(pickle.dumps(bank))
+    assert again._files[3]._file != bank._files[3]._file and again._lock is None
+    assert torch.equal(again.block(3, 5), record_of(again.layout, 3, 5))
+    assert copy.deepcopy(again) is again
+    again.close()

@@ -1,0 +1,116 @@
+"""Banks and ids that do not fit a model are refused, and it is said why."""
+
+import json
+
+import pytest
+import torch
+from banks.small_bank import layout_of
+
+from midus_config.memories.hierarchical import HierFFNOptions, HierKVOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.banks import MemoryBank
+from midus_hf.banks.level_file import BankError
+
+
+def refused(folder, layout=None):
+    with pytest.raises(BankError) as raised:
+        MemoryBank(folder, layout or layout_of())
+    return str(raised.value)
+
+
+def test_an_absent_bank_is_missed(tmp_path):
+    assert refused(tmp_path / "none") == (
+        f"there is no memory bank in {tmp_path / 'none'} (No such file or directory: bank.json); expected one beside the model."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (HierKVOptions(sizes=[3, 0, 2], branching=4), "its type is 'hier-ffn'; expected 'hier-kv'"),
+        (HierFFNOptions(sizes=[3, 0, 2], branching=5), "its branching is 4; expected 5"),
+        (HierFFNOptions(sizes=[3, 0, 3], branching=4), "its levels is "),
+        (HierFFNOptions(sizes=[3, 0, 2, 0], branching=4), "its levels is "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bank_of_another_model_is_refused(options, difference, folder):
+    message = refused(folder, layout_of(options))
+    assert message.startswith(f"the memory bank in {folder} belongs to another model: {difference}")
+    assert message.endswith(". Put the model's own there.")
+
+
+def test_a_bank_of_a_model_with_other_layers_is_refused_and_one_whose_layers_have_moved_is_not(folder):
+    assert "its layers is 2; expected 3" in refused(folder, layout_of(layers=(0, 1, 2)))
+    moved = MemoryBank(folder, layout_of(layers=(1, 4)))
+    moved.close()
+
+
+def test_a_bank_of_other_widths_is_refused(folder):
+    wider = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=12, num_layers=3)
+    assert "its levels is" in refused(folder, layout_of(sizes=wider))
+
+
+@pytest.mark.parametrize("description", ["{", "[]", "null", '"x"', "{}", '{"format": 2}', '{"format": 1}'])
+def test_a_description_that_is_none_is_refused(description, folder):
+    path = folder / "bank.json"
+    path.write_text(description)
+    message = refused(folder)
+    if description == "{":
+        assert message == f"{path} is no JSON; expected the description of a bank. Copy the bank again."
+    elif description == '{"format": 1}':
+        assert message == (
+            f"the memory bank in {folder} belongs to another model: its layout is None. Put the model's own there."
+        )
+    else:
+        assert message == f"{path} has another format than 1; expected a bank that this version reads."
+
+
+@pytest.mark.parametrize("seed", [..., None, "5"], ids=str)
+def test_a_description_without_a_seed_is_refused(seed, folder):
+    """Blocks that were never written would start as others than the model was trained with."""
+    path = folder / "bank.json"
+    description = json.loads(path.read_text())
+    del description["seed"]
+    path.write_text(json.dumps({**description, **({} if seed is ... else {"seed": seed})}))
+    assert str(path) in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (
+            torch.zeros(3, dtype=torch.int64),
+            "memory_ids is (3,), torch.int64; expected integers [batch, 3], for each row a node of each level of the tree.",
+        ),
+        (
+            torch.zeros(2, 4, dtype=torch.int64),
+            "memory_ids is (2, 4), torch.int64; expected integers [batch, 3], for each row a node of each level of the tree.",
+        ),
+        (
+            torch.zeros(2, 3),
+            "memory_ids is (2, 3), torch.float32; expected integers [batch, 3], for each row a node of each level of the tree.",
+        ),
+        (
+            torch.tensor([[0, 0, 0], [0, 0, 64]]),
+            "memory_ids has 64 for level 3 in row 1; expected 0 to 63, or a row of -1 for the generic memory.",
+        ),
+        (
+            torch.tensor([[0, 16, 0]]),  # of a level without blocks
+            "memory_ids has 16 for level 2 in row 0; expected 0 to 15, or a row of -1 for the generic memory.",
+        ),
+        (
+            torch.tensor([[-1, -1, 3]]),
+            "memory_ids has -1 for level 1 in row 0; expected 0 to 3, or a row of -1 for the generic memory.",
+        ),
+        (
+            torch.tensor([[-2, -2, -2]]),
+            "memory_ids has -2 for level 1 in row 0; expected 0 to 3, or a row of -1 for the generic memory.",
+        ),
+    ],
+    ids=["flat", "levels", "floats", "beyond", "level without blocks", "partly generic", "minus two"],
+)
+def test_ids_that_name_no_blocks_are_refused(ids, message, bank):
+    with pytest.raises(ValueError) as raised:
+        bank.fetch(ids)
+    assert str(raised.value) == message
