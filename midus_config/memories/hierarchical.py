@@ -49,7 +49,7 @@ class HierarchicalOptions(MemoryOptions):
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         """The tensors that a block of a size has in one layer."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say which tensors a block has.")
 
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
         levels = tuple(self.block(sizes, size) if size else {} for size in self.sizes)
@@ -98,7 +98,7 @@ class HierLoraOptions(HierarchicalOptions):
 
     def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         """Width that each adapted projection reads, and width that it gives, by its role."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say which projections it adapts.")
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}
