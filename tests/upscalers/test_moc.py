@@ -213,7 +213,9 @@ def test_inspect_and_methods_tell_of_it(base, command, tmp_path):
 REFUSED = [
     (["k=9", "chapters=8"], r"k is 9; expected 1 <= k <= 7, the chapters = 8 less shared_chapters = 1\. Lower k or raise chapters\."),
     (["k=0"], r"k is 0; expected 1 <= k <= 63, "),
-    (["shared_chapters=64"], r"k is 4; expected 1 <= k <= 0, "),
+    (["shared_chapters=64"], r"shared_chapters is 64; expected fewer than chapters = 64, so that some are left for the router\."),
+    (["shared_chapters=2", "chapters=2"], r"shared_chapters is 2; expected fewer than chapters = 2, "),
+    (["shared_chapters=63"], r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
     (["chapters=5", "k=1"], r"chapters is 5, which does not divide memory_tokens = 4096; expected .* The nearest that do are 4, 8\."),
     (["chapters=9999"], r"chapters is 9999, which does not divide memory_tokens = 4096; .* that do are 4096\."),
     (["heads=5"], r"heads is 5, which does not divide hidden_size = 32; expected a divisor\. Set heads\."),
