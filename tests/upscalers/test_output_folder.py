@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
-from upscalers import RequestError, upscale
+from upscalers import RequestError, strip, upscale
 from upscalers.landing.output_folder import REPLACING, OutputFolder
 
 
@@ -139,6 +139,14 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
     assert (tmp_path / "link").is_symlink()
     assert names(tmp_path) == ["link", "real"]
     assert names(tmp_path / "real") == ["out"]
+
+
+def test_an_output_without_a_name_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch, base):
+    upscaled(base, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="output is ''; expected the folder to make"):
+        strip(tmp_path / "out", "", overwrite=True)
+    assert names(tmp_path) == ["out"]
 
 
 def test_an_output_below_a_file_cannot_be_made(tmp_path):

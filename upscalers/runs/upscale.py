@@ -102,7 +102,7 @@ def upscale(
     if push_to_hub:
         check_repo_id(push_to_hub)
     if output is not None:
-        OutputFolder(Path(output).expanduser(), local if local.is_dir() else None, overwrite)
+        OutputFolder(output, local if local.is_dir() else None, overwrite)
     if not dry_run and not local.is_dir():
         # Before a download or a conversion, which take long, see that the request fits the base's config.
         with resolve_source(base_name, revision, config_only=True) as source:
@@ -130,7 +130,7 @@ def upscale(
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         outcome = Outcome(Identity(None, None), Bytes(0, num_bytes))
         if output is not None:
-            folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
+            folder = OutputFolder(output, source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.memories.banks)
             folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
             if not dry_run:
