@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -155,6 +156,16 @@ def test_what_acts_is_after_saving_and_loading_what_it_was(native_family, site, 
     tensors = read_tensors(tmp_path / "saved")
     assert tensors.keys() == read_tensors(tmp_path / "out").keys()
     assert same_tensors(tmp_path / "saved", trained(tmp_path / "saved", tmp_path / "again"))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(verify, base, tmp_path):
+    options = {**SMALL, "routing": "prompt"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        upscale(base=base, method="moc", output=tmp_path / "once", options=options, verify=verify)
+        report = upscale(base=tmp_path / "once", method="moc", output=tmp_path / "out", options=options, verify=verify)
+    assert report.identity.max_abs_diff == 0.0
 
 
 SECOND = {
