@@ -13,6 +13,7 @@ from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
 
 _STD = 0.02
+_MOST_LEAVES = 2**63
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,11 @@ class HierarchicalOptions(MemoryOptions):
             raise ValueError(
                 f"sizes is {self.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
                 "[256, 64, 16, 0]."
+            )
+        if self.branching ** len(self.sizes) > _MOST_LEAVES:
+            raise ValueError(
+                f"branching is {self.branching} and sizes has {len(self.sizes)} levels, which make more leaves than memory_ids, "
+                "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
             )
 
     @property
