@@ -17,6 +17,9 @@ BANK_DESCRIPTION = "bank.json"
 BANK_AUDIT = "audit.sqlite3"
 """The file of a bank that tells which documents trained its blocks; not every bank has it."""
 
+_CHECKSUM_BYTES = 4
+"""What each record of a bank has beside its block."""
+
 
 def level_file(level: int) -> str:
     """What the file of a level is called, counted from 1."""
@@ -111,6 +114,15 @@ class BankLayout:
     def num_records(self, level: int) -> int:
         """Records of a level: one per node, and that of the generic memory, the last."""
         return self.blocks.nodes(level) + 1
+
+    def file_bytes(self, level: int, item_bytes: int) -> int:
+        """Bytes of a level's file once all of its blocks were written, without the file's header.
+
+        Args:
+            level: Counted from 1.
+            item_bytes: Of an element of a block.
+        """
+        return self.num_records(level) * (_CHECKSUM_BYTES + self.record_numel(level) * item_bytes)
 
     @property
     def fetched(self) -> int:

@@ -1,8 +1,10 @@
 """A folder that appears whole: built beside its place under another name, and moved there only when it is complete."""
 
 import contextlib
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,9 @@ from types import TracebackType
 from midus_config.locks import Lock, lock_or_warn
 from midus_config.whole_files import sync
 from midus_config.wording import first_few
+
+_FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
+"""What file systems say; the last is said by those that have no holes."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,8 @@ class WholeFolder:
                 raise error(f"output {self.path} exists; pass --overwrite to replace it, or choose another folder.")
             self._replacing.check(self.path)
         self._check_siblings()
-        ancestor = next(parent for parent in self.path.parents if parent.exists())
-        if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
-            raise error(f"output {self.path} cannot be made: {ancestor} is not a writable folder.")
+        if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
+            raise error(f"output {self.path} cannot be made: {self.disk} is not a writable folder.")
 
     def _check_siblings(self) -> None:
         for sibling in (self.partial, self._replaced):
@@ -108,15 +112,37 @@ class WholeFolder:
         Raises:
             ValueError: If it has not.
         """
-        ancestor = next(parent for parent in self.path.parents if parent.exists())
-        free = shutil.disk_usage(ancestor).free
-        if self.partial.exists():
-            free += sum(file.stat().st_blocks * 512 for file in self.partial.rglob("*") if file.is_file())
+        free = self.free_bytes()
         if free < num_bytes:
             raise self._replacing.error(
-                f"the output needs {num_bytes / 1e9:.2f} GB, but {ancestor} has {free / 1e9:.2f} GB free. Make room or "
+                f"the output needs {num_bytes / 1e9:.2f} GB, but {self.disk} has {free / 1e9:.2f} GB free. Make room or "
                 "choose another disk."
             )
+
+    @property
+    def disk(self) -> Path:
+        """The nearest folder around the output that there is."""
+        return next(parent for parent in self.path.parents if parent.exists())
+
+    def free_bytes(self) -> int:
+        """Room on the disk for the output, what a killed run left of it included."""
+        free = shutil.disk_usage(self.disk).free
+        if self.partial.exists():
+            free += sum(file.stat().st_blocks * 512 for file in self.partial.rglob("*") if file.is_file())
+        return free
+
+    def can_hold_file(self, num_bytes: int) -> bool:
+        """Whether the file system takes a file of that size that is one hole; tried with a file that has no name."""
+        try:
+            with tempfile.TemporaryFile(dir=self.disk) as file:
+                file.truncate(num_bytes)
+        except OverflowError:
+            return False
+        except OSError as error:
+            if error.errno not in _FILE_TOO_LARGE:
+                raise
+            return False
+        return True
 
     def __enter__(self) -> Path:
         self._take_lock()

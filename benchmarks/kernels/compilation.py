@@ -138,8 +138,8 @@ def specialisation(launch: Launch) -> tuple[dict, dict, dict]:
 def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled:
     """Compile one launch for one target, and count its instructions where there is a tool that shows them, unless told not to."""
     signature, constants, attributes = specialisation(launch)
-    if target.startswith("gfx"):  # what `precise_product` says there
-        constants = {name: "ieee" if value == "tf32x3" else value for name, value in constants.items()}
+    if target.startswith("gfx"):  # what `precise_product` and `wide_ranged_product` say there
+        constants = {name: "ieee" if value in ("tf32x3", "tf32") else value for name, value in constants.items()}
     number = re.sub(r"\D", "", target)
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(number), 32)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)

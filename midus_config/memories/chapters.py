@@ -123,6 +123,11 @@ class ChaptersOptions(MemoryOptions):
                 f"chapters is {self.chapters}, which does not divide memory_tokens = {self.memory_tokens}; expected chapters of "
                 f"equal size. The nearest that do are {', '.join(map(str, _nearest_divisors(self.memory_tokens, self.chapters)))}."
             )
+        if self.routed_chapters < 1:
+            raise ValueError(
+                f"shared_chapters is {self.shared_chapters}; expected fewer than chapters = {self.chapters}, so that some are left "
+                "for the router. Lower it or raise chapters."
+            )
         if not 1 <= self.k <= self.routed_chapters:
             raise ValueError(
                 f"k is {self.k}; expected 1 <= k <= {self.routed_chapters}, the chapters = {self.chapters} less shared_chapters = "

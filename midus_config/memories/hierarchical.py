@@ -13,6 +13,7 @@ from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
 
 _STD = 0.02
+_MOST_LEAVES = 2**63
 
 
 @dataclass(kw_only=True)
@@ -38,6 +39,11 @@ class HierarchicalOptions(MemoryOptions):
                 f"sizes is {self.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
                 "[256, 64, 16, 0]."
             )
+        if self.branching ** len(self.sizes) > _MOST_LEAVES:
+            raise ValueError(
+                f"branching is {self.branching} and sizes has {len(self.sizes)} levels, which make more leaves than memory_ids, "
+                "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
+            )
 
     @property
     def fetched_size(self) -> int:
@@ -49,7 +55,7 @@ class HierarchicalOptions(MemoryOptions):
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         """The tensors that a block of a size has in one layer."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say which tensors a block has.")
 
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
         levels = tuple(self.block(sizes, size) if size else {} for size in self.sizes)
@@ -98,7 +104,7 @@ class HierLoraOptions(HierarchicalOptions):
 
     def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         """Width that each adapted projection reads, and width that it gives, by its role."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say which projections it adapts.")
 
     def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
         tensors: dict[str, DeclaredTensor] = {}

@@ -154,6 +154,15 @@ class UltraMemOptions(MemoryOptions):
         """Rows of value tables that a layer reads."""
         return self.keys**2
 
+    def unread_rows(self, num_layers: int) -> int:
+        """Rows of value tables that none of `num_layers` reads.
+
+        Keys are as many on either side, so of G tables, G no square number, a layer leaves the last few rows out. In a ring these are
+        among the first of another layer's; elsewhere the last layer, or every layer of a block, leaves out the same.
+        """
+        left_out = self.sharing.group * self.n**2 - self.num_rows
+        return 0 if self.sharing.kind == "ring" else left_out * len(self.sharing.blocks(num_layers))
+
     @property
     def num_projected(self) -> int:
         """Sums of values that have a projection each."""

@@ -12,7 +12,13 @@ import torch
 
 from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two, precise_product, quotient_above
+from midus_hf.ops.triton_launch import (
+    on_device_of,
+    power_of_two,
+    precise_product,
+    quotient_above,
+    wide_ranged_product,
+)
 from midus_hf.ops.triton_products import product
 
 _PROGRAMS = 1024
@@ -197,7 +203,7 @@ def _precision(query: torch.Tensor) -> str | None:
     """How `product` multiplies scores: gradients of float16 are small for it, as its largest number is 65,504, not for TF32."""
     if query.dtype == torch.float32 or interprets_kernels():
         return precise_product()
-    return "tf32" if query.dtype == torch.float16 else None
+    return wide_ranged_product() if query.dtype == torch.float16 else None
 
 
 def _tile(n: int, k: int, half: int, width: int, dtype: torch.dtype) -> dict[str, int]:

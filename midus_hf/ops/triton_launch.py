@@ -34,3 +34,8 @@ def _multiprocessors(device: torch.device) -> int:
 def precise_product() -> str:
     """How `tl.dot` multiplies float32 to nearly float32: three products on tensor cores, or none where there is no such way."""
     return "ieee" if torch.version.hip else "tf32x3"
+
+
+def wide_ranged_product() -> str:
+    """How `tl.dot` multiplies what exceeds the range of float16, to about its precision: as TF32, which not every AMD GPU has."""
+    return "ieee" if torch.version.hip else "tf32"

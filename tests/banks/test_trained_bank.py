@@ -1,97 +1,30 @@
-"""Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone; put aside, saved, gone on from."""
+"""Blocks that train: each as AdamW would train it if it saw the steps that fetched it alone; some of them put aside."""
 
-import json
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from banks.trained_blocks import (
+    EVERY,
+    FETCHED,
+    PATHS,
+    SETTINGS,
+    bank_in,
+    blocks_of,
+    by_adamw,
+    layout_of,
+    loss_of,
+    train,
+)
 
-from midus_config.fetched_blocks import BankLayout
-from midus_config.memories.hierarchical import HierFFNOptions
-from midus_config.model_sizes import ModelSizes
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError, LevelFile
-from midus_hf.banks.memory_bank import create_bank
-from midus_hf.banks.trained_bank import TrainedBank
-
-SIZES = ModelSizes(hidden_size=4, num_heads=2, intermediate_size=6, num_layers=2)
-SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-PATHS = [
-    [[0, 1, 5], [0, 1, 5]],
-    [[2, 7, 22], [0, 1, 4]],
-    [[-1, -1, -1], [0, 0, 0]],
-    [[0, 1, 5], [2, 7, 22]],
-    [[0, 2, 6]],
-]
-"""What each of five steps fetches, from a tree of three children a node; level 2 has no blocks."""
-
-FETCHED = [{(1, 0), (3, 5)}, {(1, 2), (3, 22), (1, 0), (3, 4)}, {(1, 3), (3, 27), (1, 0), (3, 0)}]
-FETCHED += [{(1, 0), (3, 5), (1, 2), (3, 22)}, {(1, 0), (3, 6)}]
-EVERY = sorted(set().union(*FETCHED))
-
-
-def layout_of():
-    return BankLayout("hier-ffn", (0, 1), HierFFNOptions(sizes=[2, 0, 1], branching=3).fetched(SIZES))
-
-
-def bank_in(folder, dtype=torch.float32, **options):
-    """A bank of which two blocks were written, one of which is trained here."""
-    if not folder.exists():
-        create_bank(folder, layout_of(), dtype, 4)
-        bank = MemoryBank(folder, layout_of(), writable=True)
-        for level, index in ((3, 5), (3, 9)):
-            bank.write(level, index, torch.linspace(-1, 1, bank.layout.record_numel(level)))
-        bank.close()
-    return TrainedBank(MemoryBank(folder, layout_of()), **options)
 
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "bank"
-
-
-def loss_of(fetched, step):
-    """Of what rows fetched, with other gradients at every step and for every row."""
-    total = torch.zeros((), dtype=torch.float32)
-    for layer in (0, 1):
-        for number, level in enumerate(fetched.of(layer).levels):
-            for row, block in enumerate(level.blocks.tolist()):
-                for name, tensor in level.tensors.items():
-                    place = torch.arange(tensor[0].numel(), dtype=torch.float32).view(tensor.shape[1:])
-                    weight = (place + 3 * step + 7 * layer + 2 * number + row + len(name)).sin()
-                    total = total + (weight * tensor[block]).sum() + 0.2 * (step + 1) * tensor[block].square().sum()
-    return total
-
-
-def train(bank, steps=range(5), settings=SETTINGS, between=lambda bank: None):
-    for step in steps:
-        loss_of(bank.fetch(torch.tensor(PATHS[step])), step).backward()
-        between(bank)
-        bank.step(**settings)
-
-
-def blocks_of(bank, keys=EVERY):
-    with torch.no_grad():
-        return {key: bank.block(*key).detach().clone() for key in keys}
-
-
-def by_adamw(folder, settings=SETTINGS):
-    """The same in float64 by torch's AdamW, of which each block has one, whose steps are those that fetched it."""
-    start = MemoryBank(folder, layout_of())
-    masters = {key: start.block(*key).double().clone().requires_grad_() for key in EVERY}
-    optimizers = {key: torch.optim.AdamW([master], **settings, foreach=False) for key, master in masters.items()}
-    for step, paths in enumerate(PATHS):
-        reader = bank_in(folder)
-        reader.block = lambda level, index: masters[level, index]
-        loss_of(reader.fetch(torch.tensor(paths)), step).backward()
-        for key in FETCHED[step]:
-            optimizers[key].step()
-            masters[key].grad = None
-        assert all(master.grad is None for master in masters.values())
-        reader.close()
-    start.close()
-    return {key: master.detach() for key, master in masters.items()}
 
 
 @pytest.mark.parametrize(
@@ -263,25 +196,6 @@ def test_blocks_fetched_and_never_updated_are_not_written(folder, tmp_path):
     assert saved.written(1) == [0] and saved.written(3) == [5, 9]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("room", [0, 2**30])
-def test_saving_writes_what_was_trained_in_the_dtype_of_the_bank(room, dtype, folder, tmp_path):
-    bank = bank_in(folder, dtype, bytes_in_memory=room)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    train(bank)
-    bank.save(tmp_path / "saved")
-    saved = MemoryBank(tmp_path / "saved", layout_of())
-    assert saved.dtype == dtype and saved.seed == bank.bank.seed
-    assert saved.written(1) == [0, 2, 3] and saved.written(3) == [0, 4, 5, 6, 9, 22, 27]
-    trained = blocks_of(bank)
-    assert all(block.dtype == torch.float32 for block in trained.values())
-    for key in EVERY:
-        assert torch.equal(saved.block(*key), trained[key].to(dtype))
-    for key in ((3, 9), (1, 1), (3, 1)):
-        assert torch.equal(saved.block(*key), bank.bank.block(*key))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # its own files stay
-
-
 def test_masters_are_in_float32_whatever_the_bank_stores(folder):
     """Steps that bfloat16 would round away add up."""
     bank = bank_in(folder, torch.bfloat16)
@@ -290,98 +204,6 @@ def test_masters_are_in_float32_whatever_the_bank_stores(folder):
         bank._state(3, 5).master.grad = torch.ones(bank.layout.record_numel(3))
         bank.step(1e-4, (0.9, 0.95), 1e-8, 0.0)
     torch.testing.assert_close(blocks_of(bank)[3, 5], torch.full((24,), 1 - 20e-4))
-
-
-@pytest.mark.parametrize("room", [0, 1000, 2**30])
-@pytest.mark.parametrize("stop", [1, 2, 4])
-def test_training_goes_on_from_a_saved_state_to_the_same_bytes(stop, room, folder, tmp_path):
-    whole = bank_in(folder)
-    train(whole)
-    first = bank_in(folder, bytes_in_memory=room)
-    train(first, steps=range(stop))
-    first.save_state(tmp_path / "state")
-    half = blocks_of(first)
-    train(first, steps=range(stop, 5))  # saving changed nothing
-    second = bank_in(folder, bytes_in_memory=room)
-    train(second, steps=[4])  # what was trained before is left behind
-    second.load_state(tmp_path / "state")
-    assert second.touched() == sorted(set().union(*FETCHED[:stop]))
-    assert all(torch.equal(block, half[key]) for key, block in blocks_of(second).items())
-    train(second, steps=range(stop, 5))
-    expected = blocks_of(whole)
-    for bank in (first, second):
-        found = blocks_of(bank)
-        assert bank.touched() == EVERY and all(torch.equal(found[key], expected[key]) for key in EVERY)
-    second.save(tmp_path / "saved")
-    saved = MemoryBank(tmp_path / "saved", layout_of())
-    assert all(torch.equal(saved.block(*key), expected[key]) for key in EVERY)
-
-
-def test_a_state_saved_again_has_blocks_that_were_not_fetched_since(folder, tmp_path):
-    bank = bank_in(folder)
-    train(bank, steps=range(2))
-    bank.save_state(tmp_path / "first")
-    second = bank_in(folder)
-    second.load_state(tmp_path / "first")
-    train(second, steps=[4])
-    second.save_state(tmp_path / "second")
-    train(bank, steps=[4])
-    third = bank_in(folder)
-    third.load_state(tmp_path / "second")
-    assert third.touched() == bank.touched()
-    found, expected = blocks_of(third, bank.touched()), blocks_of(bank, bank.touched())
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_a_state_may_be_saved_where_it_was_loaded_from(folder, tmp_path):
-    """Its blocks are read when they are fetched, so they are still read from there."""
-    bank = bank_in(folder)
-    train(bank, steps=range(2))
-    bank.save_state(tmp_path / "state")
-    expected = blocks_of(bank, bank.touched())
-    second = bank_in(folder)
-    second.load_state(tmp_path / "state")
-    second.save_state(tmp_path / "state")
-    third = bank_in(folder)
-    third.load_state(tmp_path / "state")
-    for again in (second, third):
-        found = blocks_of(again, bank.touched())
-        assert again.touched() == bank.touched() and all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_what_was_put_aside_before_a_state_was_loaded_is_left_behind(folder, tmp_path):
-    bank = bank_in(folder, bytes_in_memory=0)
-    start = blocks_of(bank)
-    bank.save_state(tmp_path / "state")
-    train(bank)
-    bank.load_state(tmp_path / "state")
-    assert bank.touched() == []
-    again = blocks_of(bank)
-    assert all(torch.equal(again[key], start[key]) for key in EVERY)
-    train(bank, steps=[0])
-    assert bank.touched() == sorted(FETCHED[0])
-
-
-@pytest.mark.parametrize("damage", ["no list", "file", "sizes", "flipped"])
-def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, tmp_path):
-    bank, state = bank_in(folder), tmp_path / "state"
-    train(bank, steps=range(2))
-    bank.save_state(state)
-    if damage == "no list":
-        (state / "touched.json").unlink()
-    elif damage == "file":
-        (state / "level-3.safetensors").unlink()
-    elif damage == "sizes":
-        found = json.loads((state / "touched.json").read_text())
-        (state / "touched.json").write_text(json.dumps({**found, "3": found["3"][:-1]}))
-    else:
-        content = bytearray((state / "level-3.safetensors").read_bytes())
-        content[-1] ^= 1
-        (state / "level-3.safetensors").write_bytes(content)
-    second = bank_in(folder)
-    with pytest.raises(BankError):
-        second.load_state(state)
-        blocks_of(second)
 
 
 def test_what_was_put_aside_leaves_nothing_on_the_disk(folder, tmp_path, monkeypatch):

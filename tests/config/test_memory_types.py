@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor
+from midus_config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
 from midus_config.memory_types import (
     MEMORY_TYPES,
     InsertedOptions,
@@ -15,6 +16,7 @@ from midus_config.memory_types import (
     is_name,
     register_memory_type,
 )
+from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
 
 
@@ -122,6 +124,18 @@ def test_a_declaration_that_cannot_be_built_is_refused(options, message):
 def test_a_type_must_say_which_tensors_it_has():
     with pytest.raises(TypeError, match="Silent does not say which tensors it has"):
         register_memory_type("silent")(type("Silent", (InsertedOptions,), {"sites": ("inserted",)}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (HierarchicalOptions, "HierarchicalOptions does not say which tensors a block has"),
+        (HierLoraOptions, "HierLoraOptions does not say which projections it adapts"),
+    ],
+)
+def test_a_memory_of_blocks_must_say_what_they_hold(options, message):
+    with pytest.raises(TypeError, match=message):
+        options().fetched(ModelSizes(hidden_size=8, num_heads=2))
 
 
 def test_every_type_is_declared_with_a_text_and_options_that_have_one():

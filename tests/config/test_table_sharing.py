@@ -3,6 +3,7 @@
 import pytest
 
 from midus_config.memories.table_sharing import TableSharing
+from midus_config.memories.ultramem import UltraMemOptions
 
 LAYERS = 24
 TABLE_10 = {
@@ -47,6 +48,34 @@ def test_in_a_ring_every_table_is_read_by_as_many_layers():
 def test_one_table_for_all_and_one_for_each():
     assert tables_read("all", 7) == {1}
     assert TableSharing.read("none").blocks(3) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        ("none", 0),
+        ("all", 0),
+        ("ring:3", 0),
+        ("ring:4", 0),
+        ("noring:4", 0),
+        ("noring:3", 192 - 13**2),
+        ("noring:2", 128 - 11**2),
+        ("block:4", 0),
+        ("block:3", 2 * (192 - 13**2)),
+        ("block:6", 384 - 19**2),
+    ],
+)
+def test_rows_that_no_layer_reads_are_those_that_are_in_no_stretch(share, expected):
+    num_layers = 6 if share not in ("block:4", "ring:4", "noring:4") else 8
+    options = UltraMemOptions(n=8, k=2, share=share)
+    sharing, unread = options.sharing, 0
+    for block in sharing.blocks(num_layers):
+        stored = sharing.stored(len(block))
+        total = stored * options.n**2
+        starts = [sharing.first(layer - block.start, stored) * options.n**2 for layer in block]
+        read = {(start + row) % total for start in starts for row in range(options.num_rows)}
+        unread += total - len(read)
+    assert options.unread_rows(num_layers) == unread == expected
 
 
 @pytest.mark.parametrize("share", ["", "ring", "ring:0", "ring:-1", "Ring:2", "block:2:3"])

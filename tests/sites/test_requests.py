@@ -42,6 +42,8 @@ LAYERS = (
         (["--set", "site=skip", "--set", "span=1", "--set", "layers=[3]"], "span is 1; expected fewer than"),
         (["--set", "site=skip", "--set", "span=-1"], "span is -1; expected 0 or more layers"),
         (["--set", "site=skip", "--set", "span=far"], "span is 'far'; expected a whole number"),
+        (["--set", "span=2"], r"span is 2 and site is 'beside-ffn'; expected site skip, .* Pass --set site=skip, or leave span out"),
+        (["--set", "site=behind-layer", "--set", "span=0"], "span is 0 and site is 'behind-layer'; expected site skip"),
         (["--num-new-layers", "2"], "num-new-layers is 2, but toy attaches memory to layers that there are; expected none"),
         (["--placement", "1,3"], "placement is '1,3', but toy attaches memory to layers that there are; expected none"),
         (["--set", "rank=0"], r"rank is 0; expected 1 or more\."),

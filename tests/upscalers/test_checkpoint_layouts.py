@@ -24,7 +24,8 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.chosen_families import families
-from upscalers import RequestError, upscale
+from upscalers import RequestError, strip, upscale
+from upscalers.runs.inspection import inspect_checkpoint
 
 family = families("qwen2", "gemma3")
 
@@ -126,6 +127,27 @@ def test_a_tied_head_that_is_stored_all_the_same_is_kept_and_counted_once(tmp_pa
     report = upscaled(base, tmp_path / "out")
     assert "lm_head.weight" in read_tensors(tmp_path / "out")
     assert report.parameters.total == sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_another_head_than_the_embedding_is_counted_as_transformers_loads_it_although_config_ties_them(
+    tmp_path, prefix
+):
+    base = save_base(tmp_path / "base", tie_word_embeddings=True, prefix=prefix)
+    tensors = read_tensors(base)
+    head = tensors[f"{prefix}embed_tokens.weight"].clone()
+    head[-1, -1] += 1  # what differs comes last
+    write_tensors(base, {**tensors, "lm_head.weight": head})
+    report = upscaled(base, tmp_path / "out")
+    total = sum(parameter.numel() for parameter in load(tmp_path / "out").parameters())
+    assert torch.equal(load(tmp_path / "out").lm_head.weight, head)
+    assert report.parameters.base == sum(parameter.numel() for parameter in load(base).parameters())
+    assert report.parameters.total == inspect_checkpoint(tmp_path / "out")["parameters"]["total"] == total
+    assert f"{total:,}" in (tmp_path / "out" / "README.md").read_text()
+    told = strip(tmp_path / "out", tmp_path / "stripped")
+    assert told["base_confirmed"] is True and torch.equal(load(tmp_path / "stripped").lm_head.weight, head)
+    write_tensors(tmp_path / "out", {**read_tensors(tmp_path / "out"), "lm_head.weight": head + 1})
+    assert strip(tmp_path / "out", tmp_path / "trained")["differing_tensors"] == 1
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -367,6 +367,7 @@ def test_inspect_tells_of_the_memory(base, command, tmp_path):
     ("kind", "words", "message"),
     [
         ("hier-ffn", "branching=1", "branching is 1; expected 2 or more."),
+        ("hier-ffn", "branching=100000", "branching is 100000 and sizes has 4 levels, which make more leaves than memory_ids, int64"),
         ("hier-ffn", "sizes=[0,0]", "sizes is [0, 0]; expected a size for each level of the tree, 0 or more, and not all"),
         ("hier-ffn", "sizes=[]", "sizes is []; expected a size for each level of the tree"),
         ("hier-kv", "sizes=[4,-1]", "sizes is [4, -1]; expected a size for each level of the tree, 0 or more"),

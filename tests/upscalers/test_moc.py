@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -157,6 +158,16 @@ def test_what_acts_is_after_saving_and_loading_what_it_was(native_family, site, 
     assert same_tensors(tmp_path / "saved", trained(tmp_path / "saved", tmp_path / "again"))
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_verification_tells_memories_that_choose_by_the_prompt_what_that_is(verify, base, tmp_path):
+    options = {**SMALL, "routing": "prompt"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        upscale(base=base, method="moc", output=tmp_path / "once", options=options, verify=verify)
+        report = upscale(base=tmp_path / "once", method="moc", output=tmp_path / "out", options=options, verify=verify)
+    assert report.identity.max_abs_diff == 0.0
+
+
 SECOND = {
     "midus-hml": {"method": "midus-hml", "options": SMALL_MEMORY},
     "llama-pro": {"method": "llama-pro", "num_new_layers": 2},
@@ -213,7 +224,9 @@ def test_inspect_and_methods_tell_of_it(base, command, tmp_path):
 REFUSED = [
     (["k=9", "chapters=8"], r"k is 9; expected 1 <= k <= 7, the chapters = 8 less shared_chapters = 1\. Lower k or raise chapters\."),
     (["k=0"], r"k is 0; expected 1 <= k <= 63, "),
-    (["shared_chapters=64"], r"k is 4; expected 1 <= k <= 0, "),
+    (["shared_chapters=64"], r"shared_chapters is 64; expected fewer than chapters = 64, so that some are left for the router\."),
+    (["shared_chapters=2", "chapters=2"], r"shared_chapters is 2; expected fewer than chapters = 2, "),
+    (["shared_chapters=63"], r"k is 4; expected 1 <= k <= 1, the chapters = 64 less shared_chapters = 63\."),
     (["chapters=5", "k=1"], r"chapters is 5, which does not divide memory_tokens = 4096; expected .* The nearest that do are 4, 8\."),
     (["chapters=9999"], r"chapters is 9999, which does not divide memory_tokens = 4096; .* that do are 4096\."),
     (["heads=5"], r"heads is 5, which does not divide hidden_size = 32; expected a divisor\. Set heads\."),

@@ -4,13 +4,15 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import shutil
+import tempfile
 
 import pytest
 import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
-from upscalers import RequestError, upscale
+from upscalers import RequestError, strip, upscale
 from upscalers.landing.output_folder import REPLACING, OutputFolder
 
 
@@ -141,6 +143,14 @@ def test_a_link_stands_for_what_it_points_to(tmp_path):
     assert names(tmp_path / "real") == ["out"]
 
 
+def test_an_output_without_a_name_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch, base):
+    upscaled(base, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RequestError, match="output is ''; expected the folder to make"):
+        strip(tmp_path / "out", "", overwrite=True)
+    assert names(tmp_path) == ["out"]
+
+
 def test_an_output_below_a_file_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RequestError, match=r"out cannot be made: .*file is not a writable folder"):
@@ -154,6 +164,25 @@ def test_too_little_disk_is_told_before_work_begins(tmp_path, monkeypatch, base)
     ):
         upscaled(base, tmp_path / "new" / "out")
     assert names(tmp_path) == []
+
+
+def test_whether_a_file_is_too_large_is_tried_and_leaves_nothing(tmp_path, monkeypatch):
+    folder = OutputFolder(tmp_path / "new" / "out")
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, most))
+    try:
+        assert folder.can_hold_file(999_999) and not folder.can_hold_file(1_000_001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert folder.can_hold_file(1_000_001) and not folder.can_hold_file(2**63)
+    assert names(tmp_path) == []
+
+    def fail(**_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.can_hold_file(1)
 
 
 def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monkeypatch, base):

@@ -54,6 +54,26 @@ def test_after_three_steps_every_new_tensor_has_moved(native_family, kind, tmp_p
     assert not still
 
 
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        ("block:2", "a layer has 11 keys a side and reads 121 of the 128 rows of its tables: 14 rows are stored that no layer"),
+        ("noring:3", "a layer has 13 keys a side and reads 169 of the 192 rows of its tables: 23 rows are stored that no layer"),
+        ("ring:3", None),
+        ("block:4", None),
+    ],
+)  # fmt: skip
+def test_rows_that_no_layer_reads_are_told_before_anything_is_written(share, told, base, command):
+    options = [word for pair in ("n=8", "k=4", f"share={share}") for word in ("--set", pair)]
+    done = command("--base", base, "--method", "ultramem-v2", "--dry-run", *options)
+    assert done.status == 0
+    assert (
+        done.err == ""
+        if told is None
+        else f"upscale: warning: share is '{share}', so {told} reads. Choose" in done.err
+    )
+
+
 @pytest.mark.parametrize("kind", ["own", "ring", "expanded", "memory-plus"])
 def test_what_is_made_block_by_block_is_checked_too(kind, base, tmp_path):
     options = {**SMALL, **KINDS[kind]}

@@ -116,7 +116,7 @@ def edit_bank(
         name, layout = find_layout(source.folder, request.memory)
         check(layout)
         memories = open_base(source.folder, needs_weights=False).memories
-        folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
+        folder = OutputFolder(request.output, source.folder, request.overwrite)
         files = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
         files = [path for path in files if BANKS_FOLDER not in path.relative_to(source.folder).parts]
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))

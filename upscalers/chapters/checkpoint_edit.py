@@ -102,7 +102,7 @@ def edit_checkpoint(
         }
         shards = edited_shards(opened, decided.tensors)
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        folder = OutputFolder(Path(request.output).expanduser(), source.folder, request.overwrite)
+        folder = OutputFolder(request.output, source.folder, request.overwrite)
         folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
         with folder as partial, shown(progress):
             begin_writing(progress, num_bytes, len(shards))

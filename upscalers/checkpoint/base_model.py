@@ -18,6 +18,7 @@ from upscalers.checkpoint.safetensors_format import (
     TORCH_NAMES,
     StoredTensor,
     dtype_of_most,
+    holds_the_same,
     read_header,
 )
 from upscalers.checkpoint.tokenizer import has_tokenizer
@@ -86,12 +87,25 @@ class BaseModel:
         own = {name for layer in self._names_by_layer for name in layer.values()}
         return (name for name in self.tensors if name not in own)
 
+    @cached_property
+    def repeated_names(self) -> frozenset[str]:
+        """Names of the tensors that only repeat others: a head that is tied to the embedding, and stored all the same.
+
+        One of other values is a parameter of its own, whatever the config says: transformers does not tie it.
+        """
+        embedding = f"{self.prefix}embed_tokens.weight"
+        return frozenset(
+            name
+            for name in self.family.tied_tensors(self.config)
+            if name in self.tensors and holds_the_same(self.tensors[name], self.tensors[embedding])
+        )
+
     def uncounted_names(self) -> set[str]:
         """Names of the tensors that are no parameters of their own: a tied head, buffers, what the family does not have."""
         layers = range(self.num_layers)
         buffers = {self.new_name(layer, name) for layer in layers for name in self.memories.buffers(layer)}
         buffers |= {self.prefix + name for name in self.memories.table_buffers()}
-        return {*self.family.tied_tensors(self.config), *self.unexpected, *buffers}
+        return {*self.repeated_names, *self.unexpected, *buffers}
 
     def layer_tensors(self, layer: int) -> dict[str, LayerTensor]:
         """Roles and shapes of a layer's tensors, by their name within the layer."""

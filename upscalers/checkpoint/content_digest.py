@@ -20,7 +20,7 @@ def weight_names(model: BaseModel) -> dict[str, str]:
 
     Left out is what transformers does not save again: a tied head, and what the architecture does not have.
     """
-    left_out = {*model.family.tied_tensors(model.config), *model.unexpected}
+    left_out = {*model.repeated_names, *model.unexpected}
     return {name: name.removeprefix(model.prefix) for name in model.tensors if name not in left_out}
 
 

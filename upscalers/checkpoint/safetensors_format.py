@@ -27,6 +27,7 @@ INTEGER_NAMES = {"I8": "int8", "U8": "uint8"}
 SAFETENSORS_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 _LONGEST_HEADER = 100_000_000
+_CHUNK_BYTES = 1 << 22
 _NOT_IN_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY})
 
 
@@ -50,6 +51,25 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def holds_the_same(left: StoredTensor, right: StoredTensor) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes; reads no more than that takes.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    assert left.file is not None and right.file is not None
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    with left.file.open("rb", buffering=0) as first, right.file.open("rb", buffering=0) as second:
+        for start in range(0, left.num_bytes, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, left.num_bytes - start)
+            if os.pread(first.fileno(), length, left.start + start) != os.pread(
+                second.fileno(), length, right.start + start
+            ):
+                return False
+    return True
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

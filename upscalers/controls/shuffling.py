@@ -74,7 +74,7 @@ def shuffle(
         }
         shards = edited_shards(opened, {name: [_permuted(opened, name, seed)] for name in tables})
         num_bytes = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors)
-        folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
+        folder = OutputFolder(output, source.folder, overwrite)
         folder.check_space(num_bytes + bytes_of_banks(source.folder, opened.memories.banks))
         with folder as partial, shown(progress):
             begin_writing(progress, num_bytes, len(shards))

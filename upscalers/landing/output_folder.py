@@ -16,17 +16,20 @@ class OutputFolder(WholeFolder):
     """A `WholeFolder` that takes the place of a checkpoint of ours and of nothing else, and lies apart from the base.
 
     Args:
-        path: The output. A link stands for what it points to.
+        path: The output, `~` allowed. A link stands for what it points to.
         base: The base folder, which must neither contain the output nor lie inside it; None if there is none.
         overwrite: Whether an existing checkpoint may be replaced, if `check_replaceable` lets it pass.
 
     Raises:
-        RequestError: If the output exists, lies inside the base or around it, cannot be written, or is being written by another run.
+        RequestError: If the output has no name, exists, lies inside the base or around it, cannot be written, or is being written by
+            another run.
     """
 
-    def __init__(self, path: Path, base: Path | None = None, overwrite: bool = False):
+    def __init__(self, path: str | Path, base: Path | None = None, overwrite: bool = False):
+        if path == "":  # which would stand for the folder that the command was started in
+            raise RequestError("output is ''; expected the folder to make. Pass --output DIR.")
         self._base = base
-        super().__init__(path, REPLACING, overwrite)
+        super().__init__(Path(path).expanduser(), REPLACING, overwrite)
 
     def _check(self) -> None:
         if self._base is not None:

@@ -13,6 +13,8 @@ from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, refusing_requests
 from upscalers.tensors.recipes import Recipe
 
+_SPAN = 1
+
 
 class AttachedMemoryMethod(HostedMemoryMethod):
     """Attaches a memory to layers of the base, which are otherwise taken over as they are.
@@ -38,6 +40,11 @@ class AttachedMemoryMethod(HostedMemoryMethod):
         sites = _attached_sites(self.memory_options)
         if self.options.site not in sites:
             raise RequestError(f"site is {self.options.site!r}; expected one of: {', '.join(sites)}.")
+        if "skip" in sites and self.options.site != "skip" and self.options.span != _SPAN:
+            raise RequestError(
+                f"span is {self.options.span} and site is {self.options.site!r}; expected site skip, which alone has a span. Pass "
+                "--set site=skip, or leave span out."
+            )
 
     def plan(self, base: BaseModel, num_new_layers: int | None, placement: str | None) -> Plan:
         for name, value in (("num-new-layers", num_new_layers), ("placement", placement)):
@@ -155,7 +162,9 @@ def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> ty
         ("site", str, option(sites[0], f"where it sits in them: {', '.join(sites)}")),
     ]
     if "skip" in memory_options.sites:
-        places.append(("span", int, option(1, "of site skip: how many layers behind the one that it reads it adds")))
+        places.append(
+            ("span", int, option(_SPAN, "of site skip: how many layers behind the one that it reads it adds"))
+        )
     taken = {name for name, *_ in places} & {named.name for named in memory_options.__dataclass_fields__.values()}
     if taken:
         raise ValueError(

@@ -25,5 +25,11 @@ class MoDA(AttachedMemoryMethod):
                 "depth_weight is 'one', with which the new slots change what the base computes; expected mixed or multiplied. It "
                 "is for models that are trained from scratch, whose config has it."
             )
+        layers = self.layers(base)
+        if len(layers) == 1 and self.options.layers != list(layers):
+            raise RequestError(
+                f"layers is {self.options.layers!r}, which chooses layer {layers[0]} alone; expected two or more, for a layer reads "
+                "what another in front of it wrote. Choose more."
+            )
         with refusing_requests():
-            self._memory().check_layers(self.layers(base))
+            self._memory().check_layers(layers)

@@ -15,7 +15,7 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError, VerificationError, one_line
 from upscalers.request.progress import Progress
-from upscalers.runs.streamed_model import ids_of_path, path_of_last_leaf, read_tensor
+from upscalers.runs.streamed_model import inputs_of_memories, path_of_last_leaf, read_tensor
 
 _BATCH, _TOKENS = 2, 16
 
@@ -107,8 +107,8 @@ class _Layers:
         )
         try:
             with torch.no_grad():
-                ids = ids_of_path(self._path, len(hidden_states))
-                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False, **ids).last_hidden_state
+                asked = inputs_of_memories(self._stack, self._path, hidden_states)
+                return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False, **asked).last_hidden_state
         except Exception as error:
             raise RequestError(
                 f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "

@@ -64,7 +64,8 @@ class StreamedModel:
             handles.append(layer.register_forward_hook(lambda *call, number=number: see(number, _stream(call[-1]))))
         try:
             with torch.no_grad():
-                return self._model(tokens, use_cache=False, **ids_of_path(self._path, len(tokens))).logits
+                asked = inputs_of_memories(self._model.model, self._path, tokens)
+                return self._model(tokens, use_cache=False, **asked).logits
         finally:
             for handle in handles:
                 handle.remove()
@@ -83,9 +84,19 @@ def path_of_last_leaf(config: Any) -> tuple[int, ...] | None:
     return None
 
 
-def ids_of_path(path: tuple[int, ...] | None, rows: int) -> dict[str, torch.Tensor]:
-    """The argument that lets all rows of a batch fetch the blocks of a path; none where there is no path."""
-    return {} if path is None else {"memory_ids": torch.tensor([path] * rows)}
+def inputs_of_memories(stack: Any, path: tuple[int, ...] | None, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What memories of a model ask of a pass beside its tokens; nothing where there are none that ask.
+
+    Args:
+        stack: The model's stack of layers.
+        path: Whose blocks all rows fetch; None where nothing is fetched.
+        tokens: `[B, T, ...]`, ids or hidden states, of which the first half is taken for a prompt.
+    """
+    batch, length = tokens.shape[:2]
+    asked = {} if path is None else {"memory_ids": torch.tensor([path] * batch)}
+    if "prompt_mask" in getattr(stack, "memory_input_names", ()):
+        asked["prompt_mask"] = (torch.arange(length) < length // 2).expand(batch, -1)  # [B, T]
+    return asked
 
 
 class _StoredWeights(Mapping[str, torch.Tensor]):

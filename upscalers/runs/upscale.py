@@ -11,6 +11,7 @@ from typing import Any
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
+from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
 from upscalers.landing.output_folder import OutputFolder
 from upscalers.methods.contract import Method, get_method
@@ -20,6 +21,7 @@ from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import parse_options
 from upscalers.request.progress import NoProgress, Progress, shown
 from upscalers.request.sizes import parse_size
+from upscalers.runs.bank_room import check_room_for_banks
 from upscalers.runs.job import Job
 from upscalers.runs.writing import Outcome, Writing
 
@@ -102,7 +104,7 @@ def upscale(
     if push_to_hub:
         check_repo_id(push_to_hub)
     if output is not None:
-        OutputFolder(Path(output).expanduser(), local if local.is_dir() else None, overwrite)
+        OutputFolder(output, local if local.is_dir() else None, overwrite)
     if not dry_run and not local.is_dir():
         # Before a download or a conversion, which take long, see that the request fits the base's config.
         with resolve_source(base_name, revision, config_only=True) as source:
@@ -130,9 +132,11 @@ def upscale(
         counts, num_bytes = job.counts(), sum(tensor.num_bytes for tensor in job.tensors)
         outcome = Outcome(Identity(None, None), Bytes(0, num_bytes))
         if output is not None:
-            folder = OutputFolder(Path(output).expanduser(), source.folder, overwrite)
+            folder = OutputFolder(output, source.folder, overwrite)
             carried = bytes_of_banks(source.folder, opened.memories.banks)
             folder.check_space(num_bytes + carried + job.scratch_bytes() + _SPARE_BYTES)
+            for concern in check_room_for_banks(folder, job.new_banks, ITEM_BYTES[job.cast(opened.dtype)]):
+                progress.warn(concern)
             if not dry_run:
                 scan = verify is not False and not allow_nan
                 with shown(progress):

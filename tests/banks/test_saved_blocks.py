@@ -1,0 +1,133 @@
+"""What blocks have learnt is saved, loaded and gone on from to the same bytes."""
+
+import json
+
+import pytest
+import torch
+from banks.trained_blocks import (
+    EVERY,
+    FETCHED,
+    bank_in,
+    blocks_of,
+    layout_of,
+    train,
+)
+
+from midus_hf.banks import MemoryBank
+from midus_hf.banks.level_file import BankError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "bank"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("room", [0, 2**30])
+def test_saving_writes_what_was_trained_in_the_dtype_of_the_bank(room, dtype, folder, tmp_path):
+    bank = bank_in(folder, dtype, bytes_in_memory=room)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    train(bank)
+    bank.save(tmp_path / "saved")
+    saved = MemoryBank(tmp_path / "saved", layout_of())
+    assert saved.dtype == dtype and saved.seed == bank.bank.seed
+    assert saved.written(1) == [0, 2, 3] and saved.written(3) == [0, 4, 5, 6, 9, 22, 27]
+    trained = blocks_of(bank)
+    assert all(block.dtype == torch.float32 for block in trained.values())
+    for key in EVERY:
+        assert torch.equal(saved.block(*key), trained[key].to(dtype))
+    for key in ((3, 9), (1, 1), (3, 1)):
+        assert torch.equal(saved.block(*key), bank.bank.block(*key))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # its own files stay
+
+
+@pytest.mark.parametrize("room", [0, 1000, 2**30])
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_training_goes_on_from_a_saved_state_to_the_same_bytes(stop, room, folder, tmp_path):
+    whole = bank_in(folder)
+    train(whole)
+    first = bank_in(folder, bytes_in_memory=room)
+    train(first, steps=range(stop))
+    first.save_state(tmp_path / "state")
+    half = blocks_of(first)
+    train(first, steps=range(stop, 5))  # saving changed nothing
+    second = bank_in(folder, bytes_in_memory=room)
+    train(second, steps=[4])  # what was trained before is left behind
+    second.load_state(tmp_path / "state")
+    assert second.touched() == sorted(set().union(*FETCHED[:stop]))
+    assert all(torch.equal(block, half[key]) for key, block in blocks_of(second).items())
+    train(second, steps=range(stop, 5))
+    expected = blocks_of(whole)
+    for bank in (first, second):
+        found = blocks_of(bank)
+        assert bank.touched() == EVERY and all(torch.equal(found[key], expected[key]) for key in EVERY)
+    second.save(tmp_path / "saved")
+    saved = MemoryBank(tmp_path / "saved", layout_of())
+    assert all(torch.equal(saved.block(*key), expected[key]) for key in EVERY)
+
+
+def test_a_state_saved_again_has_blocks_that_were_not_fetched_since(folder, tmp_path):
+    bank = bank_in(folder)
+    train(bank, steps=range(2))
+    bank.save_state(tmp_path / "first")
+    second = bank_in(folder)
+    second.load_state(tmp_path / "first")
+    train(second, steps=[4])
+    second.save_state(tmp_path / "second")
+    train(bank, steps=[4])
+    third = bank_in(folder)
+    third.load_state(tmp_path / "second")
+    assert third.touched() == bank.touched()
+    found, expected = blocks_of(third, bank.touched()), blocks_of(bank, bank.touched())
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_state_may_be_saved_where_it_was_loaded_from(folder, tmp_path):
+    """Its blocks are read when they are fetched, so they are still read from there."""
+    bank = bank_in(folder)
+    train(bank, steps=range(2))
+    bank.save_state(tmp_path / "state")
+    expected = blocks_of(bank, bank.touched())
+    second = bank_in(folder)
+    second.load_state(tmp_path / "state")
+    second.save_state(tmp_path / "state")
+    third = bank_in(folder)
+    third.load_state(tmp_path / "state")
+    for again in (second, third):
+        found = blocks_of(again, bank.touched())
+        assert again.touched() == bank.touched() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_what_was_put_aside_before_a_state_was_loaded_is_left_behind(folder, tmp_path):
+    bank = bank_in(folder, bytes_in_memory=0)
+    start = blocks_of(bank)
+    bank.save_state(tmp_path / "state")
+    train(bank)
+    bank.load_state(tmp_path / "state")
+    assert bank.touched() == []
+    again = blocks_of(bank)
+    assert all(torch.equal(again[key], start[key]) for key in EVERY)
+    train(bank, steps=[0])
+    assert bank.touched() == sorted(FETCHED[0])
+
+
+@pytest.mark.parametrize("damage", ["no list", "file", "sizes", "flipped"])
+def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, tmp_path):
+    bank, state = bank_in(folder), tmp_path / "state"
+    train(bank, steps=range(2))
+    bank.save_state(state)
+    if damage == "no list":
+        (state / "touched.json").unlink()
+    elif damage == "file":
+        (state / "level-3.safetensors").unlink()
+    elif damage == "sizes":
+        found = json.loads((state / "touched.json").read_text())
+        (state / "touched.json").write_text(json.dumps({**found, "3": found["3"][:-1]}))
+    else:
+        content = bytearray((state / "level-3.safetensors").read_bytes())
+        content[-1] ^= 1
+        (state / "level-3.safetensors").write_bytes(content)
+    second = bank_in(folder)
+    with pytest.raises(BankError):
+        second.load_state(state)
+        blocks_of(second)
