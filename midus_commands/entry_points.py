@@ -11,31 +11,15 @@ import sys
 from functools import partial
 from types import FrameType
 
-MODULES = {
-    "upscale": "upscale",
-    "midus-train": "train",
-    "midus-sft": "sft",
-    "midus-eval": "evaluate",
-    "midus-usage": "usage",
-    "midus-chapters": "chapters",
-    "midus-depth": "depth",
-    "midus-flops": "flops",
-    "midus-bank": "banks",
-    "midus-cluster": "clusters",
-    "midus-compare": "compare",
-    "midus-analyze": "analyze",
-    "midus-reproduce": "reproduce",
-}
-"""Where the `main` of each command is, in this package."""
-
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-def start(command: str) -> int | None:
+def start(command: str, module: str) -> int | None:
     """Import a command and run it.
 
     Args:
         command: Its name.
+        module: Where its `main` is, in this package.
 
     Returns:
         Its exit status, or None if it is done, as its `main` returns it.
@@ -44,7 +28,7 @@ def start(command: str) -> int | None:
     if hears:
         signal.signal(signal.SIGINT, partial(_end, command))
     try:
-        main = importlib.import_module(f"midus_commands.{MODULES[command]}").main
+        main = importlib.import_module(f"midus_commands.{module}").main
     finally:
         if hears:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,16 +45,16 @@ def _end(command: str, number: int, frame: FrameType | None) -> None:
     os._exit(_INTERRUPTED)
 
 
-upscale = partial(start, "upscale")
-midus_train = partial(start, "midus-train")
-midus_sft = partial(start, "midus-sft")
-midus_eval = partial(start, "midus-eval")
-midus_usage = partial(start, "midus-usage")
-midus_chapters = partial(start, "midus-chapters")
-midus_depth = partial(start, "midus-depth")
-midus_flops = partial(start, "midus-flops")
-midus_bank = partial(start, "midus-bank")
-midus_cluster = partial(start, "midus-cluster")
-midus_compare = partial(start, "midus-compare")
-midus_analyze = partial(start, "midus-analyze")
-midus_reproduce = partial(start, "midus-reproduce")
+upscale = partial(start, "upscale", "upscale")
+midus_train = partial(start, "midus-train", "train")
+midus_sft = partial(start, "midus-sft", "sft")
+midus_eval = partial(start, "midus-eval", "evaluate")
+midus_usage = partial(start, "midus-usage", "usage")
+midus_chapters = partial(start, "midus-chapters", "chapters")
+midus_depth = partial(start, "midus-depth", "depth")
+midus_flops = partial(start, "midus-flops", "flops")
+midus_bank = partial(start, "midus-bank", "banks")
+midus_cluster = partial(start, "midus-cluster", "clusters")
+midus_compare = partial(start, "midus-compare", "compare")
+midus_analyze = partial(start, "midus-analyze", "analyze")
+midus_reproduce = partial(start, "midus-reproduce", "reproduce")

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import typer
-from commands.command_lines import run_in_process
-
-from midus_commands.entry_points import MODULES
+from commands.command_lines import COMMANDS, main_of, run_in_process
 
 ABSENT = "absent/model"
 """Loading it would be refused in other words."""
@@ -33,8 +31,8 @@ WORDS = {
 
 
 def commands_with_a_device() -> Iterator[str]:
-    for command, name in MODULES.items():
-        module = importlib.import_module(f"midus_commands.{name}")
+    for command in COMMANDS:
+        module = importlib.import_module(f"midus_commands.{main_of(command).args[1]}")
         if hasattr(module, "app"):
             whole = typer.main.get_command(module.app)
             for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():
