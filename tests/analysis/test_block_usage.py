@@ -189,16 +189,20 @@ def test_the_command_counts_the_blocks_that_the_paths_of_documents_name(folders,
     assert "Blocks fetched" in printed and "Slots retrieved" not in printed
 
 
-def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(folders, capsys):
+def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(folders, tmp_path, capsys):
     folder, _ = folders
+    options = {"n": 4, "k": 2}
+    upscale(base=folder / "base", method="midus-hml", output=tmp_path / "slots", options=options, verify=False)
     assert main([str(folder / "model"), "--text", str(folder / "texts.jsonl")]) == 2
     assert (
         "error: the texts of this midus_llama model fetch blocks, and nothing says which; expected the tree of topics that they are "
         "found by. Pass --retriever.\n"
     ) in capsys.readouterr().err
     tree = ["--retriever", str(folder / "tree")]
-    assert main([str(folder / "base"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
+    assert main([str(tmp_path / "slots"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
     assert "and the texts of this model fetch no blocks; leave it out.\n" in capsys.readouterr().err
+    assert main([str(folder / "base"), "--text", str(folder / "texts.jsonl"), *tree]) == 2
+    assert "this llama model has no memory whose use can be counted; expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("branching", "levels"), [(2, 2), (5, 2), (3, 1)], ids=["fewer", "more", "flat"])
