@@ -6,6 +6,7 @@ for its exit.
 """
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -68,6 +69,7 @@ def run(process: dict[str, Any]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    faulthandler.enable(2)  # one that PyTorch's own threads end leaves more than its status
     os.environ.clear()
     os.environ.update(process["environment"])
     os.chdir(process["folder"])
