@@ -1,5 +1,6 @@
 """What `midus-eval` told of the models of a cell, kept, so that a run that was interrupted does not measure them again."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from midus_config.whole_files import whole_file
 from midus_workbench.commands import Commands
 from midus_workbench.options import Comparison
 
-FOLDER = "evaluations"
+_FOLDER = "evaluations"
 
 
 class Evaluations:
@@ -27,7 +28,7 @@ class Evaluations:
     """
 
     def __init__(self, folder: Path, comparison: Comparison, commands: Commands):
-        self._folder = folder / FOLDER
+        self._folder = folder / _FOLDER
         self._trust = ["--trust-remote-code"] if comparison.trust_remote_code else []
         self._commands = commands
 
@@ -56,9 +57,10 @@ class Evaluations:
         return told
 
 
-def _files(path: Path) -> list[list[Any]]:
-    """Name, size in bytes and time of change in ns of a file, or of each file of a folder; none where there is neither."""
+def _files(path: Path) -> str | None:
+    """Digest of name, size and time of change of a file, or of all files of a folder; None where there is neither."""
     # Those of `os.path` take words that no file can be named by, too.
     found = sorted(path.rglob("*")) if os.path.isdir(path) else [path]
-    stats = ((file, file.stat()) for file in found if os.path.isfile(file))
-    return [[str(file.relative_to(path)), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+    stats = [(file.relative_to(path), file.stat()) for file in found if os.path.isfile(file)]
+    lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats]
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest() if lines else None
