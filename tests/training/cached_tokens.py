@@ -1,0 +1,35 @@
+"""Tokens of a corpus as a run keeps them, what lies in the cache, and processes of their own that ask for them."""
+
+import multiprocessing
+from pathlib import Path
+
+from training.tiny_run import tiny_tokenizer
+
+from midus_hf.training import CorpusOptions
+from midus_hf.training.corpus import find_corpus
+from midus_hf.training.mapped_tokens import MappedTokens
+from midus_hf.training.token_cache import cached_tokens
+
+FORK = multiprocessing.get_context("fork")
+
+
+def tokens_of(path, cache: Path, tokenizer=None, vocab_size: int = 128, **options) -> MappedTokens:
+    corpus = find_corpus(CorpusOptions(path=str(path), **options))
+    return cached_tokens(corpus, tokenizer or tiny_tokenizer(), vocab_size, str(cache))
+
+
+def row(tokens: MappedTokens) -> list[int]:
+    return tokens.cut(0, tokens.num_tokens).tokens.tolist()
+
+
+def entries(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def in_a_process(work, *args) -> tuple:
+    """Start a function in another process, with what it sends back: `work(connection, ...)`."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=work, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    return process, ours

@@ -1,0 +1,133 @@
+"""Text, disks and entries of which no tokens can be made are told, and nothing is left of them."""
+
+import errno
+import gzip
+import json
+import os
+import random
+import shutil
+
+import pytest
+from training.cached_tokens import entries, tokens_of
+from training.tiny_run import tiny_tokenizer, write_corpus
+
+from midus_hf.documents import DocumentError
+from midus_hf.training import CorpusOptions, token_cache
+from midus_hf.training.corpus import find_corpus
+from midus_hf.training.token_cache import cached_tokens
+
+datasets = pytest.importorskip("datasets")
+
+
+def test_without_room_nothing_is_begun(tmp_path, monkeypatch):
+    folder, cache = write_corpus(tmp_path / "texts"), tmp_path / "cache"
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        DocumentError,
+        match=r"tokens of corpus '.*texts' need about 0\.0 MB in '.*cache', where 0\.0 MB are free\. Make room, or set corpus",
+    ):
+        tokens_of(folder, cache)
+    assert entries(cache) == []
+
+
+def test_room_is_needed_for_tokens_and_for_the_text_of_compressed_files(tmp_path, monkeypatch):
+    words = [f"w{index}" for index in range(3, 128)]
+    texts = [" ".join(random.Random(seed).choices(words, k=500)) for seed in range(200)]
+    rows = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        corpus = find_corpus(CorpusOptions(path=str(tmp_path / name)))
+        _, needed = token_cache._estimate(corpus, tiny_tokenizer(), 128)
+        tokens = cached_tokens(corpus, tiny_tokenizer(), 128, str(tmp_path / "cache"))
+        used = 4 * tokens.num_tokens + len(rows)
+        assert used < needed < 3 * used
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_disk_that_fills_meanwhile_is_told_and_cleared(tmp_path, monkeypatch, cores):
+    folder, cache = write_corpus(tmp_path / "texts", documents=150), tmp_path / "cache"
+
+    class FullDisk(token_cache._Tokenise):
+        def __call__(self, texts):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
+    monkeypatch.setattr(token_cache, "_Tokenise", FullDisk)
+    with pytest.raises(
+        DocumentError,
+        match=r"cannot be written to '.*cache': .*No space left on device\. Set corpus\.cache_dir to a fold",
+    ):
+        tokens_of(folder, cache)
+    assert entries(cache) == []
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "cache").touch()
+    with pytest.raises(
+        DocumentError, match=r"cannot be written to '.*cache': .*File exists.*Set corpus\.cache_dir to"
+    ):
+        tokens_of(write_corpus(tmp_path / "texts"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_text_that_cannot_be_read_is_named_and_leaves_no_entry(tmp_path, monkeypatch, cores):
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
+    monkeypatch.setattr(token_cache, "_SAMPLE", 10)
+    folder = write_corpus(tmp_path / "texts", documents=150)
+    (folder / "140.txt").write_bytes(b"\xff")
+    with pytest.raises(DocumentError, match=r"140\.txt' is not text in utf-8"):
+        tokens_of(folder, tmp_path / "cache")
+    assert entries(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_an_id_that_the_model_does_not_embed_is_refused_before_and_after_tokens_are_kept(tmp_path, monkeypatch, cores):
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
+    monkeypatch.setattr(token_cache, "_SAMPLE", 10)
+    folder, cache = write_corpus(tmp_path / "texts", documents=150), tmp_path / "cache"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"yields id \d+, but the model embeds 100 ids; use the tokenizer that"):
+            tokens_of(folder, cache, vocab_size=100)
+        assert tokens_of(folder, cache).num_documents == 150
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the tokenizer has no EOS token"):
+        tokens_of(write_corpus(tmp_path / "texts"), tmp_path / "cache", tiny_tokenizer(eos_token=None))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_corpus_of_white_space_is_empty(tmp_path, monkeypatch, cores):
+    monkeypatch.setattr(token_cache, "usable_cores", lambda: cores)
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(DocumentError, match=r"the corpus is empty: it has no document with a visible character"):
+        tokens_of(tmp_path / "a.txt", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda entry: (entry / "00000.arrow").unlink(), "No such file"),
+        (lambda entry: os.truncate(entry / "00000.arrow", 900), ""),
+        (lambda entry: (entry / "entry.json").write_text("{"), ""),
+        (
+            lambda entry: (entry / "entry.json").write_text(
+                json.dumps({**json.loads((entry / "entry.json").read_text()), "tokens": 9})
+            ),
+            "it has 1220 tokens instead of 9",
+        ),
+    ],
+)
+def test_a_damaged_entry_says_how_to_mend_it(tmp_path, damage, reason):
+    folder, cache = write_corpus(tmp_path / "texts"), tmp_path / "cache"
+    tokens_of(folder, cache)
+    (entry,) = entries(cache)
+    damage(entry)
+    with pytest.raises(
+        DocumentError, match=rf"'{entry}' are damaged: .*{reason}.*\. Remove this folder; it is made ag"
+    ):
+        tokens_of(folder, cache)
+    shutil.rmtree(entry)
+    assert tokens_of(folder, cache).num_tokens == 1220
