@@ -17,11 +17,11 @@ TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECOD
 	TORCHINDUCTOR_CACHE_DIR="$${TMPDIR:-/tmp}/torchinductor-midus" TMPDIR=$(TEST_TMP)
 RESULTS ?= benchmarks/results
 GPU_RESULTS ?= outputs/gpu
-# Kernels are compiled for a target of each maker with the newest triton (for all of them by test-all), and with the oldest, which is
-# that of a GPU's machine, for its own. Of the benchmarks, what walks through a run on a GPU. What both versions run, the oldest run
-# with each value of a parameter, not in pairs, and without what compilers take long for.
+# Kernels are compiled at a few shapes for a target of each maker with the newest triton, and with the oldest, which is that of a GPU's
+# machine, at more shapes for its own (test-all: at all shapes for all targets). Of the benchmarks, what walks through a run on a GPU.
+# What both versions run, the oldest run with each value of a parameter, not in pairs, and without what compilers take long for.
 OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehearsal.py $(wildcard tests/benchmarks/test_*gpu*.py)
-OLDEST_TESTS = $(OLDEST_FILES) -k 'not gfx942 and not inductor and not without_triton and not native_build'
+OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
 .PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean

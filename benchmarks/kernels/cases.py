@@ -1,6 +1,6 @@
 """What the kernels are asked for, and the launches that this makes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from midus_hf.ops.row_sums_triton import (
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The shapes of the papers' models, wide and odd heads, large banks, each dtype."""
+    """The shapes of the papers' models, wide and odd heads, large banks, each dtype; names without commas, which join them."""
     for name, heads, dim, n, k, dtype in (
         ("llama-3.2-1b", 32, 64, 64, 4, torch.bfloat16),
         ("llama-3.1-8b", 32, 128, 64, 4, torch.bfloat16),
@@ -35,24 +35,24 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("llama-3.2-1b float16", 32, 64, 64, 4, torch.float16),
         ("head 16", 4, 16, 16, 1, torch.bfloat16),
         ("head 80", 4, 80, 48, 8, torch.bfloat16),
-        ("head 96, k 32", 4, 96, 64, 32, torch.bfloat16),
+        ("head 96 with k 32", 4, 96, 64, 32, torch.bfloat16),
         ("head 256", 4, 256, 64, 4, torch.bfloat16),
         ("n 1024", 2, 64, 1024, 16, torch.bfloat16),
     ):
         yield name, lambda heads=heads, dim=dim, n=n, k=k, dtype=dtype: _lookup(heads, dim, n, k, dtype)
     yield "prompt of llama-3.2-1b", _prompt
     for dtype in (torch.bfloat16, torch.float32):
-        name = f"32 heads of 4 over width 2048, {str(dtype).removeprefix('torch.')}"
+        name = f"32 heads of 4 over width 2048 in {str(dtype).removeprefix('torch.')}"
         yield name, lambda dtype=dtype: _gather(2048, 128, dtype)
     for name, dim, memory_tokens, weighed, dtype in (
         ("chapters of llama-3.2-1b", 64, 64, "scales", torch.bfloat16),
         ("chapters of llama-3.1-8b", 128, 64, "scales", torch.bfloat16),
-        ("chapters of llama-3.2-1b, logit bias", 64, 64, "biases", torch.bfloat16),
-        ("chapters of llama-3.2-1b, float32", 64, 64, "", torch.float32),
-        ("chapters of llama-3.2-1b, float16", 64, 64, "", torch.float16),
-        ("chapters of 3, head 80", 80, 3, "scales", torch.bfloat16),
-        ("chapters of 1000, head 256", 256, 1000, "scales", torch.bfloat16),
-        ("chapters of 1000, head 256, float32", 256, 1000, "scales", torch.float32),
+        ("chapters of llama-3.2-1b with logit bias", 64, 64, "biases", torch.bfloat16),
+        ("chapters of llama-3.2-1b in float32", 64, 64, "", torch.float32),
+        ("chapters of llama-3.2-1b in float16", 64, 64, "", torch.float16),
+        ("chapters of 3 with head 80", 80, 3, "scales", torch.bfloat16),
+        ("chapters of 1000 with head 256", 256, 1000, "scales", torch.bfloat16),
+        ("chapters of 1000 with head 256 in float32", 256, 1000, "scales", torch.float32),
     ):
         yield (
             name,
@@ -63,11 +63,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, group, dim, slots, softcap, dtype in (
         ("depth of moda-700m", 2, 64, 72, None, torch.bfloat16),
         ("depth of llama-3.1-8b", 4, 128, 64, None, torch.bfloat16),
-        ("depth of table 2, 32 queries a key", 32, 64, 64, None, torch.bfloat16),
-        ("depth of gemma-2, softcap", 2, 256, 52, 50.0, torch.bfloat16),
-        ("depth of 5, head 80, float16", 7, 80, 5, None, torch.float16),
-        ("depth of 300, head 96, 64 queries a key", 64, 96, 300, None, torch.bfloat16),
-        ("depth of 512, head 256, float32", 3, 256, 512, None, torch.float32),
+        ("depth of table 2 with 32 queries per key", 32, 64, 64, None, torch.bfloat16),
+        ("depth of gemma-2 with softcap", 2, 256, 52, 50.0, torch.bfloat16),
+        ("depth of 5 with head 80 in float16", 7, 80, 5, None, torch.float16),
+        ("depth of 300 with head 96 and 64 queries per key", 64, 96, 300, None, torch.bfloat16),
+        ("depth of 512 with head 256 in float32", 3, 256, 512, None, torch.float32),
         ("depth of heads at odd places", 2, 64, 8, None, torch.bfloat16),
     ):
         yield (
@@ -80,9 +80,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("both of moda-700m", 2, 64, 72, True, torch.bfloat16),
         ("both of llama-3.1-8b", 4, 128, 64, True, torch.bfloat16),
         ("both of table 2", 8, 64, 64, False, torch.bfloat16),
-        ("both of 52, head 256", 2, 256, 52, True, torch.bfloat16),
-        ("both of 5, head 80, float16", 7, 80, 5, True, torch.float16),
-        ("both of 300, head 96, 64 queries a key", 64, 96, 300, False, torch.bfloat16),
+        ("both of 52 with head 256", 2, 256, 52, True, torch.bfloat16),
+        ("both of 5 with head 80 in float16", 7, 80, 5, True, torch.float16),
+        ("both of 300 with head 96 and 64 queries per key", 64, 96, 300, False, torch.bfloat16),
     ):
         yield (
             name,
@@ -169,10 +169,12 @@ def _slots(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> list[t
     return [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(count)]
 
 
-def launches() -> list[Launch]:
-    """Every launch of every case; those that compile alike once."""
+def launches(of_cases: Container[str]) -> list[Launch]:
+    """Every launch of these cases; those that compile alike once."""
     found: dict[tuple, Launch] = {}
     for case, ask in cases():
+        if case not in of_cases:
+            continue
         with caught_launches() as caught:
             ask()
         for launch in caught:

@@ -18,7 +18,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--targets", type=words, default=list(MOST_SHARED_MEMORY), help="default: all")
     parser.add_argument("--kernels", type=words, help="names of kernels; default: all")
-    parser.add_argument("--count", type=words, help="names of cases whose instructions are counted; default: all")
+    parser.add_argument("--cases", type=words, help="names of what kernels are asked for; default: all")
+    parser.add_argument(
+        "--count", type=words, help="names of cases whose instructions are counted; default: all of these"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(run=_run)
 
@@ -30,4 +33,4 @@ def _run(arguments: argparse.Namespace) -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted cannot be compiled
     from benchmarks.kernels.run import run
 
-    return run(arguments.targets, arguments.kernels, arguments.count, arguments.json)
+    return run(arguments.targets, arguments.kernels, arguments.cases, arguments.count, arguments.json)

@@ -9,17 +9,24 @@ from benchmarks.kernels.compilation import Compiled, compile_for
 from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 
 
-def run(targets: list[str], kernels: list[str] | None, counted: list[str] | None, as_json: bool) -> int:
+def run(
+    targets: list[str],
+    kernels: list[str] | None,
+    of_cases: list[str] | None,
+    counted: list[str] | None,
+    as_json: bool,
+) -> int:
     """Returns 1 if a kernel needs more shared memory than its target has."""
-    found = launches()
+    asked = _known(of_cases, {name for name, _ in cases()}, "case")
+    found = launches(asked)
     of_kernels = _known(kernels, {launch.kernel.__name__ for launch in found}, "kernel")
-    of_cases = _known(counted, {name for name, _ in cases()}, "case")
+    with_counts = _known(counted, asked, "case")
     rows = []
     for launch in found:
         if launch.kernel.__name__ not in of_kernels:
             continue
         for target in targets:
-            row = compile_for(launch, target, counts=launch.case in of_cases)
+            row = compile_for(launch, target, counts=launch.case in with_counts)
             rows.append(row)
             if not as_json:
                 print(_told(row), flush=True)
