@@ -37,6 +37,26 @@ def midus_eval(
     include_path: Annotated[
         str | None, typer.Option(help="Folder with more task files.  [default: none]", metavar="DIR")
     ] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask each question of a task behind the document of this file or folder that is nearest to it.  [default: none]",
+            metavar="PATH",
+        ),
+    ] = None,
+    passage_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Cut documents into passages of at most so many tokens.  [default: they stay whole]", metavar="N"
+        ),
+    ] = None,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Of sentence-transformers, by which documents are near.  [default: that of the retriever]",
+            metavar="NAME",
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="YAML file with these options; the command line wins.  [default: none]", metavar="FILE"),
@@ -151,6 +171,9 @@ def midus_eval(
             "block_best": block_best,
             "tasks": None if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()],
             "data": data,
+            "documents": documents,
+            "passage_tokens": passage_tokens,
+            "embedding_model": embedding_model,
             "include_path": include_path,
             "answers": answers,
             "num_fewshot": num_fewshot,

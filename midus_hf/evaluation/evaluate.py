@@ -25,6 +25,7 @@ from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.saved_models import check_whole, load_model, load_tokenizer, refusing
 
 if TYPE_CHECKING:
+    from midus_hf.evaluation.beside_documents import DocumentFinder
     from midus_hf.evaluation.harness import Tasks
     from midus_hf.retrieval.cluster_tree import ClusterTree
 
@@ -33,19 +34,21 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclasses.dataclass(frozen=True)
 class _Finders:
-    """What finds the paths by which models that fetch blocks do so; None where they fetch nothing.
+    """What finds the paths by which models that fetch blocks do so, None where they fetch nothing; and documents for questions.
 
     Args:
         of_text: By documents of the text.
         of_tasks: By what tasks ask.
         tree: That paths are found by. Default: rows have them.
         written: The paths that rows have, `[documents, p]`. Default: they are found.
+        find_documents: Finds the document that a question is asked behind. Default: nothing does.
     """
 
     of_text: PathFinder | None = None
     of_tasks: PathFinder | None = None
     tree: "ClusterTree | None" = None
     written: np.ndarray | None = None
+    find_documents: "DocumentFinder | None" = None
 
 
 class EvaluationInterrupted(KeyboardInterrupt):
@@ -106,6 +109,13 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
             torch.zeros(1, retriever.tree.width), blocked, best
         )  # that such nodes, and so many, are there
         finders = _Finders(find_paths, find_paths, retriever.tree)
+    if settings.documents is not None:
+        from midus_hf.evaluation.beside_documents import nearest_documents
+        from midus_hf.retrieval.embedding import TextEmbedder
+
+        name = settings.embedding_model
+        embedder = retriever.embedder if name is None else TextEmbedder(name, device)
+        finders = dataclasses.replace(finders, find_documents=nearest_documents(settings, embedder))
 
     measured: list[dict[str, Any]] = []
     with _answers_file(settings.answers) as write_answer:
@@ -167,7 +177,7 @@ def _measure(
     started, name = time.perf_counter(), measured["model"]
     model, tokenizer = _load(name, settings.dtype, device, settings.trust_remote_code)
     if not fetches_blocks(model):
-        finders = _Finders()
+        finders = _Finders(find_documents=finders.find_documents)
     elif finders.tree is not None:
         from midus_hf.retrieval.bank_tree import check_tree
 
@@ -209,6 +219,7 @@ def _measure(
                 progress=bar.update,
                 quiet=quiet,
                 find_paths=finders.of_tasks,
+                find_documents=finders.find_documents,
                 tell_answer=None if write_answer is None else lambda row: write_answer({"model": name, **row}),
             )
     measured["seconds"] = time.perf_counter() - started

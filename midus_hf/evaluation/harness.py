@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager, get_task_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import midus_hf  # noqa: F401  (registers the classes that `MidusLM` loads)
+from midus_hf.evaluation.beside_documents import DocumentFinder, behind_documents
 from midus_hf.evaluation.fetching import PathFinder, by_path, fetches_blocks, question_of
 from midus_hf.evaluation.local_tasks import PREFIX, load_local_task, local_task_names
 from midus_hf.evaluation.quiet import without_bars
@@ -33,7 +34,8 @@ class MidusLM(HFLM):
         progress: Called with the rows of each forward pass, or of what is generated. Default: nothing is.
         retriever: A tree of topics, as `midus-cluster build` makes it, or what finds paths: blocks are fetched by the path of
             what is asked. Default: none, and nothing is fetched by a path.
-        questions: What a request asks, by which its path is found. Default: its context.
+        questions: What a request asks, by which its path and its document are found. Default: its context.
+        find_documents: Finds a document for each question, which its context then begins with. Default: contexts are as they are.
         **kwargs: As for `hf`.
 
     Raises:
@@ -46,6 +48,7 @@ class MidusLM(HFLM):
         progress: Callable[[int], Any] | None = None,
         retriever: str | PathFinder | None = None,
         questions: Callable[[Any], str] | None = None,
+        find_documents: DocumentFinder | None = None,
         **kwargs: Any,
     ):
         self._progress = progress or (lambda rows: None)
@@ -54,7 +57,7 @@ class MidusLM(HFLM):
         if isinstance(retriever, str):
             found = MemoryRetriever.load(retriever)
             tree, retriever = found.tree, found.paths
-        self._find_paths = retriever
+        self._find_paths, self._find_documents = retriever, find_documents
         self._questions = questions or (lambda request: request.args[0])
         if self._find_paths is not None and not fetches_blocks(self.model):
             raise ValueError(
@@ -64,26 +67,33 @@ class MidusLM(HFLM):
             check_tree(tree, self.model)
 
     def loglikelihood(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As the harness's, with the blocks of what each request asks."""
+        """As the harness's, with the document and the blocks of what each request asks."""
         run = super().loglikelihood
-        return self._with_blocks(requests, self._questions, lambda some: run(some, *args, **kwargs))
+        return self._asked(requests, lambda some: run(some, *args, **kwargs))
 
     def loglikelihood_rolling(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """As the harness's, with the blocks of each whole text."""
         run = super().loglikelihood_rolling
-        return self._with_blocks(requests, lambda request: request.args[0], lambda some: run(some, *args, **kwargs))
+        texts = [request.args[0] for request in requests]
+        return self._with_blocks(requests, texts, lambda some: run(some, *args, **kwargs))
 
     def generate_until(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As the harness's, with the blocks of what each request asks."""
+        """As the harness's, with the document and the blocks of what each request asks."""
         run = super().generate_until
-        return self._with_blocks(requests, self._questions, lambda some: run(some, *args, **kwargs))
+        return self._asked(requests, lambda some: run(some, *args, **kwargs))
 
-    def _with_blocks(
-        self, requests: list[Any], text_of: Callable[[Any], str], run: Callable[[list[Any]], list[Any]]
-    ) -> list[Any]:
+    def _asked(self, requests: list[Any], run: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        if self._find_paths is None and self._find_documents is None:
+            return run(requests)
+        questions = [self._questions(request) for request in requests]
+        if self._find_documents is not None:
+            requests = behind_documents(requests, questions, self._find_documents)
+        return self._with_blocks(requests, questions, run)
+
+    def _with_blocks(self, requests: list[Any], texts: list[str], run: Callable[[list[Any]], list[Any]]) -> list[Any]:
         if self._find_paths is None:
             return run(requests)
-        return by_path(requests, [text_of(request) for request in requests], self._find_paths, self.model, run)
+        return by_path(requests, texts, self._find_paths, self.model, run)
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._progress(len(inps))
@@ -144,6 +154,7 @@ class Tasks:
         progress: Callable[[int], Any] | None = None,
         quiet: bool = False,
         find_paths: PathFinder | None = None,
+        find_documents: DocumentFinder | None = None,
         tell_answer: Callable[[dict[str, Any]], Any] | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Score a model.
@@ -159,23 +170,27 @@ class Tasks:
             progress: As in `MidusLM`.
             quiet: Whether to hide the harness's own progress bars. Default: false.
             find_paths: By which questions fetch blocks; it sees them without worked examples. Default: nothing is fetched.
+            find_documents: Finds a document for each question, seen likewise, which then stands in front of it and of its worked
+                examples, with an empty line between. What is too long for the model is cut at its beginning. Default: nothing is.
             tell_answer: Called with each question, once for each filter of its task: `{"task", "filter", "question", "target",
                 "answer", "scores"}`, where `question` is the row of the task, `answer` what the filter left of each of its
                 requests (a pair of log-likelihood and whether it is the likeliest, or what was written), and `scores` every
-                metric. Default: nothing is.
+                metric; with `find_documents` also `"document"`. Default: nothing is.
 
         Returns:
             By the name asked for (a group also brings its members), every metric of the task as the harness names it
             (`acc`, `acc_stderr`, `acc_norm`), `num_fewshot` and `num_questions`. A metric is None where it came out as
             no finite number, and text where it is no number at all; a standard error that is not known is left out.
         """
+        question_in = self._questions()
         with without_bars() if quiet else contextlib.nullcontext(), _without_environment_report():
             results = simple_evaluate(
                 model=MidusLM(
                     model,
                     progress=progress,
                     retriever=find_paths,
-                    questions=None if find_paths is None else self._questions(),
+                    questions=lambda request: question_in(request.task_name, request.doc),
+                    find_documents=find_documents,
                     tokenizer=tokenizer,
                     batch_size=batch_size,
                     max_length=max_length,
@@ -204,17 +219,20 @@ class Tasks:
         if tell_answer is not None:
             for harness_name, samples in results["samples"].items():
                 for sample in samples:
-                    tell_answer({"task": asked_for.get(harness_name, harness_name), **_answer(sample)})
+                    answer = {"task": asked_for.get(harness_name, harness_name), **_answer(sample)}
+                    if find_documents is not None:
+                        (answer["document"],) = find_documents([question_in(harness_name, sample["doc"])])
+                    tell_answer(answer)
         return scores
 
     def built(self) -> dict[str, Any]:
         """The harness's own tasks, members of groups included, by their names there."""
         return dict(_flat(get_task_dict(self.specs, self.manager)))
 
-    def _questions(self) -> Callable[[Any], str]:
-        """What a request asks, without worked examples."""
-        tasks = self.built()
-        return lambda request: question_of(tasks[request.task_name], request.doc)
+    def _questions(self) -> Callable[[str, dict[str, Any]], str]:
+        """What a task, by its name in the harness, asks of a document, without worked examples."""
+        built = functools.cache(self.built)
+        return lambda name, doc: question_of(built()[name], doc)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 def comparison_table(report: dict[str, Any]) -> Table:
     """Lay out what `evaluate` returned.
 
-    Every metric of a task has a row, with its standard error beside it where that is known. A model that is not causal is named
-    below, since its perplexity is none to compare.
+    Every metric of a task has a row, with its standard error beside it where that is known. Below stand documents that questions were
+    asked behind, and models that are not causal, since their perplexity is none to compare.
     """
     models = report["models"]
     table = Table(title="Evaluation")
@@ -35,10 +35,14 @@ def comparison_table(report: dict[str, Any]) -> Table:
             table.add_row(f"{task} {metric} ({scores['num_fewshot'] or 0}-shot)", *cells)
     table.add_row("seconds", *(f"{model['seconds']:.1f}" for model in models))
     ahead = ", ".join(label for label, model in zip(labels, models, strict=True) if not model["causal"])
+    remarks = []
+    if (documents := report["settings"]["documents"]) is not None:
+        remarks.append(f"Each question of a task was asked behind the nearest document of {documents}.")
     if ahead:
-        table.caption = (
+        remarks.append(
             f"Not causal: {ahead}. What it predicts it has read in part; its perplexity is none to compare."
         )
+    table.caption = " ".join(remarks) or None
     return table
 
 

@@ -14,8 +14,8 @@ class EvaluationSettings:
 
     Args:
         text: File or folder to measure perplexity on, of the kinds that `read_documents` reads. Default: none.
-        column: The column, or JSON key, of JSON lines and Parquet that holds the text. Default: `text`.
-        encoding: Encoding of plain text and JSON lines. Default: `utf-8`.
+        column: The column, or JSON key, of JSON lines and Parquet that holds the text, and documents. Default: `text`.
+        encoding: Encoding of plain text and JSON lines, of text and documents. Default: `utf-8`.
         sequence_length: Tokens of a window of the text. Default: 1024, or what the model was made for.
         stride: Tokens predicted per window. Default: `sequence_length`.
         max_tokens: Tokens of the text to predict, spread evenly over it. Default: all.
@@ -30,6 +30,11 @@ class EvaluationSettings:
             (figure 6b). Default: none.
         tasks: Tasks of lm-evaluation-harness. Default: none.
         data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
+        documents: File or folder, of the kinds that `text` may be: each question of a task is asked behind the document that is
+            nearest to it (hierarchical memories, appendix H). Default: none.
+        passage_tokens: Documents are cut into passages of at most so many tokens of the embedding model, at ends of lines where that
+            is possible. Default: they stay whole.
+        embedding_model: Folder or hub id of a sentence-transformers model, by which documents are near. Default: that of `retriever`.
         include_path: Folder with more task files. Default: none.
         answers: File of JSON lines that is written, a line for each question and model: what was asked, expected and answered.
             Default: none.
@@ -58,6 +63,9 @@ class EvaluationSettings:
     block_best: str | None = None
     tasks: list[str] = dataclasses.field(default_factory=list)
     data: str | None = None
+    documents: str | None = None
+    passage_tokens: int | None = None
+    embedding_model: str | None = None
     include_path: str | None = None
     answers: str | None = None
     num_fewshot: int | None = None
@@ -75,7 +83,7 @@ class EvaluationSettings:
             if self.text is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there is no text to measure.")
         for name, default in (("column", "text"), ("encoding", "utf-8")):
-            if self.text is None and getattr(self, name) != default:
+            if self.text is None and self.documents is None and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but there is no text to measure.")
         if self.path_column is not None and (self.text is None or self.retriever is not None):
             beside = (
@@ -91,10 +99,24 @@ class EvaluationSettings:
             raise ValueError(f"block_best is {self.block_best}, but there is no retriever; give one.")
         if self.block_best is not None and not re.fullmatch(r"[1-9]\d*:\d+", self.block_best):
             raise ValueError(f"block_best is {self.block_best!r}; expected LEVEL:COUNT, such as 1:1.")
-        for name in ("data", "include_path", "answers", "num_fewshot", "limit"):
+        for name in ("data", "documents", "include_path", "answers", "num_fewshot", "limit"):
             if not self.tasks and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}, but there are no tasks; name them.")
-        for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0), ("seed", 0)):
+        for name in ("passage_tokens", "embedding_model"):
+            if self.documents is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}, but there are no documents; give some.")
+        if self.documents is not None and self.embedding_model is None and self.retriever is None:
+            raise ValueError(
+                f"documents is {self.documents}, but nothing says by which model they are near; give embedding_model, or a "
+                "retriever, whose tree names one."
+            )
+        for name, least in (
+            ("limit", 1),
+            ("batch_size", 1),
+            ("passage_tokens", 1),
+            ("num_fewshot", 0),
+            ("seed", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}.")
