@@ -10,7 +10,7 @@ from midus_hf.documents import read_documents
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.nearest_documents import NearestDocuments
-from midus_hf.retrieval.passages import passages
+from midus_hf.retrieval.passages import cut_into_passages
 
 DocumentFinder = Callable[[Sequence[str]], list[str]]
 """The document of each question."""
@@ -29,7 +29,7 @@ def nearest_documents(settings: EvaluationSettings, embedder: TextEmbedder) -> N
     assert settings.documents is not None, "there are documents"
     documents = read_documents(settings.documents, settings.column, settings.encoding)
     if settings.passage_tokens is not None:
-        documents = passages(documents, embedder.tokenizer, settings.passage_tokens)
+        documents = cut_into_passages(documents, embedder.tokenizer, settings.passage_tokens)
     with tqdm(desc="documents embedded", unit=" documents", total=len(documents), disable=None) as bar:
         return NearestDocuments(documents, embedder, bar.update)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from transformers import PreTrainedTokenizerBase
 
 
-def passages(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
+def cut_into_passages(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[str]:
     """Cut documents at the ends of lines, and within a line only where it alone has too many tokens.
 
     Args:

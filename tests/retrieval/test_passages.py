@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval.tiny_bert import tiny_tokenizer
 
-from midus_hf.retrieval.passages import passages
+from midus_hf.retrieval.passages import cut_into_passages
 
 TOKENIZER = tiny_tokenizer()
 
@@ -27,11 +27,11 @@ def count(text: str) -> int:
     ids=["lines", "long-line", "whole", "blank", "empty", "just-as-long"],
 )
 def test_a_document_is_cut_at_ends_of_lines(document, most, expected):
-    assert passages([document], TOKENIZER, most) == expected
+    assert cut_into_passages([document], TOKENIZER, most) == expected
 
 
 def test_no_passage_is_of_two_documents():
-    assert passages(["w1", "w2 w3", "w4"], TOKENIZER, 10) == ["w1", "w2 w3", "w4"]
+    assert cut_into_passages(["w1", "w2 w3", "w4"], TOKENIZER, 10) == ["w1", "w2 w3", "w4"]
 
 
 LINES = st.lists(st.lists(st.sampled_from(["w1", "w22", "stranger", "w3,"]), max_size=6).map(" ".join), max_size=6)
@@ -40,7 +40,7 @@ LINES = st.lists(st.lists(st.sampled_from(["w1", "w22", "stranger", "w3,"]), max
 @settings(max_examples=60, deadline=None)
 @given(documents=st.lists(LINES.map("\n".join), max_size=3), most=st.integers(1, 5))
 def test_passages_hold_every_word_in_order_and_no_more_tokens_than_allowed(documents, most):
-    found = passages(documents, TOKENIZER, most)
+    found = cut_into_passages(documents, TOKENIZER, most)
     assert all(passage == passage.strip() and 0 < count(passage) <= most for passage in found)
     words = [token for document in documents for token in TOKENIZER.tokenize(document)]
     assert [token for passage in found for token in TOKENIZER.tokenize(passage)] == words
