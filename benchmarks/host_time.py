@@ -1,7 +1,7 @@
 """What the host spends on a memory block and on a decoder block of the family when one token is decoded.
 
     python -m benchmarks.host_time
-    python -m benchmarks.host_time --bodies native --family gemma3 --no-append
+    python -m benchmarks.host_time --bodies native --family gemma3_text --no-append
 
 Sizes are so small that computing takes next to no time, and launches of Triton's kernels do nothing, so what is timed is Python and
 PyTorch's dispatch. That is what generation waits for on a fast GPU without a captured graph, and in part on a CPU. Nothing is read

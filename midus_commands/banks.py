@@ -20,7 +20,8 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Argument(help="A checkpoint with a bank, made by upscale.", metavar="DIR")]
 Nodes = Annotated[
-    list[str] | None, typer.Option("--node", help="LEVEL:NODE, or LEVEL:generic; repeat at will.", metavar="NODE")
+    list[str] | None,
+    typer.Option("--node", help="LEVEL:NODE, or LEVEL:generic; repeat at will.  [required]", metavar="NODE"),
 ]
 Subtree = Annotated[bool, typer.Option("--subtree", help="And all nodes below.")]
 Output = Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")]

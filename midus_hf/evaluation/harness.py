@@ -301,6 +301,10 @@ def _unknown_task(name: str, known: list[str], local: list[str]) -> str:
     if not local and name.removeprefix(PREFIX) in local_task_names():
         return f"task is {name!r}, whose questions are local; give the folder that holds them as data."
     near = difflib.get_close_matches(name, {*local, *known}, n=3)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = (
+        f"Did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else "Give the folder of a task of your own as include_path."
+    )
     where = f"{', '.join(local)} or a task of lm-eval" if local else "a task of lm-eval"
-    return f"task is {name!r}; expected {where}.{hint}"
+    return f"task is {name!r}; expected {where}. {hint}"

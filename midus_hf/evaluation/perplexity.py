@@ -278,8 +278,8 @@ def _check_options(sequence_length: int, stride: int, max_tokens: int | None, li
 
 def automatic_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id that the tokenizer puts before a text by itself, if it is the BOS token."""
-    first = tokenizer("a").input_ids[0]
-    return first if first == tokenizer.bos_token_id else None
+    first = tokenizer("a").input_ids[:1]  # empty where the vocabulary has nothing for the letter
+    return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> _Text:

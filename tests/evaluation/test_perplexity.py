@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from evaluation.byte_models import VOCABULARY_SIZE, byte_model, byte_tokenizer, save_byte_model, save_upscaled
+from tokenizers import normalizers
 from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation import perplexity
+from midus_hf.evaluation.perplexity import automatic_bos
 
 DOCUMENTS = ["The first document.", "A second one, with ünïcödé: 猫.", "And a third."]
 
@@ -154,6 +156,13 @@ def test_a_tokenizer_without_offsets_is_refused():
 
     with pytest.raises(ValueError, match="the tokenizer is a Slow; expected a fast one"):
         perplexity(byte_model("llama"), Slow(), DOCUMENTS, sequence_length=16)
+
+
+@pytest.mark.parametrize("writes_bos", [False, True])
+def test_a_tokenizer_may_have_nothing_for_the_letter_that_it_is_asked_about(writes_bos):
+    tokenizer = byte_tokenizer(writes_bos=writes_bos)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "")
+    assert automatic_bos(tokenizer) == (1 if writes_bos else None)
 
 
 def test_broken_weights_are_an_error_and_no_number():

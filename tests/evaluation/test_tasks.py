@@ -292,6 +292,10 @@ def test_an_unknown_task_is_refused_with_near_matches(data, of_the_harness, monk
         ValueError, match=r"task is 'hellaswagg'; expected a task of lm-eval\. Did you mean 'hellaswag'"
     ):
         Tasks(["hellaswagg"])
+    with pytest.raises(
+        ValueError, match=r"task is '123'; expected a task of lm-eval\. Give the folder .* include_path"
+    ):
+        Tasks(["123"])
 
 
 def test_a_local_task_without_data_says_what_is_missing():

@@ -247,6 +247,17 @@ def test_an_output_that_cannot_be_made_is_refused(command, tmp_path, output, mes
     refused(outcome, message, tmp_path, ["base", "exists", "file"])
 
 
+def test_a_file_is_no_base_and_no_hub_id(command, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    outcome = command("--base", tmp_path / "model.safetensors", "--method", "midus-hml", "--output", tmp_path / "out")
+    refused(
+        outcome,
+        "model.safetensors' is a file; expected a folder, .* Give the folder of the chec",
+        tmp_path,
+        ["model.safetensors"],
+    )
+
+
 @pytest.mark.parametrize("missing", ["--base", "--method", "--output"])
 def test_what_is_needed_is_asked_for(command, base, tmp_path, missing):
     given = {"--base": base, "--method": "midus-hml", "--output": tmp_path / "out"}

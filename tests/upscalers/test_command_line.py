@@ -110,6 +110,14 @@ def test_methods_are_listed_with_options_defaults_and_paper(command):
     assert all(word in table.out for word in ("midus-hml", "--set n=64", "--set k=4", "arXiv:2512.13751"))
 
 
+@pytest.mark.parametrize(
+    ("method", "placement"), [("moc", "none: it adds no layers"), ("solar", "its own"), ("midus-hml", "distributed")]
+)
+def test_a_method_says_what_places_its_layers(command, method, placement):
+    (line,) = [line for line in command("methods", method).out.splitlines() if line.startswith(" placement ")]
+    assert line.removeprefix(" placement ").strip() == placement
+
+
 def test_one_method_is_described_alone(command):
     shown = command("methods", "llama-pro")
     assert "LLaMA Pro: Progressive LLaMA" in shown.out

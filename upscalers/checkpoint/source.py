@@ -103,6 +103,10 @@ def resolve_source(base: str, revision: str | None = None, config_only: bool = F
         yield Source(name, path.parent)
     elif path.is_dir():
         yield Source(name, path)
+    elif path.is_file():
+        raise RequestError(
+            f"base {name!r} is a file; expected a folder, a .gguf file, a config.json or a hub id. Give the folder of the checkpoint."
+        )
     elif _HUB_ID.match(name):
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
