@@ -90,7 +90,7 @@ def place(placement: str, num_layers: int, num_new_layers: int | None, period: i
         return indices
     if placement not in PLACEMENTS:
         raise RequestError(
-            f"placement {placement!r} is unknown. {near_matches(placement, [*PLACEMENTS, 'I,J,K,...'])}"
+            f"placement {placement!r} is unknown. {near_matches(placement, [*PLACEMENTS, 'indices such as 3,7,11'])}"
         )
     if num_new_layers is None:
         return _by_default(PLACEMENTS[placement], num_layers, period)
