@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
+from evaluation.questions import write_questions
 from workbench.small_comparison import write_room
 
 from benchmarks.models.bases import CONFIGS
@@ -22,8 +24,12 @@ def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
     (tmp_path / "sized").mkdir()
     shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
     words = [f"base={tmp_path / 'sized'}", f"output={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
-    texts = [f"domain.addresses={room / 'plants.txt'}", f"retention.articles={room / 'stars.txt'}"]
-    comparison, arms = plan(read_config(Comparison, recipe, [*words, *texts]))
+    given = yaml.safe_load(recipe.read_text())
+    words += [f"domain.{name}={room / 'plants.txt'}" for name in given["domain"]]
+    words += [f"retention.{name}={room / 'stars.txt'}" for name in given["retention"]]
+    if "tasks" in given:
+        words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
+    comparison, arms = plan(read_config(Comparison, recipe, words))
     check(comparison, arms)
     assert comparison.seeds and [arm.name for arm in arms] == list(comparison.arms)
     budget = comparison.trained_parameters
