@@ -171,6 +171,7 @@ def methods(
             "identity": method.identity,
             "trainable": method.trainable,
             "placement": method.default_placement,
+            "adds_layers": method.adds_layers,
             "options": describe_options(method.options_class),
             "paper": paper_entry(method),
         }

@@ -162,7 +162,11 @@ def print_methods(described: list[dict[str, Any]]) -> None:
         table = _table(method["name"], method["summary"])
         _add(table, "identity", _starts_as(method))
         _add(table, "trains", {"new": "the new layers", "all": "everything"}[method["trainable"]])
-        _add(table, "placement", method["placement"] or _without_placement(method))
+        _add(
+            table,
+            "placement",
+            method["placement"] or ("its own" if method["adds_layers"] else "none: it adds no layers"),
+        )
         for option in method["options"]:
             default = "" if option["default"] is None else f"={_yaml(option['default'])}"
             _add(table, f"--set {option['name']}{default}", f"{option['help']} ({option['type']})")
@@ -177,11 +181,6 @@ def _starts_as(method: dict[str, Any]) -> str:
         return "exact at the start"
     chosen = any(option["name"] == "identity" for option in method["options"])
     return "no; exact with --set identity=auto" if chosen else "no"
-
-
-def _without_placement(method: dict[str, Any]) -> str:
-    attaches = any(option["name"] == "site" for option in method["options"])
-    return "none: it adds no layers" if attaches else "its own"
 
 
 def _yaml(value: Any) -> str:

@@ -27,6 +27,7 @@ class AttachedMemoryMethod(HostedMemoryMethod):
     default_layers: ClassVar[Any] = "all"
     """As the option `layers`."""
     default_placement = None
+    adds_layers = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

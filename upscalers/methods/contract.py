@@ -56,7 +56,9 @@ class Method(ABC):
     trainable: ClassVar[Literal["new", "all"]] = "new"
     """What the paper trains afterwards."""
     default_placement: ClassVar[str | None] = "distributed"
-    """None for a method that orders the layers itself."""
+    """None for a method that orders the layers itself, or adds none."""
+    adds_layers: ClassVar[bool] = True
+    """Whether the upscaled model is deeper than the base."""
 
     def __init__(self, options: Any):
         self.options = options
