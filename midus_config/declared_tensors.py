@@ -1,8 +1,9 @@
 """Tensors as declarations name them: shape, role, and what they start as."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,17 @@ class TruncatedNormal:
     def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
         # By the inverse of its distribution function, so that every number takes one draw.
         tensor.uniform_(-_WITHIN_TWO, _WITHIN_TWO, generator=generator).erfinv_().mul_(self.std * math.sqrt(2))
+
+
+@dataclass(frozen=True)
+class WhenFilled:
+    """What `make` returns for `arguments`, asked for when a tensor is filled: for an initial that takes long to work out."""
+
+    make: Callable[..., Initial]
+    arguments: tuple[Any, ...]
+
+    def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
+        self.make(*self.arguments).fill(tensor, generator)
 
 
 _WITHIN_TWO = math.erf(math.sqrt(2))

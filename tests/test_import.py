@@ -1,16 +1,20 @@
 """What importing the package does in a process that has done nothing else, and what it leaves alone."""
 
+import gc
+import importlib
 import json
 import subprocess
 import sys
 
 import pytest
 
+import midus_hf
 from midus_config.memory_types import MEMORY_TYPES
 
 CODE = """
 import json, sys
 import midus_hf
+from midus_config.memories.ultramem_statistics import best_scores
 from midus_hf.memory import MEMORY_MODULES
 
 imported = sorted(sys.modules)
@@ -18,7 +22,8 @@ from midus_hf.models import FAMILIES
 
 config_class = FAMILIES["llama"].config_class
 FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
-print(json.dumps({"imported": imported, "with a model": sorted(sys.modules), "memories": sorted(MEMORY_MODULES)}))
+print(json.dumps({"imported": imported, "with a model": sorted(sys.modules), "memories": sorted(MEMORY_MODULES),
+    "drawn": [] if best_scores.cache_info().misses == 0 else ["scores of UltraMemV2"]}))
 """
 
 
@@ -40,3 +45,18 @@ def test_a_model_does_not_import_peft(found):
 
 def test_importing_the_package_registers_every_memory_module(found):
     assert set(found["memories"]) == set(MEMORY_TYPES)
+
+
+def test_declarations_are_registered_without_what_takes_long_to_work_out(found):
+    assert found["drawn"] == []
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_importing_the_package_as_it_was_before(collects):
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        importlib.reload(midus_hf)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -12,11 +12,12 @@ from midus_config.declared_tensors import (
     Initial,
     Normal,
     Uniform,
+    WhenFilled,
 )
 from midus_config.flops.rules import ACTIVATIONS, SOFTMAX, linear, rms_norm, top_k
 from midus_config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
 from midus_config.memories.table_sharing import TableSharing
-from midus_config.memories.ultramem_statistics import ScoreStatistics, UniformCores, best_scores
+from midus_config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
 from midus_config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -225,7 +226,7 @@ class UltraMemOptions(MemoryOptions):
         }
         if self.scoring == "tucker":
             cores = (self.heads, self.key_pairs, self.key_pairs, self.rank)
-            gain = DeclaredTensor((key_width,), "norm", Constant(self._gain(key_width)))
+            gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
             vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
             tensors |= {
                 "query_norm_weight": gain,
@@ -252,26 +253,16 @@ class UltraMemOptions(MemoryOptions):
             for block in sharing.blocks(len(layers))
         )
 
-    def score_statistics(self) -> ScoreStatistics:
-        """Of the best slots before training, where scores of single keys are standard normal."""
-        return best_scores(self.keys, self.key_pairs, self.rank, self.side, self.k)
-
-    def value_std(self, sizes: ModelSizes) -> float:
-        """sigma_V, by which the memory's output starts with the variance that the feed-forward network's has (equation 21).
-
-        Without pre-values it follows from the same derivation.
-        """
-        mean_square = 1.0
+    def value_initial(self, sizes: ModelSizes) -> Initial:
+        """What the rows of value tables are drawn from, where they do not start at zero (equation 21)."""
+        slots = (1 if self.weights == "softmax" else self.k) * self.heads
+        widths = self.width("value_width", sizes), self.width("pre_value_width", sizes)
+        hidden = sizes.hidden_size
+        inner = (sizes.intermediate_size or 4 * hidden) / hidden
+        arguments = (slots, *widths, max(1, sizes.num_layers), inner, hidden)
         if self.scoring == "tucker":
-            statistics = self.score_statistics()
-            mean_square = (statistics.mean**2 + statistics.variance) / self._score_scale() ** 2
-        pre_width, layers = self.width("pre_value_width", sizes), max(1, sizes.num_layers)
-        inner = (sizes.intermediate_size or 4 * sizes.hidden_size) / sizes.hidden_size
-        slots = 1 if self.weights == "softmax" else self.k
-        summed = slots * self.heads * mean_square * self.width("value_width", sizes) * layers
-        if pre_width:
-            return (0.2 * inner * sizes.hidden_size / (summed * pre_width)) ** 0.25
-        return math.sqrt(0.08 * inner * sizes.hidden_size / summed)
+            return WhenFilled(values_of_scores, (*arguments, *self._first_choice))
+        return Normal(value_std(1.0, *arguments))
 
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; keys are normalised once per pass, and the leading vectors of cores are not counted."""
@@ -301,19 +292,17 @@ class UltraMemOptions(MemoryOptions):
             "residual adds": rows * hidden,
         }
 
-    def _gain(self, key_width: int) -> float:
-        """Of the norms of queries and keys, by which the mean score of the best slots starts at one (appendix B.2)."""
-        return (key_width * self._score_scale()) ** -0.25
-
-    def _score_scale(self) -> float:
-        """What scores are divided by: their mean, unless so many slots are chosen that it is below their deviation."""
-        return max(self.score_statistics().mean, 1.0)
+    @property
+    def _first_choice(self) -> tuple[int, int, int, int, int]:
+        """What `best_scores` takes."""
+        return self.keys, self.key_pairs, self.rank, self.side, self.k
 
     def _value_tables(self, sizes: ModelSizes, tables: int) -> dict[str, DeclaredTensor]:
         """As many tables, stored as one."""
-        rows, pre_width, std = tables * self.n**2, self.width("pre_value_width", sizes), self.value_std(sizes)
-        initial: Initial = ZEROS if self.zero == "values" else Normal(std)
+        rows, pre_width = tables * self.n**2, self.width("pre_value_width", sizes)
+        drawn = self.value_initial(sizes)
+        initial: Initial = ZEROS if self.zero == "values" else drawn
         values = {"value_table": DeclaredTensor((rows, self.width("value_width", sizes)), "value", initial)}
         if pre_width:
-            values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", Normal(std))
+            values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", drawn)
         return values

@@ -8,6 +8,8 @@ from functools import lru_cache, partial
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
+from midus_config.declared_tensors import Constant, Normal
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,6 +62,52 @@ def best_scores(n: int, key_pairs: int, rank: int, side: int, k: int) -> ScoreSt
         chosen += heapq.nlargest(k, scores)
     mean = math.fsum(chosen) / len(chosen)
     return ScoreStatistics(mean, math.fsum((score - mean) ** 2 for score in chosen) / len(chosen))
+
+
+def gain_of_norms(key_width: int, *first_choice: int) -> Constant:
+    """Of queries and keys, by which the mean score of the best slots starts at one (appendix B.2).
+
+    Args:
+        key_width: D_k.
+        first_choice: As `best_scores` takes.
+    """
+    return Constant((key_width * _score_scale(best_scores(*first_choice))) ** -0.25)
+
+
+def values_of_scores(
+    slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int, *first_choice: int
+) -> Normal:
+    """What values are drawn from where scores weigh them: arguments as `value_std` and `best_scores` take them."""
+    scores = best_scores(*first_choice)
+    mean_square = (scores.mean**2 + scores.variance) / _score_scale(scores) ** 2
+    return Normal(value_std(mean_square, slots, width, pre_width, layers, inner, hidden))
+
+
+def value_std(
+    mean_square: float, slots: int, width: int, pre_width: int, layers: int, inner: float, hidden: int
+) -> float:
+    """sigma_V, by which the memory's output starts with the variance that the feed-forward network's has (equation 21).
+
+    Without pre-values it follows from the same derivation.
+
+    Args:
+        mean_square: Of weights.
+        slots: That a token reads.
+        width: D_v.
+        pre_width: D_p; 0 without pre-values.
+        layers: Of the model.
+        inner: Width of its feed-forward networks over `hidden`.
+        hidden: Width of the model.
+    """
+    summed = slots * mean_square * width * layers
+    if pre_width:
+        return (0.2 * inner * hidden / (summed * pre_width)) ** 0.25
+    return math.sqrt(0.08 * inner * hidden / summed)
+
+
+def _score_scale(scores: ScoreStatistics) -> float:
+    """What scores are divided by: their mean, unless so many slots are chosen that it is below their deviation."""
+    return max(scores.mean, 1.0)
 
 
 def _normals(draw: random.Random, count: int) -> list[float]:
