@@ -52,6 +52,7 @@ NEAREST = {
     "midus_hf/ops/bucket_sums_triton.py": f"{OPS} -k triton",
     "midus_hf/ops/headwise_gradients_triton.py": f"{OPS} -k triton",
     "midus_hf/ops/headwise_lookup_triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/product_key_scores_triton.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key_triton.py": f"{OPS} -k triton",
     "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",

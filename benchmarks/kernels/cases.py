@@ -13,11 +13,11 @@ from midus_hf.ops.depth_attention_triton import triton_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
-from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
+from midus_hf.ops.headwise_gradients_triton import triton_gradients_of_scores, triton_score_gradients
 from midus_hf.ops.headwise_lookup_triton import triton_forward
 from midus_hf.ops.lookup_tensors import room_for_gradient
 from midus_hf.ops.packed_lookup_triton import packed_forward, packs
-from midus_hf.ops.product_key_triton import triton_select
+from midus_hf.ops.product_key_scores_triton import triton_scores
 from midus_hf.ops.row_sums_triton import (
     triton_bank_gradient,
     triton_row_sums,
@@ -112,7 +112,9 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     triton_bank_gradient(output, slots, weights, bank.shape, dtype)
     rows = slots.flatten(0, 1).long()
     triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
-    triton_select(_sized(TOKENS * heads, n), _sized(TOKENS * heads, n), k)
+    for exact in {True, not packs(dtype, n, k)}:
+        scores, chosen = triton_scores(query, keys, keys, k, exact)
+    triton_gradients_of_scores(scores, query, keys, keys, chosen)
 
 
 def _prompt() -> None:

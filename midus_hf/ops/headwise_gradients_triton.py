@@ -65,6 +65,18 @@ def score_gradients(
 
 
 @triton.jit
+def given_gradients(
+    gradient, slots, first, valid, HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr
+):
+    """Gradients [S, H, K] of the scores of a block of tokens, and their slots: [BT, KP] each."""
+    ranks = tl.arange(0, KP)
+    entries = first * K + (tl.arange(0, BT)[:, None] * (HEADS * K) + ranks[None, :])
+    rank_mask = valid[:, None] & (ranks < K)[None, :]
+    chosen = tl.load(slots + entries, mask=rank_mask, other=0).to(tl.int32)
+    return tl.load(gradient + entries, mask=rank_mask, other=0.0).to(tl.float32), chosen
+
+
+@triton.jit
 def spread_scores(scores, chosen, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
     """Scores [BT, KP] at the columns of their sub-keys, of BN from `start` on: [BT, BN]. Those of one sub-key add up."""
     columns = start + tl.arange(0, BN)
@@ -127,11 +139,14 @@ def side_gradients(
 def score_gradient_kernel(
     gradient, query, row_keys, column_keys, bank, slots, weights, into_query, partial,
     tokens, token_stride, head_stride, blocks_a_split, inverse_temperature,
-    HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HAS_OWN_BANKS: tl.constexpr,
-    ONE: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    DP: tl.constexpr, VP: tl.constexpr,
+    OF_LOOKUP: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_OWN_BANKS: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the query [S, H, 2 * HALF], and of the sub-keys from one split of the tokens: [splits, 2, H, N, HALF], float32."""
+    """Gradients of the query [S, H, 2 * HALF], and of the sub-keys from one split of the tokens: [splits, 2, H, N, HALF], float32.
+
+    `gradient` is that of the output of a lookup, [S, H, WIDTH], or else of scores, [S, H, K].
+    """
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     split = tl.program_id(0) // HEADS
     dims, place = tl.arange(0, DP), tl.arange(0, BT)
@@ -146,9 +161,25 @@ def score_gradient_kernel(
         token = tl.cast(block, tl.int64) * BT
         valid = token + place < tokens
         first = token * HEADS + head
-        scores, chosen = score_gradients(
-            gradient, bank_of_head, slots, weights, first, valid, inverse_temperature, HEADS, N, WIDTH, K, KP, BT, VP
-        )
+        if OF_LOOKUP:
+            scores, chosen = score_gradients(
+                gradient,
+                bank_of_head,
+                slots,
+                weights,
+                first,
+                valid,
+                inverse_temperature,
+                HEADS,
+                N,
+                WIDTH,
+                K,
+                KP,
+                BT,
+                VP,
+            )
+        else:
+            scores, chosen = given_gradients(gradient, slots, first, valid, HEADS, K, KP, BT)
         dim_mask = valid[:, None] & (dims < HALF)[None, :]
         asked = query + token * token_stride + head * head_stride + (place[:, None] * token_stride + dims[None, :])
         there = into_query + first * (2 * HALF) + (place[:, None] * (2 * HEADS * HALF) + dims[None, :])
@@ -175,13 +206,37 @@ def triton_score_gradients(
     weights: torch.Tensor,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, row keys and column keys."""
+    """Gradients of query, row keys and column keys for one `[S, H, v]` of the output of a lookup."""
+    return _gradients(gradient, query, row_keys, column_keys, slots, (bank.contiguous(), weights, temperature))
+
+
+def triton_gradients_of_scores(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys and column keys for one `[S, H, k]` of the scores of slots `[S, H, k]`."""
+    return _gradients(gradient, query, row_keys, column_keys, slots, None)
+
+
+def _gradients(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+    looked_up: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For a gradient of scores, or of what was looked up: of a bank, with these weights, at this temperature."""
     query = query if query.stride(-1) == 1 else query.contiguous()
-    gradient, bank = gradient.contiguous(), bank.contiguous()
-    row_keys, column_keys = row_keys.contiguous(), column_keys.contiguous()
-    (tokens, heads, k), (_, n, half), width = slots.shape, row_keys.shape, bank.shape[-1]
+    gradient, row_keys, column_keys = gradient.contiguous(), row_keys.contiguous(), column_keys.contiguous()
+    (tokens, heads, k), (_, n, half) = slots.shape, row_keys.shape
     if not tokens:
         return torch.zeros_like(query), torch.zeros_like(row_keys), torch.zeros_like(column_keys)
+    bank, weights, temperature = looked_up or (gradient, gradient, 1.0)  # where nothing was, neither is read
+    width = bank.shape[-1] if looked_up else 1
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tile = _tile(n, k, half, width, query.dtype)
     blocks = quotient_above(tokens, tile["BT"])
@@ -193,7 +248,8 @@ def triton_score_gradients(
         score_gradient_kernel[(heads * splits,)](
             gradient, query, row_keys, column_keys, bank, slots, weights, into_query, partial,
             tokens, query.stride(0), query.stride(1), blocks_a_split, 1.0 / temperature,
-            HEADS=heads, N=n, HALF=half, WIDTH=width, HAS_OWN_BANKS=bank.dim() == 3, PRECISION=_precision(query), K=k, **tile,
+            OF_LOOKUP=looked_up is not None, HEADS=heads, N=n, HALF=half, WIDTH=width,
+            HAS_OWN_BANKS=looked_up is not None and bank.dim() == 3, PRECISION=_precision(query), K=k, **tile,
         )  # fmt: skip
     into_row_keys, into_column_keys = (partial[:, side].sum(0).to(row_keys.dtype) for side in (0, 1))
     return into_query, into_row_keys, into_column_keys
@@ -214,7 +270,7 @@ def _tile(n: int, k: int, half: int, width: int, dtype: torch.dtype) -> dict[str
     """
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
     stretch = max(16, min(64, power_of_two(n), 8192 // dims))
-    fits = dtype != torch.float32 and max(dims, lanes) <= 64 and not torch.version.hip
+    fits = dtype != torch.float32 and max(2 * dims, lanes) <= 64 and not torch.version.hip
     return {
         "ONE": n <= stretch,
         "KP": power_of_two(k),

@@ -63,6 +63,34 @@ def best_of_keys(
 
 
 @triton.jit
+def best_slots_of_keys(
+    query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride,
+    WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Scores of the K best slots of tokens [BT] for one head, descending, then minus infinity; and the slots: [BT, KP] each."""
+    dims, ranks = tl.arange(0, DP), tl.arange(0, KP)
+    asked = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
+    mask = valid[:, None] & (dims < half)[None, :]
+    keys_of_head = head * n * half
+    row_query = tl.load(asked, mask=mask, other=0.0)
+    row_values, rows = best_of_keys(row_query, row_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP)
+    column_query = tl.load(asked + half, mask=mask, other=0.0)
+    column_values, columns = best_of_keys(
+        column_query, column_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP
+    )
+    sums, next_column = first_sums(row_values, column_values, KP, BT)
+    scores = tl.full([BT, KP], float("-inf"), tl.float32)
+    chosen = tl.zeros([BT, KP], tl.int32)
+    for rank in range(K):
+        score, i, j, sums, next_column = next_pair(sums, next_column, row_values, column_values, K, KP)
+        slot = pick(rows, i, KP) * n + pick(columns, j, KP)
+        scores = tl.where(ranks[None, :] == rank, score[:, None], scores)
+        chosen = tl.where(ranks[None, :] == rank, slot[:, None], chosen)
+    return scores, chosen
+
+
+@triton.jit
 def weighted_row(bank, slots, shares, rank, valid, width, KP: tl.constexpr, VP: tl.constexpr):
     """The row [BT, VP] of each token's slot of this rank, times its share."""
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
@@ -84,27 +112,27 @@ def forward_kernel(
     block, head = token_block_and_head(tokens, heads, BT, TOGETHER)
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
-    dims = tl.arange(0, DP)
-    asked = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
-    mask = valid[:, None] & (dims < half)[None, :]
-    keys_of_head = head * n * half
-    row_query = tl.load(asked, mask=mask, other=0.0)
-    row_values, rows = best_of_keys(row_query, row_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP)
-    column_query = tl.load(asked + half, mask=mask, other=0.0)
-    column_values, columns = best_of_keys(
-        column_query, column_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP
+    scores, chosen = best_slots_of_keys(
+        query,
+        row_keys,
+        column_keys,
+        token,
+        head,
+        valid,
+        n,
+        half,
+        token_stride,
+        head_stride,
+        WIDE,
+        ONE,
+        K,
+        KP,
+        BT,
+        BN,
+        DP,
     )
-
-    sums, next_column = first_sums(row_values, column_values, KP, BT)
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
-    highest = tl.max(sums, axis=1)
-    shares = tl.zeros([BT, KP], tl.float32)
-    chosen = tl.zeros([BT, KP], tl.int32)
-    for rank in range(K):
-        score, i, j, sums, next_column = next_pair(sums, next_column, row_values, column_values, K, KP)
-        slot = pick(rows, i, KP) * n + pick(columns, j, KP)
-        shares = tl.where(ranks[None, :] == rank, tl.exp((score - highest) * inverse_temperature)[:, None], shares)
-        chosen = tl.where(ranks[None, :] == rank, slot[:, None], chosen)
+    shares = tl.exp((scores - tl.max(scores, axis=1)[:, None]) * inverse_temperature)
     shares = shares / tl.sum(shares, axis=1)[:, None]
     if KEEPS:
         entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
@@ -144,8 +172,8 @@ def triton_forward(
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     if tokens:
         is_wide = wide_products(query, row_keys)
-        tile = _tile(n, k, half, width)
-        tile |= _tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {}
+        lanes = power_of_two(width)
+        tile = exact_tile(n, k, half, tokens, is_wide, lanes) | {"VP": lanes}
         with on_device_of(query):
             forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
@@ -155,11 +183,11 @@ def triton_forward(
     return there.output
 
 
-def _tile(n: int, k: int, half: int, width: int) -> dict[str, int]:
-    """Sizes of a program, of at most about 8,192 elements in its widest tile."""
-    tile = select_tile(n, k)
-    dims, lanes = max(16, power_of_two(half)), power_of_two(width)
-    return tile | {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "VP": lanes}
+def exact_tile(n: int, k: int, half: int, tokens: int, is_wide: bool, lanes: int = 1) -> dict[str, int]:
+    """Sizes of a program that selects, of at most about 8,192 elements in its widest tile, also of `lanes` columns."""
+    tile, dims = select_tile(n, k), max(16, power_of_two(half))
+    tile |= {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims}
+    return tile | (_tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {})
 
 
 def _tile_of_few(stretch: int, is_wide: bool) -> dict[str, int]:

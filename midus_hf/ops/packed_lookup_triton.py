@@ -45,7 +45,7 @@ PROGRAMS_A_MULTIPROCESSOR = 8
 """Of heads that run side by side, before programs take several blocks: more than fit, so that the last leave little of it idle."""
 
 _LOG2_E = 1.4426950408889634
-_LOWEST = -3.4028234663852886e38
+LOWEST = -3.4028234663852886e38
 """Of float32 that is finite: a tag makes no number of what is infinite."""
 
 
@@ -92,6 +92,32 @@ def best_packed(
 
 
 @triton.jit
+def best_slots_of_block(
+    query, rows_of_head, columns_of_head, first, head, valid, token_stride, head_stride,
+    N: tl.constexpr, HALF: tl.constexpr, IS_EVEN: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr,
+    RANK_BITS: tl.constexpr, LOWEST: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """The K best slots of BT tokens from `first` on for one head, whose sub-keys [DP, BN] are at hand.
+
+    Their scores, descending, as `best_pairs` leaves them, and then the slots: one tuple of 2 * K tensors [BT].
+    """
+    token, dims = tl.arange(0, BT), tl.arange(0, DP)
+    asked = query + (first * token_stride + head * head_stride) + (token[:, None] * token_stride + dims[None, :])
+    dim_mask = valid[:, None] & (dims < HALF)[None, :]
+    row_query = load_tile(asked, dim_mask, IS_EVEN and DP == HALF)
+    column_query = load_tile(asked + HALF, dim_mask, IS_EVEN and DP == HALF)
+    row_values = best_packed(row_query, rows_of_head, WIDE, N, BITS, KP, BT, BN, LOWEST)
+    column_values = best_packed(column_query, columns_of_head, WIDE, N, BITS, KP, BT, BN, LOWEST)
+    found = best_pairs(row_values, column_values, K, RANK_BITS)
+    rows, columns = columns_of(row_values, BITS, N), columns_of(column_values, BITS, N)
+    for rank in tl.static_range(K):
+        pair = tag_of(found[rank], 2 * RANK_BITS) if rank > 0 else 0
+        found = found + (column_at(rows, pair >> RANK_BITS) * N + column_at(columns, pair & (KP - 1)),)
+    return found
+
+
+@triton.jit
 def look_up_block(
     query, rows_of_head, columns_of_head, bank_of_head, residual, output, slots, weights,
     block, head, tokens, token_stride, head_stride, scale,
@@ -104,28 +130,21 @@ def look_up_block(
     first = block * BT
     token = tl.arange(0, BT)
     valid = first + token < tokens
-    dims, lanes = tl.arange(0, DP), tl.arange(0, VP)
-    asked = query + (first * token_stride + head * head_stride) + (token[:, None] * token_stride + dims[None, :])
-    dim_mask = valid[:, None] & (dims < HALF)[None, :]
-    row_query = load_tile(asked, dim_mask, IS_EVEN and DP == HALF)
-    column_query = load_tile(asked + HALF, dim_mask, IS_EVEN and DP == HALF)
-    row_values = best_packed(row_query, rows_of_head, WIDE, N, BITS, KP, BT, BN, LOWEST)
-    column_values = best_packed(column_query, columns_of_head, WIDE, N, BITS, KP, BT, BN, LOWEST)
-
-    scores = best_pairs(row_values, column_values, K, RANK_BITS)
-    rows, columns = columns_of(row_values, BITS, N), columns_of(column_values, BITS, N)
+    lanes = tl.arange(0, VP)
+    found = best_slots_of_block(
+        query, rows_of_head, columns_of_head, first, head, valid, token_stride, head_stride,
+        N, HALF, IS_EVEN, WIDE, BITS, RANK_BITS, LOWEST, K, KP, BT, BN, DP,
+    )  # fmt: skip
+    scores = found[:K]
     total = tl.zeros([BT], tl.float32)
     for rank in tl.static_range(K):
         total += tl.exp2((scores[rank] - scores[0]) * scale)
     part = 1.0 / total
-    chosen, shares = (), ()
-    for rank in tl.static_range(KP):
-        if rank < K:
-            pair = tag_of(scores[rank], 2 * RANK_BITS) if rank > 0 else 0
-            slot = column_at(rows, pair >> RANK_BITS) * N + column_at(columns, pair & (KP - 1))
-            chosen, shares = chosen + (slot,), shares + (tl.exp2((scores[rank] - scores[0]) * scale) * part,)
-        else:
-            chosen, shares = chosen + (slot,), shares + (tl.zeros([BT], tl.float32),)
+    chosen, shares = found[K:], ()
+    for rank in tl.static_range(K):
+        shares = shares + (tl.exp2((scores[rank] - scores[0]) * scale) * part,)
+    for _ in tl.static_range(KP - K):
+        chosen, shares = chosen + (found[2 * K - 1],), shares + (tl.zeros([BT], tl.float32),)
     if KEEPS:
         ranks = tl.arange(0, KP)
         before = (first * HEADS + head) * K
@@ -248,7 +267,7 @@ def packed_forward(
                 *there, tokens, there.query.stride(0), there.query.stride(1), walk, _LOG2_E / temperature,
                 HEADS=heads, N=n, HALF=half, WIDTH=width, IS_EVEN=tokens % tile["BT"] == 0, HAS_OWN_BANKS=bank.dim() == 3,
                 ADDS=residual is not None, KEEPS=kept is not None, WALKS=walk > 1,
-                WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, LOWEST=_LOWEST, K=k, **tile,
+                WIDE=wide_products(query, row_keys), TOGETHER=HEADS_TOGETHER, LOWEST=LOWEST, K=k, **tile,
             )  # fmt: skip
     return there.output
 
@@ -258,24 +277,32 @@ def blocks_a_program(blocks: int, heads: int, multiprocessors: int) -> int:
     return quotient_above(blocks, multiprocessors * PROGRAMS_A_MULTIPROCESSOR // min(heads, HEADS_TOGETHER))
 
 
-def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
-    """Sizes of a program, of at most about 8,192 elements in its widest tile; few warps for the few tokens of a decoding step."""
+def packed_tile(n: int, k: int, half: int, tokens: int, lanes: int = 1) -> dict[str, int]:
+    """Sizes of a program that selects, of at most about 8,192 elements in its widest tile, also of `lanes` columns.
+
+    For the few tokens of a decoding step it has few warps.
+    """
     ranks = power_of_two(k)
     columns = max(16, power_of_two(n), 4 * ranks)
-    dims, lanes = max(16, power_of_two(half)), power_of_two(width)
+    dims = max(16, power_of_two(half))
     few = tokens <= FEW_TOKENS
-    rows = FEW_TOKENS if few else max(16, min(64, 8192 // max(dims, lanes)))
     return {
-        "GROUP": max(1, min(ranks, 32768 // (rows * lanes))),  # ranks whose rows registers hold at once
         "BITS": (columns - 1).bit_length(),
         "RANK_BITS": (ranks - 1).bit_length(),
         "KP": ranks,
-        "BT": rows,
+        "BT": FEW_TOKENS if few else max(16, min(64, 8192 // max(dims, lanes))),
         "BN": columns,
         "DP": dims,
-        "VP": lanes,
         "num_warps": 2 if few else 4,
     }
+
+
+def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
+    """Sizes of a program that gathers as well."""
+    lanes = power_of_two(width)
+    tile = packed_tile(n, k, half, tokens, lanes)
+    # GROUP: ranks whose rows registers hold at once
+    return tile | {"GROUP": max(1, min(tile["KP"], 32768 // (tile["BT"] * lanes))), "VP": lanes}
 
 
 def _few_registers(tile: dict[str, int]) -> dict[str, int]:

@@ -4,11 +4,10 @@ import torch
 
 from midus_hf.ops.backend import resolve
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
-from midus_hf.ops.library import custom_op
 from midus_hf.ops.native_headwise import native_refusal, native_scores
-from midus_hf.ops.native_product_key import product_key_scores_op
 from midus_hf.ops.precision import without_autocast
-from midus_hf.ops.product_key_triton import triton_select
+from midus_hf.ops.product_key_scores import product_key_scores_op
+from midus_hf.ops.product_key_scores_triton import triton_scores
 from midus_hf.ops.selection import largest
 
 
@@ -28,9 +27,10 @@ def product_key_topk(
     selections give exactly what one selection over all `n * n` slots would (MIDUS, equations 11 to 13).
 
     Scores are accumulated in float32 for half-precision queries, under `torch.autocast` too: rounding them first would
-    change the selection. Among equal scores any slots may be chosen. PyTorch sums the gradients of at most k choices of one
-    sub-key by one token, on CUDA in any order. What C computes on a CPU can be differentiated once; with
-    `backend="torch"` its gradient can be as well.
+    change the selection. Kernels for half precision compare, and return, scores that carry their column in their last bits, unless
+    `OpChoices.exact` says otherwise. Among equal scores any slots may be chosen. PyTorch sums the gradients of at most k choices of
+    one sub-key by one token, on CUDA in any order; kernels and C in a fixed order. What these compute can be differentiated once;
+    with `backend="torch"` its gradient can be as well.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
@@ -51,17 +51,19 @@ def product_key_topk(
     choices = resolve(backend, selection, "auto", query, native_refusal=native_refusal(n, k))
     if choices.backend == "reference":
         return reference(query, row_keys, column_keys, k)
-    if choices.backend == "native" and choices.selection == "two-stage":
+    if choices.backend in ("native", "triton") and choices.selection == "two-stage":
         flat = (query.reshape(-1, heads, 2 * half), row_keys.to(query.dtype), column_keys.to(query.dtype))
-        call = native_scores if nobody_watches() and are_plain(*flat) else product_key_scores_op
-        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in call(*flat, k))
+        if not (nobody_watches() and are_plain(*flat)):
+            found = product_key_scores_op(*flat, k, choices.exact, choices.backend)
+        elif choices.backend == "triton":
+            found = triton_scores(*flat, k, choices.exact)
+        else:
+            found = native_scores(*flat, k)
+        scores, slots = (tensor.view(*query.shape[:-1], k) for tensor in found)
         return scores, slots
     row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)  # 2 x [..., H, n]
     with torch.no_grad():
-        if choices.backend == "triton" and choices.selection == "two-stage":
-            rows, columns = select_op(row_scores, column_scores, k)
-        else:
-            rows, columns = select(row_scores, column_scores, k, choices.selection)
+        rows, columns = select(row_scores, column_scores, k, choices.selection)
     return row_scores.gather(-1, rows) + column_scores.gather(-1, columns), rows * n + columns
 
 
@@ -137,17 +139,3 @@ def reference(
     scores, pairs = pair_scores.topk(k, dim=-1)  # [..., H, k]
     slots = rows.gather(-1, pairs // k) * row_keys.shape[1] + columns.gather(-1, pairs % k)  # [..., H, k]
     return scores, slots
-
-
-@custom_op("product_key_select")
-def select_op(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`select` in two stages by a kernel."""
-    leading, n = row_scores.shape[:-1], row_scores.shape[-1]
-    rows, columns = triton_select(row_scores.reshape(-1, n), column_scores.reshape(-1, n), k)
-    return rows.reshape(*leading, k), columns.reshape(*leading, k)
-
-
-@select_op.register_fake
-def _(row_scores, column_scores, k):  # type: ignore[no-untyped-def]
-    shape = (*row_scores.shape[:-1], k)
-    return row_scores.new_empty(shape, dtype=torch.int64), row_scores.new_empty(shape, dtype=torch.int64)

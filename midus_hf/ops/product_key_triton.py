@@ -1,12 +1,10 @@
-"""Kernels that select product keys.
+"""How kernels select product keys by all bits of their scores.
 
-Shapes: tokens are flat, `S`; `BT` tokens per program, `BN` sub-keys per stretch, `KP` the power of two at or above k.
+Shapes: `BT` tokens per program, `BN` sub-keys per stretch, `KP` the power of two at or above k.
 """
 
-import torch
-
 from midus_hf.ops.triton_import import tl, triton
-from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
+from midus_hf.ops.triton_launch import power_of_two
 
 
 @triton.jit
@@ -78,61 +76,6 @@ def first_sums(row_values, column_values, KP: tl.constexpr, BT: tl.constexpr):
     """What `next_pair` starts from: every row rank with the best column."""
     best = pick(column_values, tl.zeros([BT], tl.int32), KP)
     return row_values + best[:, None], tl.zeros([BT, KP], tl.int32)
-
-
-@triton.jit
-def best_of_stored(
-    scores, tokens, valid, n, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    """The K largest of stored scores [S, n], a stretch of BN at a time."""
-    values, chosen = best_of_stretch(scores, tokens, valid, n, 0, K, KP, BT, BN)
-    if not ONE:
-        for start in range(BN, n, BN):
-            more_values, more_chosen = best_of_stretch(scores, tokens, valid, n, start, K, KP, BT, BN)
-            values, chosen = merge_best(values, chosen, more_values, more_chosen, K, KP, BT)
-    return values, chosen
-
-
-@triton.jit
-def best_of_stretch(
-    scores, tokens, valid, n, start, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
-):
-    """The K largest of columns `start` to `start + BN` of stored scores [S, n]."""
-    columns = start + tl.arange(0, BN)
-    mask = valid[:, None] & (columns < n)[None, :]
-    stretch = tl.load(scores + tokens[:, None] * n + columns[None, :], mask=mask, other=float("-inf"))
-    return best_columns(stretch.to(tl.float32), start, n, K, KP, BT, BN)
-
-
-@triton.jit
-def select_kernel(
-    row_scores, column_scores, rows, columns, count, n,
-    ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Rows and columns [S, K] of the best slots, from scores [S, n]."""
-    tokens = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    valid = tokens < count
-    row_values, row_chosen = best_of_stored(row_scores, tokens, valid, n, ONE, K, KP, BT, BN)
-    column_values, column_chosen = best_of_stored(column_scores, tokens, valid, n, ONE, K, KP, BT, BN)
-    sums, next_column = first_sums(row_values, column_values, KP, BT)
-    for rank in range(K):
-        _, i, j, sums, next_column = next_pair(sums, next_column, row_values, column_values, K, KP)
-        tl.store(rows + tokens * K + rank, pick(row_chosen, i, KP).to(tl.int64), mask=valid)
-        tl.store(columns + tokens * K + rank, pick(column_chosen, j, KP).to(tl.int64), mask=valid)
-
-
-def triton_select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the k best slots, best first, `[S, k]` int64, from scores `[S, n]` in float32."""
-    count, n = row_scores.shape
-    rows = torch.empty(count, k, dtype=torch.int64, device=row_scores.device)
-    columns = torch.empty_like(rows)
-    if count:
-        tile = select_tile(n, k)
-        with on_device_of(row_scores):
-            select_kernel[(quotient_above(count, tile["BT"]),)](
-                row_scores.contiguous(), column_scores.contiguous(), rows, columns, count, n, K=k, **tile
-            )
-    return rows, columns
 
 
 def select_tile(n: int, k: int) -> dict[str, int]:

@@ -11,7 +11,8 @@ import midus_hf.ops.chapter_attention  # noqa: F401 - registers them
     [
         "headwise_lookup",
         "headwise_lookup_backward",
-        "product_key_select",
+        "product_key_scores",
+        "product_key_scores_backward",
         "weighted_gather",
         "chapter_segments",
         "chapter_segments_backward",

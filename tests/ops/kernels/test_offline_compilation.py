@@ -24,7 +24,8 @@ KERNELS = {
     "bucket_sums_kernel",
     "piece_sums_kernel",
     "add_rows_kernel",
-    "select_kernel",
+    "scores_kernel",
+    "packed_scores_kernel",
     "weighted_rows_kernel",
     "weight_gradients_kernel",
     "chapter_forward_kernel",
@@ -68,7 +69,7 @@ def test_every_kernel_compiles():
     "words, message",
     [
         (["--targets", "sm_1"], "no target sm_1; expected some of sm_80, sm_90, sm_100, gfx942"),
-        (["--kernels", "fast_kernel"], "no kernel fast_kernel; expected some of select_kernel."),
+        (["--kernels", "fast_kernel"], "no kernel fast_kernel; expected some of scores_kernel."),
         (["--cases", "gpt-2"], "no case gpt-2; expected some of 32 heads of 4"),
         (["--cases", "head 16,head 80", "--count", "n 1024"], "no case n 1024; expected some of head 16, head 80."),
     ],
@@ -76,7 +77,7 @@ def test_every_kernel_compiles():
 )
 def test_what_is_unknown_is_refused(words, message, monkeypatch):
     monkeypatch.setattr("os.environ", dict(os.environ))  # compiling does away with TRITON_INTERPRET
-    launch = SimpleNamespace(kernel=SimpleNamespace(__name__="select_kernel"))
+    launch = SimpleNamespace(kernel=SimpleNamespace(__name__="scores_kernel"))
     monkeypatch.setattr("benchmarks.kernels.run.launches", lambda of_cases: [launch])
     with pytest.raises(SystemExit, match=re.escape(message)):
         main(["kernels", *words])

@@ -9,7 +9,7 @@ from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
 from midus_hf.ops.chapter_attention import chapter_attention
 from midus_hf.ops.chapter_segments import segment_attention_op
 from midus_hf.ops.headwise_lookup import headwise_lookup_op
-from midus_hf.ops.product_key import select_op
+from midus_hf.ops.product_key_scores import product_key_scores_op
 from midus_hf.ops.weighted_gather import weighted_gather_op
 
 
@@ -44,7 +44,7 @@ def test_gathering_is_registered_rightly(body):
 
 
 def test_selection_is_registered_rightly():
-    torch.library.opcheck(select_op, (torch.randn(5, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE), 3))
+    torch.library.opcheck(product_key_scores_op, (*tables()[:3], 3, False, "triton"))
 
 
 def chapters_of_tokens(weighed=("scales", "biases")):
@@ -102,7 +102,7 @@ def test_gathering_is_one_node(body):
 
 def test_selecting_by_a_kernel_is_one_node():
     names = nodes_of(lambda *tensors: product_key_topk(*tensors, 2, backend="triton"), tables()[:3])
-    assert sum("product_key_select" in name for name in names) == 1 and not any("topk" in name for name in names)
+    assert sum("product_key_scores" in name for name in names) == 1 and not any("topk" in name for name in names)
 
 
 def test_attention_to_chapters_by_kernels_is_one_node_and_views():

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from midus_hf.ops import native_product_key, op_choices, product_key_topk
-from midus_hf.ops.native_product_key import product_key_scores_op
+from midus_hf.ops import op_choices, product_key_scores, product_key_topk
+from midus_hf.ops.product_key_scores import product_key_scores_op
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -123,7 +123,7 @@ def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
     arguments = inputs()
     expected = scores_slots_and_gradients(arguments, 4, backend="native")
     with monkeypatch.context() as without:
-        without.setattr(native_product_key, "native_library", lambda: None)
+        without.setattr(product_key_scores, "native_library", lambda: None)
         found = scores_slots_and_gradients(arguments, 4, backend="native")
     assert torch.equal(found[1], expected[1])
     for one, other in zip(found, expected, strict=True):
@@ -133,7 +133,7 @@ def test_a_graph_that_was_made_for_it_runs_without_it(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_is_registered_rightly(dtype):
     arguments = [argument.requires_grad_() for argument in inputs((6,), dtype=dtype)]
-    torch.library.opcheck(product_key_scores_op, (*arguments, 3))
+    torch.library.opcheck(product_key_scores_op, (*arguments, 3, False, "native"))
 
 
 def test_autocast_does_not_narrow_scores():

@@ -1,0 +1,103 @@
+"""Kernels that find slots of product keys and their scores, against every slot's score in float64."""
+
+import math
+
+import pytest
+import torch
+from ops.kernels.closeness import assert_close
+from ops.kernels.conftest import DEVICE
+
+from midus_hf.ops import op_choices, product_key_topk
+
+SHAPES = [
+    (64, 2, 32, 64, 4),  # without a mask
+    (33, 3, 8, 12, 1),
+    (17, 2, 33, 100, 7),
+    (5, 1, 16, 300, 9),
+    (70, 2, 4, 5, 5),
+    (1, 2, 8, 128, 8),
+]
+"""Tokens, heads, width and number of sub-keys, and k."""
+
+
+def inputs(tokens=40, heads=2, half=8, n=16, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, heads, 2 * half), (heads, n, half), (heads, n, half))
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [(x if i == 0 else x / half**0.5).to(DEVICE, dtype) for i, x in enumerate(tensors)]
+
+
+def all_scores(query, row_keys, column_keys):
+    """Of every slot, `[S, H, n * n]`."""
+    rows, columns = (
+        torch.einsum("shp,hnp->shn", half, keys)
+        for half, keys in zip(query.chunk(2, dim=-1), (row_keys, column_keys), strict=True)
+    )
+    return (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens, heads, half, n, k", SHAPES)
+def test_slots_scores_and_gradients(tokens, heads, half, n, k, dtype, exact):
+    leaves = [x.requires_grad_() for x in inputs(tokens, heads, half, n, dtype)]
+    with op_choices(exact=exact):
+        scores, slots = product_key_topk(*leaves, k, backend="triton")
+    every = all_scores(*(wide := [x.detach().double().requires_grad_() for x in leaves]))
+    best, best_slots = every.topk(k, dim=-1)
+    found = every.gather(-1, slots)
+    assert (scores.dtype, slots.dtype) == (torch.float32, torch.int64)
+    assert all(len(set(row)) == k for row in slots.flatten(0, 1).tolist())
+    assert (scores.diff(dim=-1) <= 0).all()
+    if exact or dtype == torch.float32 or n > 128 or k > 8:  # of others columns are carried along
+        assert torch.equal(slots, best_slots)
+        torch.testing.assert_close(scores.double(), best, rtol=1e-5, atol=1e-5)
+    else:
+        largest = every.abs().amax(-1, keepdim=True)
+        assert ((best - found).abs() / largest).max() <= 2.0**-14
+        assert ((scores - found).abs() / largest).max() <= 2.0**-14
+    upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = torch.autograd.grad(found, wide, upstream.double())
+    for name, gradient, into in zip("query rows columns".split(), leaves, expected, strict=True):
+        computed = torch.autograd.grad(scores, gradient, upstream, retain_graph=True)[0]
+        assert computed.dtype == dtype
+        assert_close(name, computed, into, dtype)
+
+
+def test_a_query_of_any_strides_and_leading_dimensions_is_read_as_it_lies():
+    query, *keys = inputs(24)
+    expected = product_key_topk(query, *keys, 3, backend="triton")
+    between = torch.stack([query, query + 1], dim=2)[:, :, 0]
+    across = query.mT.contiguous().mT
+    for asked in (between, across, query.view(2, 3, 4, 2, 16)):
+        found = product_key_topk(asked, *keys, 3, backend="triton")
+        assert all(torch.equal(one.flatten(0, -3), other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_direct_call_gives_the_bits_of_the_registered_op(monkeypatch):
+    arguments, asked = inputs(), []
+    expected = product_key_topk(*arguments, 4, backend="triton")
+    monkeypatch.setitem(product_key_topk.__globals__, "product_key_scores_op", lambda *given: asked.append(given))
+    with torch.no_grad():
+        found = product_key_topk(*arguments, 4, backend="triton")
+    assert not asked and all(torch.equal(*both) for both in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["packed", "exact"])
+def test_what_is_no_number_stays_none_and_spoils_no_other_token(exact):
+    arguments = inputs()
+    with op_choices(exact=exact):
+        before, _ = product_key_topk(*arguments, 4, backend="triton")
+        arguments[0][7, 1, 3] = math.nan
+        scores, slots = product_key_topk(*arguments, 4, backend="triton")
+    assert scores[7, 1].isnan().any() and scores.isnan().any(-1).sum() == 1
+    assert slots.min() >= 0 and slots.max() < 256
+    before[7, 1] = scores[7, 1] = 0
+    assert torch.equal(scores, before)
+
+
+def test_no_tokens_are_no_trouble():
+    leaves = [x.requires_grad_() for x in inputs(0)]
+    scores, slots = product_key_topk(*leaves, 4, backend="triton")
+    assert scores.shape == slots.shape == (0, 2, 4)
+    assert not any(into.any() for into in torch.autograd.grad(scores.sum(), leaves))
