@@ -55,6 +55,7 @@ NEAREST = {
     "midus_hf/ops/product_key_scores_triton.py": f"{OPS} -k triton",
     "midus_hf/ops/product_key_triton.py": f"{OPS} -k triton",
     "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/rows_by_product_triton.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
     "midus_config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",

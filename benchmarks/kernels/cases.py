@@ -24,6 +24,7 @@ from midus_hf.ops.row_sums_triton import (
     triton_weight_gradients,
     triton_weighted_rows,
 )
+from midus_hf.ops.rows_by_product_triton import triton_spread_weights
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -128,6 +129,7 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
     weights = _sized(TOKENS, m, dtype=dtype)
     output = triton_weighted_rows(bank, slots, weights)
     triton_weight_gradients(output, bank, slots)
+    triton_spread_weights(slots, weights, len(bank), dtype)
     for atomic in (False, True):
         triton_row_sums(output, slots, weights, 4096, atomic=atomic)
 

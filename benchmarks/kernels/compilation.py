@@ -86,8 +86,11 @@ class Compiled:
 
 TRIPS: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     "forward_kernel": lambda given: (given["K"],),
+    "scores_kernel": lambda given: (given["K"],),
     "packed_forward_kernel": lambda given: (given["walk"],) if given["WALKS"] else (),
     "score_gradient_kernel": lambda given: (given["blocks_a_split"], given["K"]),
+    "weighted_rows_kernel": lambda given: (math.ceil(given["m"] / given["BM"]),),
+    "spread_weights_kernel": lambda given: (math.ceil(given["m"] / given["BM"]),),
     # On average over programs, of which some are there for buckets that happen to be cut into pieces.
     "bucket_sums_kernel": lambda given: (math.ceil(len(given["order"]) / len(given["owners"]) / given["BE"]),),
 }

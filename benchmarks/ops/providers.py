@@ -252,6 +252,22 @@ def _bag_sorted(case: Case, inputs: Inputs) -> Call:
     return lambda: weighted_gather(**inputs, backward="sorted")
 
 
+@provider("weighted_gather", "rows")
+def _bag_rows(case: Case, inputs: Inputs) -> Call:
+    return lambda: _gathered(inputs, "rows")
+
+
+@provider("weighted_gather", "product")
+def _bag_product(case: Case, inputs: Inputs) -> Call:
+    """As `dense`, with sums in float32, a kernel that spreads weights, and gradients that are products as well."""
+    return lambda: _gathered(inputs, "product")
+
+
+def _gathered(inputs: Inputs, gathering: str) -> torch.Tensor:
+    with op_choices(gathering=gathering):
+        return weighted_gather(**inputs)
+
+
 @provider("weighted_gather", "atomic")
 def _bag_atomic(case: Case, inputs: Inputs) -> Call:
     return lambda: weighted_gather(**inputs, backward="atomic")
@@ -270,6 +286,21 @@ def _product_key_memory_naive(case: Case, inputs: Inputs) -> Call:
 @provider("product_key_memory", "sorted")
 def _product_key_memory_sorted(case: Case, inputs: Inputs) -> Call:
     return lambda: product_key_memory(case, inputs, "auto")
+
+
+@provider("product_key_memory", "rows")
+def _product_key_memory_rows(case: Case, inputs: Inputs) -> Call:
+    return lambda: _product_key_memory_gathered(case, inputs, "rows")
+
+
+@provider("product_key_memory", "product")
+def _product_key_memory_product(case: Case, inputs: Inputs) -> Call:
+    return lambda: _product_key_memory_gathered(case, inputs, "product")
+
+
+def _product_key_memory_gathered(case: Case, inputs: Inputs, gathering: str) -> torch.Tensor:
+    with op_choices(gathering=gathering):
+        return product_key_memory(case, inputs, "auto")
 
 
 def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:

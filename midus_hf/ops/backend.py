@@ -16,6 +16,7 @@ BACKENDS = ("auto", "reference", "torch", "native", "triton")
 SELECTIONS = ("auto", "two-stage", "cartesian")
 BACKWARDS = ("auto", "sorted", "atomic", "dedup")
 JOININGS = ("auto", "merged", "fused", "measured")
+GATHERINGS = ("auto", "rows", "product")
 
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -41,6 +42,10 @@ class OpChoices:
             `"fused"`, by one kernel for both where there is one for the call, which reads sequences of the same length as queries
             without mask, cap or dropout; or `"measured"`, by whichever of these took less time when a shape was first met, which
             another process may find otherwise. A graph of `torch.compile` cannot measure and is merged. Default: `"auto"`, merged.
+        gathering: How rows of one bank for all heads are weighed and summed: `"rows"`, as they are read; or by a `"product"` of the
+            whole bank with a matrix of all weights, whose sums are rounded to the dtype of the bank before, and which makes no
+            number of any token where a row is none. It has no sparse gradient, and one way of summing gradients, in place of
+            `"sorted"`. Default: `"auto"`, the product in half precision on a GPU where kernels run and it is expected to take less.
         exact: Whether kernels that select product keys of half precision compare all 32 bits of their scores. Otherwise the last
             ceil(log2(n)) say which sub-key a score is of, for n up to 128 and k up to 8: sub-keys and slots whose scores are closer
             than that, for n = 64 within 2^-17 of their size, may be taken for each other. Default: false.
@@ -50,10 +55,17 @@ class OpChoices:
     selection: str = "auto"
     backward: str = "auto"
     joining: str = "auto"
+    gathering: str = "auto"
     exact: bool = False
 
     def __post_init__(self) -> None:
-        every = {"backend": BACKENDS, "selection": SELECTIONS, "backward": BACKWARDS, "joining": JOININGS}
+        every = {
+            "backend": BACKENDS,
+            "selection": SELECTIONS,
+            "backward": BACKWARDS,
+            "joining": JOININGS,
+            "gathering": GATHERINGS,
+        }
         for name, choices in every.items():
             value = getattr(self, name)
             if value not in choices:
@@ -177,6 +189,11 @@ def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
 def chosen_joining() -> str:
     """How heads that read sequence and depth do: `"merged"`, `"fused"` or `"measured"`."""
     return "merged" if _standing.joining == "auto" else _standing.joining
+
+
+def chosen_gathering() -> str:
+    """How rows of one bank for all heads are weighed and summed: `"auto"`, `"rows"` or `"product"`."""
+    return _standing.gathering
 
 
 def _multiplies(tensor: torch.Tensor) -> bool:

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from midus_hf.ops.backend import resolve
+from midus_hf.ops.backend import chosen_gathering, resolve
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
+from midus_hf.ops.rows_by_product import gradients_of_product, product_of_rows, product_takes_less
 
 
 def weighted_gather(
@@ -51,7 +52,8 @@ def weighted_gather(
     if sparse_gradient:
         output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, choices.backend)
     else:
-        output = weighted_gather_op(bank, flat_slots, flat_weights, choices.backward, choices.backend)
+        way = chosen_gathering()
+        output = weighted_gather_op(bank, flat_slots, flat_weights, choices.backward, choices.backend, way)
     return output.reshape(*leading, bank.shape[-1])
 
 
@@ -67,14 +69,16 @@ def reference(
 
 @custom_op("weighted_gather")
 def weighted_gather_op(
-    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backward: str, backend: str
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backward: str, backend: str, gathering: str
 ) -> torch.Tensor:
-    """`[R, v]`, `[S, m]`, `[S, m]` to `[S, v]`; names of bodies are resolved."""
+    """`[R, v]`, `[S, m]`, `[S, m]` to `[S, v]`; names of bodies are resolved, and `gathering` is as in `OpChoices`."""
+    if _multiplies_all(bank, slots, backward, backend, gathering):
+        return product_of_rows(bank, slots, weights, backend)
     return weighted_rows(bank, slots, weights, backend)
 
 
 @weighted_gather_op.register_fake
-def _(bank, slots, weights, backward, backend):  # type: ignore[no-untyped-def]
+def _(bank, slots, weights, backward, backend, gathering):  # type: ignore[no-untyped-def]
     return bank.new_empty(slots.shape[0], bank.shape[1])
 
 
@@ -86,28 +90,42 @@ def weighted_gather_backward_op(
     weights: torch.Tensor,
     backward: str,
     backend: str,
+    gathering: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of bank and weights for a gradient `[S, v]`."""
+    if _multiplies_all(bank, slots, backward, backend, gathering):
+        into_bank, into_weights = gradients_of_product(gradient, bank, slots, weights, backend)
+        return into_bank.to(bank.dtype), into_weights.to(weights.dtype)
     into_bank = row_sums(gradient, slots, weights, len(bank), backward, backend).to(bank.dtype)
     return into_bank, weight_gradients(gradient, bank, slots, backend).to(weights.dtype)
 
 
 @weighted_gather_backward_op.register_fake
-def _(gradient, bank, slots, weights, backward, backend):  # type: ignore[no-untyped-def]
+def _(gradient, bank, slots, weights, backward, backend, gathering):  # type: ignore[no-untyped-def]
     return torch.empty_like(bank, memory_format=torch.contiguous_format), weights.new_empty(weights.shape)
 
 
 def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    bank, slots, weights, ctx.way, ctx.body = inputs
+    bank, slots, weights, ctx.way, ctx.body, ctx.gathering = inputs
     ctx.save_for_backward(bank, slots, weights)
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
-    into_bank, into_weights = weighted_gather_backward_op(gradient, *ctx.saved_tensors, ctx.way, ctx.body)
-    return into_bank, None, into_weights, None, None
+    into_bank, into_weights = weighted_gather_backward_op(
+        gradient, *ctx.saved_tensors, ctx.way, ctx.body, ctx.gathering
+    )
+    return into_bank, None, into_weights, None, None, None
 
 
 weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backward: str, backend: str, gathering: str) -> bool:
+    """Whether these rows are summed by a product: decided where sizes are known, and alike for output and gradient."""
+    if gathering != "auto":
+        return gathering == "product"
+    is_for_tensor_cores = bank.is_cuda and bank.dtype.itemsize == 2 and backend == "triton" and backward == "sorted"
+    return is_for_tensor_cores and product_takes_less(*slots.shape, *bank.shape)
 
 
 class _SparseWeightedGather(torch.autograd.Function):

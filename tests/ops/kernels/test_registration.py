@@ -36,10 +36,11 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
-def test_gathering_is_registered_rightly(body):
+@pytest.mark.parametrize("gathering", ["rows", "product"])
+def test_gathering_is_registered_rightly(body, gathering):
     bank, weights = torch.randn(7, 4, device=DEVICE), torch.randn(5, 3, device=DEVICE)
     slots = torch.randint(7, (5, 3), device=DEVICE)
-    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), "sorted", body)
+    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), "sorted", body, gathering)
     torch.library.opcheck(weighted_gather_op, arguments)
 
 

@@ -1,0 +1,101 @@
+"""Rows that are summed by a product of the whole bank, against the reference, and when that is chosen."""
+
+import pytest
+import torch
+from ops.kernels.closeness import assert_close
+from ops.kernels.conftest import DEVICE
+
+from midus_hf.ops import op_choices, rows_by_product, weighted_gather
+from midus_hf.ops.rows_by_product import product_takes_less
+from midus_hf.ops.rows_by_product_triton import triton_spread_weights
+
+SHAPES = [(5, 3, 7, 4), (40, 8, 64, 32), (9, 70, 300, 20), (2, 1, 5000, 3), (3, 5, 1, 6)]
+"""Tokens, slots of each, rows and their width."""
+
+
+def inputs(tokens, m, rows, width, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rows)
+    bank = torch.randn(rows, width, generator=generator)
+    slots = torch.randint(rows, (tokens, m), generator=generator)
+    slots[:, m // 2 :] = slots[:, :1]  # heads may read the same row
+    weights = torch.rand(tokens, m, generator=generator)
+    return bank.to(DEVICE, dtype).requires_grad_(), slots.to(DEVICE), weights.to(DEVICE).requires_grad_()
+
+
+def gathered(bank, slots, weights, backend, **options):
+    with op_choices(gathering="product"):
+        return weighted_gather(bank, slots, weights, backend=backend, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_and_gradients_are_those_of_the_reference(shape, dtype, backend):
+    bank, slots, weights = inputs(*shape, dtype)
+    exact = [bank.detach().double().requires_grad_(), slots, weights.detach().double().requires_grad_()]
+    output, expected = gathered(bank, slots, weights, backend), weighted_gather(*exact, backend="reference")
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    assert output.dtype == dtype
+    assert_close("output", output, expected, dtype)
+    found = torch.autograd.grad(output, (bank, weights), upstream)
+    right = torch.autograd.grad(expected, (exact[0], exact[2]), upstream.double())
+    for name, one, other in zip(("bank", "weights"), found, right, strict=True):
+        assert_close(name, one, other, dtype)
+
+
+def test_its_gradient_is_the_derivative():
+    bank, slots, weights = (x.detach() for x in inputs(6, 4, 10, 3, torch.float64))
+    arguments = (bank.requires_grad_(), weights.double().requires_grad_())
+    assert torch.autograd.gradcheck(lambda rows, how: gathered(rows, slots, how, "torch"), arguments)
+
+
+def test_tokens_go_through_a_stretch_at_a_time(monkeypatch, backend):
+    arguments = inputs(23, 4, 10, 8)
+    whole = gathered(*arguments, backend)
+    monkeypatch.setattr(rows_by_product, "_MOST_ELEMENTS", 10 * 5)
+    parts = gathered(*arguments, backend)
+    leaves = (arguments[0], arguments[2])
+    assert torch.equal(whole, parts)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (whole, parts)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weights_of_one_row_add_up_before_they_are_rounded():
+    slots, weights = torch.tensor([[3, 3, 3, 0]]), torch.tensor([[1.0, 2.0**-8, 2.0**-8, 0.5]])
+    spread = triton_spread_weights(slots.to(DEVICE), weights.to(DEVICE), 5, torch.bfloat16)
+    assert torch.equal(spread, torch.tensor([[0.5, 0, 0, 1 + 2.0**-7, 0]]).to(DEVICE, torch.bfloat16))
+
+
+def test_no_tokens_are_no_trouble(backend):
+    bank, slots, weights = inputs(0, 3, 7, 4)
+    output = gathered(bank, slots, weights, backend)
+    into_bank, into_weights = torch.autograd.grad(output.sum(), (bank, weights))
+    assert output.shape == (0, 4) and into_weights.shape == (0, 3) and not into_bank.any()
+
+
+def test_a_sparse_gradient_is_of_rows_that_are_read(backend):
+    bank, slots, weights = inputs(4, 2, 30, 5)
+    output = gathered(bank, slots, weights, backend, sparse_gradient=True)
+    assert torch.autograd.grad(output.sum(), bank)[0].is_sparse
+
+
+@pytest.mark.parametrize(
+    "tokens, m, rows, width, expected",
+    [
+        (32768, 128, 4096, 2048, True),  # midus-pkm of Llama-3.2-1B
+        (32768, 128, 4096, 4096, True),  # of Llama-3.1-8B
+        (1, 128, 4096, 2048, False),  # one token of it
+        (64, 128, 4096, 2048, False),
+        (32768, 36, 4096, 576, False),  # of SmolLM2-135M
+        (32768, 32, 16384, 384, False),  # ultramem-v2 of Llama-3.2-1B
+        (32768, 128, 1 << 20, 2048, False),
+    ],
+)
+def test_the_product_is_expected_to_take_less_where_much_of_a_small_table_is_read(tokens, m, rows, width, expected):
+    assert product_takes_less(tokens, m, rows, width) == expected
+
+
+def test_nothing_but_tensor_cores_chooses_it(monkeypatch):
+    monkeypatch.setitem(weighted_gather.__globals__, "product_of_rows", None)  # which a call would find out
+    if DEVICE == "cpu":
+        weighted_gather(*inputs(300, 8, 4, 64, torch.bfloat16))
+    weighted_gather(*inputs(300, 8, 4, 64))
