@@ -77,6 +77,6 @@ def _spread(
 def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """A matrix product summed, and returned, in float32 at least."""
     wide = torch.promote_types(first.dtype, torch.float32)
-    if first.is_cuda and first.dtype != wide:
+    if first.is_cuda and first.dtype != wide and not torch.version.hip:
         return torch.mm(first, second, out_dtype=wide)
     return first.to(wide) @ second.to(wide)

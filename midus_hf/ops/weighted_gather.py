@@ -124,8 +124,9 @@ def _multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backward: str, back
     """Whether these rows are summed by a product: decided where sizes are known, and alike for output and gradient."""
     if gathering != "auto":
         return gathering == "product"
-    is_for_tensor_cores = bank.is_cuda and bank.dtype.itemsize == 2 and backend == "triton" and backward == "sorted"
-    return is_for_tensor_cores and product_takes_less(*slots.shape, *bank.shape)
+    is_on_nvidia = bank.is_cuda and not torch.version.hip
+    is_fast = is_on_nvidia and bank.dtype.itemsize == 2 and backend == "triton" and backward == "sorted"
+    return is_fast and product_takes_less(*slots.shape, *bank.shape)
 
 
 class _SparseWeightedGather(torch.autograd.Function):
