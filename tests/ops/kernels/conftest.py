@@ -53,5 +53,7 @@ def poisoned_memory(monkeypatch):
 
         return allocate_poisoned
 
+    with torch.device(DEVICE):  # torch notes at the first time which functions make tensors: not those below, for the whole process
+        torch.empty(0)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
