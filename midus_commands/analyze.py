@@ -82,11 +82,13 @@ def heads(
         words = f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'"
         raise Ending(WRONG_REQUEST, words) from error
     from midus_hf.analysis.head_report import as_json, draw_heads, layers_table
+    from midus_hf.short_names import short_names
 
     report = {"tasks": names, "limit": limit, "models": as_json(found)}
-    show_report(report, [layers_table(name, one, not signed) for name, one in found.items()], json_)
+    labelled = dict(zip(short_names(list(found)), found.values(), strict=True))
+    show_report(report, [layers_table(label, one, not signed) for label, one in labelled.items()], json_)
     if picture is not None:
-        picture.write_bytes(draw_heads(found, not signed))
+        picture.write_bytes(draw_heads(labelled, not signed))
 
 
 app.command()(inside.layers)

@@ -1,9 +1,10 @@
 """The table that people read: one row per measure, one column per model."""
 
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from midus_hf.short_names import short_names
 
 _ABOUT_THE_TASK = ("num_fewshot", "num_questions")
 
@@ -17,7 +18,7 @@ def comparison_table(report: dict[str, Any]) -> Table:
     models = report["models"]
     table = Table(title="Evaluation")
     table.add_column("measure")
-    labels = _labels([model["model"] for model in models])
+    labels = short_names([model["model"] for model in models])
     for label in labels:
         table.add_column(label, justify="right", overflow="fold")
     table.add_row("parameters", *(f"{model['parameters']:,}" for model in models))
@@ -59,9 +60,3 @@ def _score(scores: dict[str, Any], metric: str) -> str:
     name, comma, filter_name = metric.partition(",")
     error = scores.get(f"{name}_stderr{comma}{filter_name}")
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
-
-
-def _labels(names: list[str]) -> list[str]:
-    """The last part of each name where that tells them apart, else the whole names."""
-    short = [Path(name).name or name for name in names]
-    return short if len(set(short)) == len(short) else names

@@ -69,6 +69,7 @@ def test_heads_are_told_as_json_and_drawn(run, model, data, tmp_path):
     assert len(told["absolute"][0]) == 4 and picture.read_bytes().startswith(b"\x89PNG")
     one = run("heads", model, "--tasks", "piqa", "--data", data, "--limit", 1, "--signed")
     assert one.status == 0 and "1 answers" in one.out and "variance" in one.out
+    assert model.name in one.out and str(model) not in one.out
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def poisoned_memory(monkeypatch):
 
         return allocate_poisoned
 
-    with torch.device(DEVICE):  # torch notes at the first time which functions make tensors: not those below, for the whole process
+    # Torch notes at the first time which functions make tensors, for the whole process: these, and not those below.
+    with torch.device(DEVICE):
         torch.empty(0)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
