@@ -39,7 +39,6 @@ def run_command(
     arguments: Sequence[str] | None,
     name: str,
     *,
-    named_lines: bool = True,
     refusals: tuple[type[Exception], ...] = (ValueError,),
     hint: str = "",
     failure: str | None = "",
@@ -47,13 +46,12 @@ def run_command(
     hears_termination: bool = False,
     silent: bool = False,
 ) -> int:
-    """Run a command line, and say in one line how it ended unless it is done.
+    """Run a command line, and say in one line, behind its name, how it ended unless it is done.
 
     Args:
         app: The command line.
         arguments: Words after the program's name; None for those of the process.
         name: The program's name, as help has it.
-        named_lines: Whether lines start with the name. Otherwise those of errors start with `error:`. Default: true.
         refusals: Errors that mean that the request is wrong. What the command line's reader says is one in any case.
             Default: `ValueError`.
         hint: What follows the words of that reader. Default: nothing.
@@ -94,8 +92,7 @@ def run_command(
             else:
                 status, line = FAILED, f"{failure}{type(error).__name__}: {error}"
     if line is not None and not silent:
-        start = f"{name}: " if named_lines else "error: " if status in (FAILED, WRONG_REQUEST) else ""
-        print(start + " ".join(line.split()), file=sys.stderr)
+        print(f"{name}: {' '.join(line.split())}", file=sys.stderr)
     return status
 
 

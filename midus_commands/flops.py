@@ -100,4 +100,4 @@ def main(arguments: Sequence[str] | None = None, name: str = "midus-flops") -> i
     Returns:
         Exit status: 0 done, 1 the work failed, 2 the request is wrong, 130 interrupted; one line on standard error says how.
     """
-    return run_command(app, arguments, name, named_lines=False, hint=f" See '{name} --help'.")
+    return run_command(app, arguments, name, hint=f" See '{name} --help'.")

@@ -36,7 +36,6 @@ def run_training_command(
         app,
         arguments,
         name,
-        named_lines=False,
         refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
         hint=f" See '{name} --help'.",
         failure=None,

@@ -173,4 +173,4 @@ def main(arguments: Sequence[str] | None = None, name: str = "midus-usage") -> i
         Exit status: 0 done, 2 the request is wrong, 130 interrupted; one line on standard error says how. A failure of
         the work raises.
     """
-    return run_command(app, arguments, name, named_lines=False, hint=f" See '{name} --help'.", failure=None)
+    return run_command(app, arguments, name, hint=f" See '{name} --help'.", failure=None)

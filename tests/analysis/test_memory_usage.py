@@ -111,15 +111,15 @@ def test_a_picture_is_written_in_the_kind_that_its_name_says(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--text", "/absent"], "error: text is '/absent', which does not exist; expected a file or a folder.\n"),
-        (["--output", "usage.txt"], "error: output is 'usage.txt'; expected a file ending in .png, .svg, .pdf.\n"),
-        (["--output", "/absent/a.png"], "error: output is '/absent/a.png', in a folder that does not exist; create"),
+        (["--text", "/absent"], "midus-usage: text is '/absent', which does not exist; expected a file or a folder.\n"),
+        (["--output", "usage.txt"], "midus-usage: output is 'usage.txt'; expected a file ending in .png, .svg, .pdf.\n"),
+        (["--output", "/absent/a.png"], "midus-usage: output is '/absent/a.png', in a folder that does not exist; create"),
         (
             ["--sequence-length", "4000"],
-            "error: sequence_length is 4000; the model was made for at most 128 tokens.\n",
+            "midus-usage: sequence_length is 4000; the model was made for at most 128 tokens.\n",
         ),
-        (["--dtype", "int8"], "error: dtype is 'int8'; expected auto, float32, bfloat16 or float16.\n"),
-        (["--device", "nowhere"], "error: device is 'nowhere', which cannot be used here ("),
+        (["--dtype", "int8"], "midus-usage: dtype is 'int8'; expected auto, float32, bfloat16 or float16.\n"),
+        (["--device", "nowhere"], "midus-usage: device is 'nowhere', which cannot be used here ("),
     ],
 )
 def test_a_wrong_request_is_told_in_one_line(model, text, capsys, words, message):
@@ -127,15 +127,15 @@ def test_a_wrong_request_is_told_in_one_line(model, text, capsys, words, message
     assert main([str(model), "--text", str(text), *words]) == 2
     out, err = capsys.readouterr()
     last = err.splitlines(keepends=True)[-1]
-    assert out == "" and last.startswith("error: ") and message in last
+    assert out == "" and last.startswith("midus-usage: ") and message in last
 
 
 def test_a_model_that_cannot_be_loaded_or_has_no_memory_is_refused(model, text, capsys):
     assert main(["absent/model", "--text", str(text)]) == 2
-    assert "error: model is 'absent/model', which cannot be loaded on " in capsys.readouterr().err
+    assert "midus-usage: model is 'absent/model', which cannot be loaded on " in capsys.readouterr().err
     assert main([str(model.parent / "base"), "--text", str(text)]) == 2
     assert (
-        "error: this llama model has no memory whose use can be counted; expected an upscaled"
+        "midus-usage: this llama model has no memory whose use can be counted; expected an upscaled"
         in capsys.readouterr().err
     )
 
@@ -148,7 +148,7 @@ def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, te
     upscale(base=model.parent / "base", method="moda", output=tmp_path / "moda", verify=False)
     assert main([str(tmp_path / "moda"), "--text", str(text)]) == 2
     assert (
-        "error: this midus_llama model has no memory whose use can be counted, only memory of type depth-attention; expected an "
+        "midus-usage: this midus_llama model has no memory whose use can be counted, only memory of type depth-attention; expected an "
         f"upscaled model with memory of one of the types: {', '.join(counted_types())}.\n"
     ) in capsys.readouterr().err
 
@@ -179,5 +179,5 @@ def test_without_matplotlib_a_picture_says_how_to_install_it(model, text, capsys
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([str(model), "--text", str(text), "--output", "usage.png"]) == 2
     assert capsys.readouterr().err == (
-        "error: output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'.\n"
+        "midus-usage: output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'.\n"
     )

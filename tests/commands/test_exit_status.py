@@ -71,7 +71,7 @@ def test_a_script_exits_as_its_command(script):
     path = REPOSITORY / "scripts" / script
     done = subprocess.run([sys.executable, path, "--no-such-option"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"error: No such option: --no-such-option See '{script} --help'.\n"
+    assert done.stderr == f"{script}: No such option: --no-such-option See '{script} --help'.\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -57,7 +57,7 @@ def test_the_work_imports_no_torch(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"model_type": "gpt2"}', "error: config has model_type = 'gpt2'; expected one of: llama"),
+        ('{"model_type": "gpt2"}', "midus-flops: config has model_type = 'gpt2'; expected one of: llama"),
         ("{", "config.json is not JSON"),
         ("[]", "config.json holds a list; expected a JSON object"),
     ],

@@ -41,16 +41,16 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("learning_rte=1", "error: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
-        ("data=/absent", "error: data is '/absent', which does not exist; expected a file, a folder or a dataset id."),
-        ("data.format=chat", "error: data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
+        ("learning_rte=1", "midus-sft: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
+        ("data=/absent", "midus-sft: data is '/absent', which does not exist; expected a file, a folder or a dataset id."),
+        ("data.format=chat", "midus-sft: data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
         (
             "chat_template=null",
-            "error: the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
+            "midus-sft: the model's tokenizer has no chat template; set chat_template to chatml, alpaca or ",
         ),
-        ("sequence_length=5000", "error: sequence_length is 5000, but the model has positions for 128 tokens."),
-        ("lora={trainable: all}", "error: config has no option 'lora.trainable'."),
-        ("model=absent/model", "error: model is 'absent/model'; expected the folder or Hub id of a language model: "),
+        ("sequence_length=5000", "midus-sft: sequence_length is 5000, but the model has positions for 128 tokens."),
+        ("lora={trainable: all}", "midus-sft: config has no option 'lora.trainable'."),
+        ("model=absent/model", "midus-sft: model is 'absent/model'; expected the folder or Hub id of a language model: "),
     ],
 )
 def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, capsys, word, message):
@@ -64,9 +64,9 @@ def test_data_of_no_format_or_of_no_rows_and_what_contradicts_itself_are_wrong_r
     texts = write_rows(tmp_path / "texts.jsonl", [{"text": "no chat"}])
     nothing = write_rows(tmp_path / "nothing.jsonl", [])
     for more, message in (
-        ([f"data={texts}"], "error: line 1 of "),
-        ([f"data={nothing}"], "error: data is "),
-        (["lora={r: 4}", "trainable=all"], "error: lora is set and trainable is 'all'; "),
+        ([f"data={texts}"], "midus-sft: line 1 of "),
+        ([f"data={nothing}"], "midus-sft: data is "),
+        (["lora={r: 4}", "trainable=all"], "midus-sft: lora is set and trainable is 'all'; "),
     ):
         assert main([*words, *more]) == 2
         out, err = capsys.readouterr()
@@ -83,7 +83,7 @@ def test_packages_that_are_not_installed_are_named(words, capsys, monkeypatch):
     monkeypatch.setattr(command, "_NEEDED", ("datasets", "no_such_package"))
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        "error: midus-sft needs no_such_package, not installed here; pip install 'midus-hf[sft]'.\n"
+        "midus-sft: midus-sft needs no_such_package, not installed here; pip install 'midus-hf[sft]'.\n"
     )
 
 
