@@ -195,7 +195,8 @@ def test_the_command_asks_for_a_tree_and_refuses_one_that_nothing_is_fetched_by(
     upscale(base=folder / "base", method="midus-hml", output=tmp_path / "slots", options=options, verify=False)
     assert main([str(folder / "model"), "--text", str(folder / "texts.jsonl")]) == 2
     assert (
-        "midus-usage: the texts of this midus_llama model fetch blocks, and nothing says which; expected the tree of topics that they are "
+        "midus-usage: the texts of this midus_llama model fetch blocks, and nothing says which; "
+        "expected the tree of topics that they are "
         "found by. Pass --retriever.\n"
     ) in capsys.readouterr().err
     tree = ["--retriever", str(folder / "tree")]

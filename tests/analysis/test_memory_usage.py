@@ -111,9 +111,18 @@ def test_a_picture_is_written_in_the_kind_that_its_name_says(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--text", "/absent"], "midus-usage: text is '/absent', which does not exist; expected a file or a folder.\n"),
-        (["--output", "usage.txt"], "midus-usage: output is 'usage.txt'; expected a file ending in .png, .svg, .pdf.\n"),
-        (["--output", "/absent/a.png"], "midus-usage: output is '/absent/a.png', in a folder that does not exist; create"),
+        (
+            ["--text", "/absent"],
+            "midus-usage: text is '/absent', which does not exist; expected a file or a folder.\n",
+        ),
+        (
+            ["--output", "usage.txt"],
+            "midus-usage: output is 'usage.txt'; expected a file ending in .png, .svg, .pdf.\n",
+        ),
+        (
+            ["--output", "/absent/a.png"],
+            "midus-usage: output is '/absent/a.png', in a folder that does not exist; create",
+        ),
         (
             ["--sequence-length", "4000"],
             "midus-usage: sequence_length is 4000; the model was made for at most 128 tokens.\n",
@@ -148,7 +157,8 @@ def test_a_model_whose_memories_have_no_slots_is_refused_by_their_type(model, te
     upscale(base=model.parent / "base", method="moda", output=tmp_path / "moda", verify=False)
     assert main([str(tmp_path / "moda"), "--text", str(text)]) == 2
     assert (
-        "midus-usage: this midus_llama model has no memory whose use can be counted, only memory of type depth-attention; expected an "
+        "midus-usage: this midus_llama model has no memory whose use can be counted, "
+        "only memory of type depth-attention; expected an "
         f"upscaled model with memory of one of the types: {', '.join(counted_types())}.\n"
     ) in capsys.readouterr().err
 

@@ -42,7 +42,10 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
     ("word", "message"),
     [
         ("learning_rte=1", "midus-sft: config has no option 'learning_rte'. Did you mean 'learning_rate'"),
-        ("data=/absent", "midus-sft: data is '/absent', which does not exist; expected a file, a folder or a dataset id."),
+        (
+            "data=/absent",
+            "midus-sft: data is '/absent', which does not exist; expected a file, a folder or a dataset id.",
+        ),
         ("data.format=chat", "midus-sft: data.format is 'chat'; expected one of 'messages', 'sharegpt', "),
         (
             "chat_template=null",
@@ -50,7 +53,10 @@ def test_it_trains_and_leaves_a_model(words, tmp_path, monkeypatch, capsys):
         ),
         ("sequence_length=5000", "midus-sft: sequence_length is 5000, but the model has positions for 128 tokens."),
         ("lora={trainable: all}", "midus-sft: config has no option 'lora.trainable'."),
-        ("model=absent/model", "midus-sft: model is 'absent/model'; expected the folder or Hub id of a language model: "),
+        (
+            "model=absent/model",
+            "midus-sft: model is 'absent/model'; expected the folder or Hub id of a language model: ",
+        ),
     ],
 )
 def test_a_wrong_request_is_told_in_one_line_and_writes_nothing(words, tmp_path, capsys, word, message):

@@ -125,15 +125,20 @@ def test_a_wrong_request_exits_with_2_and_one_line(words, corpus, tmp_path, monk
         ),
         pytest.param(
             "attn_implementation=flash_attention_2",
-            "midus-train: attn_implementation is 'flash_attention_2'; expected one that is installed and that a midus_llama model has, "
+            "midus-train: attn_implementation is 'flash_attention_2'; expected one that is installed "
+            "and that a midus_llama model has, "
             "such as sdpa or eager: FlashAttention2 ",
             marks=pytest.mark.skipif(any(map(find_spec, ("flash_attn", "kernels"))), reason="it may be had here"),
         ),
         (
             "attn_implementation=none_such",
-            "midus-train: attn_implementation is 'none_such'; expected one that is installed and that a midus_llama model has, such as ",
+            "midus-train: attn_implementation is 'none_such'; expected one that is installed "
+            "and that a midus_llama model has, such as ",
         ),
-        ("model=absent/model", "midus-train: model is 'absent/model'; expected the folder or Hub id of a language model: "),
+        (
+            "model=absent/model",
+            "midus-train: model is 'absent/model'; expected the folder or Hub id of a language model: ",
+        ),
         (
             "corpus=/absent",
             "midus-train: corpus is '/absent', which does not exist; expected a file, a folder or a dataset id.",
