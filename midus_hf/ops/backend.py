@@ -43,9 +43,10 @@ class OpChoices:
             without mask, cap or dropout; or `"measured"`, by whichever of these took less time when a shape was first met, which
             another process may find otherwise. A graph of `torch.compile` cannot measure and is merged. Default: `"auto"`, merged.
         gathering: How rows of one bank for all heads are weighed and summed: `"rows"`, as they are read; or by a `"product"` of the
-            whole bank with a matrix of all weights, whose sums are rounded to the dtype of the bank before, and which makes no
-            number of any token where a row is none. It has no sparse gradient, and one way of summing gradients, in place of
-            `"sorted"`. Default: `"auto"`, the product in half precision on a GPU where kernels run and it is expected to take less.
+            whole bank with a matrix of all weights, whose sums are rounded to the dtype of the bank before: beyond the range of
+            float16 a token is no number, and every token is none where a row is none. It has no sparse gradient, and one way of
+            summing gradients, in place of `"sorted"`. Default: `"auto"`, the product in bfloat16 on a GPU of NVIDIA's where kernels
+            run and it is expected to take less.
         exact: Whether kernels that select product keys of half precision compare all 32 bits of their scores. Otherwise the last
             ceil(log2(n)) say which sub-key a score is of, for n up to 128 and k up to 8: sub-keys and slots whose scores are closer
             than that, for n = 64 within 2^-17 of their size, may be taken for each other. Default: false.
@@ -184,6 +185,11 @@ def _check_native(tensor: torch.Tensor, refusal: str | None) -> None:
         raise ValueError(f"backend is 'native', but {refusal}, or choose 'torch'.")
     if not torch.compiler.is_compiling() and native_library() is None:
         raise ValueError(f"backend is 'native', but {why_missing()}, or choose 'torch'.")
+
+
+def chosen_exact() -> bool:
+    """Whether kernels that select product keys of half precision compare all 32 bits of their scores."""
+    return _standing.exact
 
 
 def chosen_joining() -> str:

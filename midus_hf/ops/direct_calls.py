@@ -23,6 +23,16 @@ def nobody_watches() -> bool:
     )
 
 
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or differentiation in forward mode goes on, for which registered ops have no rule.
+
+    A graph that is traced has none: what it holds is differentiated backward.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def are_plain(*tensors: torch.Tensor) -> bool:
     """Whether tensors have memory of their own that C and kernels can read: those of a subclass may stand for others."""
     return all(type(tensor) in _PLAIN for tensor in tensors)

@@ -25,6 +25,10 @@ _PROGRAMS = 1024
 """As many as fit a GPU's multiprocessors several times; each has sums of sub-keys of its own, which are read again."""
 
 
+_MOST_SUMS = 1 << 26
+"""Elements of these sums in all: 256 MB."""
+
+
 @triton.jit
 def weight_gradient(upstream, bank, slots, valid, lane_mask, N: tl.constexpr, WIDTH: tl.constexpr, VP: tl.constexpr):
     """Products of gradients [BT, VP] with the rows of slots that are there: [BT]."""
@@ -240,7 +244,8 @@ def _gradients(
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     tile = _tile(n, k, half, width, query.dtype)
     blocks = quotient_above(tokens, tile["BT"])
-    blocks_a_split = quotient_above(blocks, max(1, _PROGRAMS // heads))
+    splits_at_most = max(1, min(_PROGRAMS // heads, _MOST_SUMS // (2 * heads * n * half)))
+    blocks_a_split = quotient_above(blocks, splits_at_most)
     splits = quotient_above(blocks, blocks_a_split)
     allocate = torch.empty if tile["ONE"] else torch.zeros
     partial = allocate(splits, 2, heads, n, half, dtype=torch.float32, device=query.device)

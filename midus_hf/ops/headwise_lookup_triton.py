@@ -133,6 +133,7 @@ def forward_kernel(
     )
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
     shares = tl.exp((scores - tl.max(scores, axis=1)[:, None]) * inverse_temperature)
+    shares = tl.where(ranks[None, :] < K, shares, 0.0)  # at any temperature
     shares = shares / tl.sum(shares, axis=1)[:, None]
     if KEEPS:
         entries = ((token * heads + head) * K)[:, None] + ranks[None, :]

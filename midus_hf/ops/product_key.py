@@ -2,12 +2,12 @@
 
 import torch
 
-from midus_hf.ops.backend import resolve
-from midus_hf.ops.direct_calls import are_plain, nobody_watches
+from midus_hf.ops.backend import chosen_exact, resolve
+from midus_hf.ops.direct_calls import are_plain, is_transformed, nobody_watches
 from midus_hf.ops.native_headwise import native_refusal, native_scores
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key_scores import product_key_scores_op
-from midus_hf.ops.product_key_scores_triton import triton_scores
+from midus_hf.ops.product_key_scores_triton import scores_refusal, triton_scores
 from midus_hf.ops.selection import largest
 
 
@@ -30,7 +30,7 @@ def product_key_topk(
     change the selection. Kernels for half precision compare, and return, scores that carry their column in their last bits, unless
     `OpChoices.exact` says otherwise. Among equal scores any slots may be chosen. PyTorch sums the gradients of at most k choices of
     one sub-key by one token, on CUDA in any order; kernels and C in a fixed order. What these compute can be differentiated once;
-    with `backend="torch"` its gradient can be as well.
+    with `backend="torch"` its gradient can be as well, and PyTorch computes it under transforms of `torch.func` and in forward mode.
 
     Args:
         query: `[..., H, d]`, floating point, `d` even.
@@ -44,14 +44,16 @@ def product_key_topk(
         Scores `[..., H, k]`, descending, float32 (float64 for a float64 query), and slots `[..., H, k]`, int64.
 
     Raises:
-        ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`.
+        ValueError: If the shapes disagree, `d` is odd, or `k` lies outside `1..n`; or if kernels are asked for sub-keys that they
+            have no room for: very wide ones, or more than 128 a side in float32.
     """
     check_product_keys(query, row_keys, column_keys, k)
     heads, n, half = row_keys.shape
-    choices = resolve(backend, selection, "auto", query, native_refusal=native_refusal(n, k))
+    refusal = scores_refusal(query.dtype, n, k, half, chosen_exact())
+    choices = resolve(backend, selection, "auto", query, refusal, native_refusal(n, k))
     if choices.backend == "reference":
         return reference(query, row_keys, column_keys, k)
-    if choices.backend in ("native", "triton") and choices.selection == "two-stage":
+    if choices.backend in ("native", "triton") and choices.selection == "two-stage" and not is_transformed():
         flat = (query.reshape(-1, heads, 2 * half), row_keys.to(query.dtype), column_keys.to(query.dtype))
         if not (nobody_watches() and are_plain(*flat)):
             found = product_key_scores_op(*flat, k, choices.exact, choices.backend)

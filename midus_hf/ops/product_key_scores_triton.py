@@ -9,6 +9,7 @@ Shapes: as in `headwise_lookup_triton`.
 import torch
 
 from midus_hf.ops.headwise_lookup_triton import (
+    FEW_TOKENS,
     HEADS_TOGETHER,
     best_slots_of_keys,
     exact_tile,
@@ -26,6 +27,26 @@ from midus_hf.ops.packed_lookup_triton import (
 from midus_hf.ops.packed_selection_triton import smaller, stacked
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, quotient_above
+
+_MOST_SHARED_BYTES = 96 * 1024
+"""Of sub-keys and queries that a program multiplies: what every GPU that kernels run on has."""
+
+_MOST_WIDE_SUB_KEYS = 128
+"""Of float32, whose scores a program can hold: it spills some ten thousand bytes a thread where it goes through stretches of them."""
+
+
+def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int, exact: bool) -> str | None:
+    """What these kernels cannot take of such sizes, and what they expect; None where they take them."""
+    if dtype == torch.float32 and n > _MOST_WIDE_SUB_KEYS:
+        return f"{n} sub-keys a side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
+    if not exact and packs(dtype, n, k):
+        tile, sides = packed_tile(n, k, half, FEW_TOKENS + 1), 2
+    else:
+        tile, sides = exact_tile(n, k, half, FEW_TOKENS + 1, dtype == torch.float32), 1
+    held = sides * (tile["BN"] + tile["BT"]) * tile["DP"] * dtype.itemsize
+    if held > _MOST_SHARED_BYTES:
+        return f"sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected {_MOST_SHARED_BYTES:,} or fewer"
+    return None
 
 
 @triton.jit

@@ -9,6 +9,7 @@ Shapes: S tokens with m slots each, R rows of width v.
 
 import torch
 
+from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.rows_by_product_triton import triton_spread_weights
 
 _MOST_ELEMENTS = 1 << 26
@@ -19,10 +20,10 @@ _LEAST_READS = 4
 
 
 def product_takes_less(tokens: int, m: int, num_rows: int, width: int) -> bool:
-    """Whether the product is expected to take less than two thirds of the time on an H100 or H200, in half precision.
+    """Whether the product is expected to take less than two thirds of the time on an H100 or H200, in bfloat16.
 
     Of a token and column, reading takes 2 m bytes at 5.5 TB/s, which is what their second-level cache gives, and the product 2 R
-    operations at 600 TFLOP/s; a weight is written and read at 4 TB/s, and takes its kernel 1.3 fs at least, compiled: 0.36 m
+    operations at 600 TFLOP/s; a weight is written and read at 4 TB/s, and takes its kernel 1.3 ps at least, compiled: 0.36 m
     against 0.0033 R (1 + 700 / v) ps. None of this was measured.
 
     Args:
@@ -36,7 +37,13 @@ def product_takes_less(tokens: int, m: int, num_rows: int, width: int) -> bool:
 
 
 def product_of_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
-    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`, to which the sums of weights are rounded."""
+    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`, to which the sums of weights are rounded.
+
+    Raises:
+        IndexError: On a CPU, if a slot is no row of the bank.
+    """
+    if not slots.is_cuda and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < len(bank):
+        raise IndexError(f"slots lie from {int(slots.min())} to {int(slots.max())}; the bank has {len(bank)} rows.")
     stretch = _tokens_at_a_time(len(bank))
     parts = [
         _wide_product(_spread(*part, len(bank), bank.dtype, backend), bank).to(bank.dtype)
@@ -60,7 +67,7 @@ def gradients_of_product(
 
 
 def _tokens_at_a_time(num_rows: int) -> int:
-    return max(1, _MOST_ELEMENTS // num_rows)
+    return max(1, _MOST_ELEMENTS // max(1, num_rows))
 
 
 def _spread(
@@ -79,4 +86,5 @@ def _wide_product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(first.dtype, torch.float32)
     if first.is_cuda and first.dtype != wide and not torch.version.hip:
         return torch.mm(first, second, out_dtype=wide)
-    return first.to(wide) @ second.to(wide)
+    with without_autocast(first.device.type):
+        return first.to(wide) @ second.to(wide)

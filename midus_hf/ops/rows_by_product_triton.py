@@ -40,13 +40,16 @@ def spread_weights_kernel(
 def triton_spread_weights(
     slots: torch.Tensor, weights: torch.Tensor, num_rows: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`[S, num_rows]` in `dtype`: weights `[S, m]` at their slots `[S, m]`; those of one row are summed in float32."""
+    """`[S, num_rows]` in `dtype`: weights `[S, m]` at their slots `[S, m]`; those of one row are summed in float32.
+
+    For bfloat16 each is rounded to TF32 before.
+    """
     tokens, m = slots.shape
     spread = torch.empty(tokens, num_rows, dtype=dtype, device=slots.device)
     if tokens:
         low = 64
         high = max(16, min(64, power_of_two(quotient_above(num_rows, low))))
-        # TF32 keeps four times the digits of bfloat16.
+        # TF32 has three bits more than bfloat16.
         precision = wide_ranged_product() if dtype == torch.bfloat16 else precise_product()
         with on_device_of(slots):
             spread_weights_kernel[(tokens, quotient_above(num_rows, high * low))](

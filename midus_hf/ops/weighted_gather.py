@@ -72,7 +72,7 @@ def weighted_gather_op(
     bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backward: str, backend: str, gathering: str
 ) -> torch.Tensor:
     """`[R, v]`, `[S, m]`, `[S, m]` to `[S, v]`; names of bodies are resolved, and `gathering` is as in `OpChoices`."""
-    if _multiplies_all(bank, slots, backward, backend, gathering):
+    if multiplies_all(bank, slots, backward, backend, gathering):
         return product_of_rows(bank, slots, weights, backend)
     return weighted_rows(bank, slots, weights, backend)
 
@@ -93,7 +93,7 @@ def weighted_gather_backward_op(
     gathering: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of bank and weights for a gradient `[S, v]`."""
-    if _multiplies_all(bank, slots, backward, backend, gathering):
+    if multiplies_all(bank, slots, backward, backend, gathering):
         into_bank, into_weights = gradients_of_product(gradient, bank, slots, weights, backend)
         return into_bank.to(bank.dtype), into_weights.to(weights.dtype)
     into_bank = row_sums(gradient, slots, weights, len(bank), backward, backend).to(bank.dtype)
@@ -120,12 +120,12 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
 weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backward: str, backend: str, gathering: str) -> bool:
+def multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backward: str, backend: str, gathering: str) -> bool:
     """Whether these rows are summed by a product: decided where sizes are known, and alike for output and gradient."""
     if gathering != "auto":
         return gathering == "product"
     is_on_nvidia = bank.is_cuda and not torch.version.hip
-    is_fast = is_on_nvidia and bank.dtype.itemsize == 2 and backend == "triton" and backward == "sorted"
+    is_fast = is_on_nvidia and bank.dtype == torch.bfloat16 and backend == "triton" and backward == "sorted"
     return is_fast and product_takes_less(*slots.shape, *bank.shape)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from torch.autograd import forward_ad
 
-from midus_hf.ops import op_choices, product_key_topk
+from midus_hf.ops import headwise_gradients_triton, op_choices, product_key_topk
 
 SHAPES = [
     (64, 2, 32, 64, 4),  # without a mask
@@ -41,6 +42,12 @@ def all_scores(query, row_keys, column_keys):
 @pytest.mark.parametrize("tokens, heads, half, n, k", SHAPES)
 def test_slots_scores_and_gradients(tokens, heads, half, n, k, dtype, exact):
     leaves = [x.requires_grad_() for x in inputs(tokens, heads, half, n, dtype)]
+    if dtype == torch.float32 and n > 128:
+        with pytest.raises(
+            ValueError, match="'triton', but 300 sub-keys a side are float32; expected 128 or fewer, or half"
+        ):
+            product_key_topk(*leaves, k, backend="triton")
+        return
     with op_choices(exact=exact):
         scores, slots = product_key_topk(*leaves, k, backend="triton")
     every = all_scores(*(wide := [x.detach().double().requires_grad_() for x in leaves]))
@@ -94,6 +101,60 @@ def test_what_is_no_number_stays_none_and_spoils_no_other_token(exact):
     assert slots.min() >= 0 and slots.max() < 256
     before[7, 1] = scores[7, 1] = 0
     assert torch.equal(scores, before)
+
+
+@pytest.mark.parametrize(
+    "half, n, k, exact, held",
+    [
+        (512, 128, 8, False, 294_912),
+        (1024, 128, 32, False, 294_912),
+        (512, 128, 8, True, 147_456),
+        (256, 128, 8, True, 0),
+    ],
+)
+def test_keys_that_a_program_has_no_room_for_are_left_to_pytorch(half, n, k, exact, held):
+    """As many bytes as compiled programs share: 294,912 of bfloat16 at compute capability 9.0."""
+    arguments = inputs(2, 1, half, n)
+    with op_choices(exact=exact):
+        assert product_key_topk(*arguments, k)[1].shape == (2, 1, k)
+        if held:
+            message = f"'triton', but sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected 98,304 or"
+            with pytest.raises(ValueError, match=message):
+                product_key_topk(*arguments, k, backend="triton")
+        else:
+            assert product_key_topk(*arguments, k, backend="triton")[1].shape == (2, 1, k)
+
+
+@pytest.mark.parametrize("backend", ["triton", "native"])
+def test_transforms_and_forward_mode_are_computed_by_pytorch(backend, request):
+    if backend == "native":
+        request.getfixturevalue("in_c")
+    arguments = inputs(6, dtype=torch.float32)
+    along = [torch.randn_like(x) for x in arguments]
+
+    def summed(backend):
+        return lambda *tensors: product_key_topk(*tensors, 3, backend=backend)[0].square().sum()
+
+    def in_forward_mode(function):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(*both) for both in zip(arguments, along, strict=True)]
+            return forward_ad.unpack_dual(function(*duals)).tangent
+
+    for transform in (
+        lambda f: torch.func.grad(f)(*arguments),
+        lambda f: torch.func.jvp(f, tuple(arguments), tuple(along))[1],
+        in_forward_mode,
+    ):
+        torch.testing.assert_close(transform(summed(backend)), transform(summed("reference")))
+
+
+def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):
+    leaves = [x.requires_grad_() for x in inputs(300, dtype=torch.float32)]
+    scores, _ = product_key_topk(*leaves, 3, backend="triton")
+    found = torch.autograd.grad(scores.sum(), leaves, retain_graph=True)
+    monkeypatch.setattr(headwise_gradients_triton, "_MOST_SUMS", 1)
+    for one, other in zip(found, torch.autograd.grad(scores.sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_tokens_are_no_trouble():

@@ -4,10 +4,12 @@ import pytest
 import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from midus_hf.ops import op_choices, rows_by_product, weighted_gather
 from midus_hf.ops.rows_by_product import product_takes_less
 from midus_hf.ops.rows_by_product_triton import triton_spread_weights
+from midus_hf.ops.weighted_gather import multiplies_all
 
 SHAPES = [(5, 3, 7, 4), (40, 8, 64, 32), (9, 70, 300, 20), (2, 1, 5000, 3), (3, 5, 1, 6)]
 """Tokens, slots of each, rows and their width."""
@@ -92,6 +94,52 @@ def test_a_sparse_gradient_is_of_rows_that_are_read(backend):
 )
 def test_the_product_is_expected_to_take_less_where_much_of_a_small_table_is_read(tokens, m, rows, width, expected):
     assert product_takes_less(tokens, m, rows, width) == expected
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float32}, False),
+        ({"tokens": 1}, False),
+        ({"backward": "atomic"}, False),
+        ({"backend": "torch"}, False),
+        ({"gathering": "rows"}, False),
+        ({"gathering": "product", "dtype": torch.float32}, True),
+    ],
+    ids=str,
+)
+def test_what_chooses_it_on_a_gpu(change, expected, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    asked = {"dtype": torch.bfloat16, "tokens": 32768, "backward": "sorted", "backend": "triton", "gathering": "auto"}
+    asked |= change
+    with FakeTensorMode():
+        bank = torch.empty(4096, 2048, dtype=asked["dtype"], device="cuda")
+        slots = torch.empty(asked["tokens"], 128, dtype=torch.int64, device="cuda")
+        found = multiplies_all(bank, slots, asked["backward"], asked["backend"], asked["gathering"])
+    assert found == expected
+
+
+def test_autocast_does_not_narrow_it(backend):
+    arguments = inputs(20, 8, 64, 32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        narrow = gathered(*arguments, backend)
+    assert torch.equal(narrow, gathered(*arguments, backend))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU does not look at slots")
+@pytest.mark.parametrize("slot", [-1, 7])
+def test_slots_that_are_no_rows_are_refused(slot, backend):
+    bank, slots, weights = inputs(5, 3, 7, 4)
+    slots[2, 1] = slot
+    with pytest.raises(IndexError, match="the bank has 7 rows"):
+        gathered(bank, slots, weights, backend)
+
+
+def test_a_bank_without_rows_gives_no_tokens_their_nothing(backend):
+    bank, slots, weights = torch.zeros(0, 4), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3)
+    assert gathered(*(x.to(DEVICE) for x in (bank, slots, weights)), backend).shape == (0, 4)
 
 
 def test_nothing_but_tensor_cores_chooses_it(monkeypatch):
