@@ -65,6 +65,10 @@ class TruncatedNormal:
         tensor.uniform_(-_WITHIN_TWO, _WITHIN_TWO, generator=generator).erfinv_().mul_(self.std * math.sqrt(2))
 
 
+_WITHIN_TWO = math.erf(math.sqrt(2))
+"""Share of a normal distribution that lies within two standard deviations."""
+
+
 @dataclass(frozen=True)
 class WhenFilled:
     """What `make` returns for `arguments`, asked for when a tensor is filled: for an initial that takes long to work out."""
@@ -75,9 +79,6 @@ class WhenFilled:
     def fill(self, tensor: "torch.Tensor", generator: "torch.Generator | None" = None) -> None:
         self.make(*self.arguments).fill(tensor, generator)
 
-
-_WITHIN_TWO = math.erf(math.sqrt(2))
-"""Share of a normal distribution that lies within two standard deviations."""
 
 ZEROS, ONES = Constant(0.0), Constant(1.0)
 

@@ -6,7 +6,7 @@ Importing this package registers every config and model with transformers' Auto 
 import gc
 
 _collects = gc.isenabled()
-gc.disable()  # what torch and transformers define stays: looking through it for garbage is a fifth of the time that importing takes
+gc.disable()  # what torch and transformers define stays: it is looked through for garbage once afterwards, not again and again
 try:
     from midus_hf import memory, models
     from midus_hf.version import __version__

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops.operations import product_key_memory
-from benchmarks.ops.registry import Call, Inputs, Unavailable, provider
+from benchmarks.ops.registry import Call, Inputs, Output, Unavailable, provider
 from benchmarks.ops.shapes import Case
 from midus_hf.ops import (
     expand_values,
@@ -254,18 +254,13 @@ def _bag_sorted(case: Case, inputs: Inputs) -> Call:
 
 @provider("weighted_gather", "rows")
 def _bag_rows(case: Case, inputs: Inputs) -> Call:
-    return lambda: _gathered(inputs, "rows")
+    return _gathering("rows", _bag_sorted(case, inputs))
 
 
 @provider("weighted_gather", "product")
 def _bag_product(case: Case, inputs: Inputs) -> Call:
     """As `dense`, with sums in float32, a kernel that spreads weights, and gradients that are products as well."""
-    return lambda: _gathered(inputs, "product")
-
-
-def _gathered(inputs: Inputs, gathering: str) -> torch.Tensor:
-    with op_choices(gathering=gathering):
-        return weighted_gather(**inputs)
+    return _gathering("product", _bag_sorted(case, inputs))
 
 
 @provider("weighted_gather", "atomic")
@@ -290,17 +285,22 @@ def _product_key_memory_sorted(case: Case, inputs: Inputs) -> Call:
 
 @provider("product_key_memory", "rows")
 def _product_key_memory_rows(case: Case, inputs: Inputs) -> Call:
-    return lambda: _product_key_memory_gathered(case, inputs, "rows")
+    return _gathering("rows", _product_key_memory_sorted(case, inputs))
 
 
 @provider("product_key_memory", "product")
 def _product_key_memory_product(case: Case, inputs: Inputs) -> Call:
-    return lambda: _product_key_memory_gathered(case, inputs, "product")
+    return _gathering("product", _product_key_memory_sorted(case, inputs))
 
 
-def _product_key_memory_gathered(case: Case, inputs: Inputs, gathering: str) -> torch.Tensor:
-    with op_choices(gathering=gathering):
-        return product_key_memory(case, inputs, "auto")
+def _gathering(way: str, call: Call) -> Call:
+    """A call whose rows are read, or multiplied."""
+
+    def run() -> Output:
+        with op_choices(gathering=way):
+            return call()
+
+    return run
 
 
 def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:

@@ -113,24 +113,8 @@ def forward_kernel(
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
     scores, chosen = best_slots_of_keys(
-        query,
-        row_keys,
-        column_keys,
-        token,
-        head,
-        valid,
-        n,
-        half,
-        token_stride,
-        head_stride,
-        WIDE,
-        ONE,
-        K,
-        KP,
-        BT,
-        BN,
-        DP,
-    )
+        query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride, WIDE, ONE, K, KP, BT, BN, DP,
+    )  # fmt: skip
     ranks, lanes = tl.arange(0, KP), tl.arange(0, VP)
     shares = tl.exp((scores - tl.max(scores, axis=1)[:, None]) * inverse_temperature)
     shares = tl.where(ranks[None, :] < K, shares, 0.0)  # at any temperature

@@ -60,24 +60,8 @@ def scores_kernel(
     token = block * BT + tl.arange(0, BT)
     valid = token < tokens
     found, chosen = best_slots_of_keys(
-        query,
-        row_keys,
-        column_keys,
-        token,
-        head,
-        valid,
-        n,
-        half,
-        token_stride,
-        head_stride,
-        WIDE,
-        ONE,
-        K,
-        KP,
-        BT,
-        BN,
-        DP,
-    )
+        query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride, WIDE, ONE, K, KP, BT, BN, DP,
+    )  # fmt: skip
     ranks = tl.arange(0, KP)
     entries = ((token * heads + head) * K)[:, None] + ranks[None, :]
     rank_mask = valid[:, None] & (ranks < K)[None, :]

@@ -151,10 +151,22 @@ def test_transforms_and_forward_mode_are_computed_by_pytorch(backend, request):
 def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):
     leaves = [x.requires_grad_() for x in inputs(300, dtype=torch.float32)]
     scores, _ = product_key_topk(*leaves, 3, backend="triton")
+    kernel, grids = headwise_gradients_triton.score_gradient_kernel, []
+
+    class Noting:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(headwise_gradients_triton, "score_gradient_kernel", Noting())
     found = torch.autograd.grad(scores.sum(), leaves, retain_graph=True)
     monkeypatch.setattr(headwise_gradients_triton, "_MOST_SUMS", 1)
     for one, other in zip(found, torch.autograd.grad(scores.sum(), leaves), strict=True):
         torch.testing.assert_close(one, other)
+    assert grids == [
+        (2 * 5,),
+        (2,),
+    ]  # programs, each of which has sums of its own: for two heads, and five blocks of tokens
 
 
 def test_no_tokens_are_no_trouble():
