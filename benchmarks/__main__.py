@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu | ops | model | kernels | report`, from the root of the repository.
+"""`python -m benchmarks gpu | ops | model | tiles | kernels | report`, from the root of the repository.
 
 Needs torch and transformers, on a GPU and for `kernels` triton; `report` draws with matplotlib.
 """
@@ -17,8 +17,9 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.kernels import options as kernel_options
     from benchmarks.models import options as model_options
     from benchmarks.ops import options as op_options
+    from benchmarks.tiles import options as tile_options
 
-    for module in (gpu_options, op_options, model_options, kernel_options, report):
+    for module in (gpu_options, op_options, model_options, tile_options, kernel_options, report):
         module.add_command(commands)
     chosen = parser.parse_args(arguments)
     return chosen.run(chosen)

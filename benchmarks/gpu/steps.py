@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEPS = ["ceilings", "tests", "ops", "depth", "1b", "8b"]
-FURTHER_STEPS = ["compiled", "sizes"]
+FURTHER_STEPS = ["compiled", "sizes", "tiles"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 _MARGIN_SECONDS = 60
 """Between the last case that a step begins and its end."""
@@ -83,6 +83,14 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
             "compiled", model("llama-3.1-8b,llama-3.2-1b", *compiled.split()), "what compiling adds to a captured step"
         ),
         Step("sizes", model("llama-3.2-1b,llama-3.1-8b", *sizes.split()), "how a step grows with batch and length"),
+        Step(
+            "tiles",
+            [
+                *_python("benchmarks", "tiles", *device, "--resume", "--budget", budget, *quick),
+                *("--results", str(out), "--write", str(out / "measured_tiles.py")),
+            ],
+            "which tiles kernels should have on this GPU",
+        ),
     ]
 
 

@@ -25,6 +25,7 @@ from midus_hf.ops.row_sums_triton import (
     triton_weighted_rows,
 )
 from midus_hf.ops.rows_by_product_triton import triton_spread_weights
+from midus_hf.ops.tiles import TILES
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -173,15 +174,35 @@ def _slots(count: int, dim: int, dtype: torch.dtype, skipped: int = 0) -> list[t
     return [_heads(_KV_HEADS, dim, dtype, skipped) for _ in range(count)]
 
 
-def launches(of_cases: Container[str]) -> list[Launch]:
-    """Every launch of these cases; those that compile alike once."""
+def launches(of_cases: Container[str], with_candidates: bool = False) -> list[Launch]:
+    """Every launch of these cases; those that compile alike once.
+
+    Args:
+        of_cases: Their names.
+        with_candidates: Whether also with each tile that `benchmarks tiles` would try, which its launches then tell.
+    """
     found: dict[tuple, Launch] = {}
     for case, ask in cases():
         if case not in of_cases:
             continue
-        with caught_launches() as caught:
-            ask()
-        for launch in caught:
+        caught = [replace(launch, case=case) for launch in _caught(ask)]
+        for launch in (*caught, *(_of_candidates(case, ask) if with_candidates else ())):
             key = (launch.kernel.__name__, str((specialisation(launch), launch.options)))
-            found.setdefault(key, replace(launch, case=case))
+            found.setdefault(key, launch)
     return list(found.values())
+
+
+def _of_candidates(case: str, ask: Callable[[], Any]) -> Iterator[Launch]:
+    for kernel, tiles in TILES.items():
+        shape = tiles.asked(lambda: _caught(ask))
+        for changes in () if shape is None else tiles.candidates(*shape):
+            with tiles.trying(changes):
+                caught = _caught(ask)
+            told = " ".join(f"{name}={size}" for name, size in changes.items())
+            yield from (replace(launch, case=case, tile=told) for launch in caught if launch.kernel.__name__ == kernel)
+
+
+def _caught(ask: Callable[[], Any]) -> list[Launch]:
+    with caught_launches() as caught:
+        ask()
+    return caught

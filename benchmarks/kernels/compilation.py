@@ -36,6 +36,7 @@ class Launch:
         arguments: Its arguments by name.
         options: Of the compiler, such as `num_warps`, where the launch names any.
         programs: How many programs it starts.
+        tile: What differs from the tile of the kernel's rule, in words.
     """
 
     kernel: JITFunction
@@ -43,6 +44,7 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, Any]
     programs: int = 1
+    tile: str = ""
 
     @classmethod
     def of(
@@ -60,7 +62,7 @@ class Compiled:
 
     Args:
         kernel: Its name.
-        case: What it was launched for.
+        case: What it was launched for, and what differs from the tile of its rule.
         target: The GPU.
         shared_bytes: Shared memory a program.
         registers: Registers a thread; None where no tool tells (AMD).
@@ -160,7 +162,8 @@ def compile_for(launch: Launch, target: str, *, counts: bool = True) -> Compiled
         for load in (r"ld\.global\S*\.v4\.b32\b|cp\.async\.cg\b", r"ld\.global\S*\.[bu]16\b")
     )
     shared = compiled.metadata.shared
-    return Compiled(kernel, launch.case, target, shared, registers, spilled, wide, narrow, instructions, floor)
+    case = f"{launch.case} {launch.tile}".rstrip()
+    return Compiled(kernel, case, target, shared, registers, spilled, wide, narrow, instructions, floor)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:

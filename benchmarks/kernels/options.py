@@ -22,6 +22,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--count", type=words, help="names of cases whose instructions are counted; default: all of these"
     )
+    parser.add_argument("--candidates", action="store_true", help="also the tiles that `tiles` would try")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(run=_run)
 
@@ -33,4 +34,6 @@ def _run(arguments: argparse.Namespace) -> int:
     os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted cannot be compiled
     from benchmarks.kernels.run import run
 
-    return run(arguments.targets, arguments.kernels, arguments.cases, arguments.count, arguments.json)
+    return run(
+        arguments.targets, arguments.kernels, arguments.cases, arguments.count, arguments.json, arguments.candidates
+    )

@@ -15,10 +15,11 @@ def run(
     of_cases: list[str] | None,
     counted: list[str] | None,
     as_json: bool,
+    with_candidates: bool = False,
 ) -> int:
     """Returns 1 if a kernel needs more shared memory than its target has."""
     asked = _known(of_cases, {name for name, _ in cases()}, "case")
-    found = launches(asked)
+    found = launches(asked, with_candidates)
     of_kernels = _known(kernels, {launch.kernel.__name__ for launch in found}, "kernel")
     with_counts = _known(counted, asked, "case")
     rows = []

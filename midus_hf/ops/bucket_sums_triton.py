@@ -12,6 +12,7 @@ import torch
 
 from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.precision import narrowest_integer
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import power_of_two, quotient_above
 from midus_hf.ops.triton_products import product, product_precision
@@ -167,26 +168,33 @@ def bucket_sums(
         count, sum((size - 1) * abs(stride) for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
     )
     is_wide = gradient.dtype == torch.float32
-    entries_at_a_time = 128 if count >= 128 * groups else 64  # what many buckets have at least
-    if is_wide and not interprets_kernels():
-        entries_at_a_time = 32  # three products of more spill on compute capability 8.0
+    is_tripled = is_wide and not interprets_kernels()
     for start in range(0, width, _STRETCH):
         target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
         columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # what registers hold
+        tile = _tile(gradient.device, columns, count >= 128 * groups, is_tripled)
         scratch = torch.empty(2 * (count // _PIECE) * _ROWS, target.shape[1], dtype=torch.float32, device=slots.device)
         parts = quotient_above(target.shape[1], columns)
         bucket_sums_kernel[(programs, parts)](
             order, slots, source, weights, starts, ends, owners, target, scratch,
             tokens * m, groups, *source.stride()[:2], target.stride(0), target.shape[1],
             BY_HEAD=by_head, IS_EVEN=target.shape[1] % columns == 0, IS_LARGE=reach > _REACH_OF_32_BITS,
-            PRECISION=product_precision(gradient), ROWS=rows, HEADS=heads, M=m, PIECE=_PIECE, BR=_ROWS,
-            BE=entries_at_a_time, BV=columns,
+            PRECISION=product_precision(gradient), ROWS=rows, HEADS=heads, M=m, PIECE=_PIECE, BR=_ROWS, BV=columns, **tile,
         )  # fmt: skip
         if count > _PIECE:
             piece_sums_kernel[(groups, parts)](
                 starts, target, scratch, target.shape[1], target.stride(0),
                 ROWS=rows, HEADS=heads if by_head else 1, PIECE=_PIECE, BR=_ROWS, BV=columns,
             )  # fmt: skip
+
+
+@tiles("bucket_sums_kernel", BE=(16, 256), num_warps=(2, 8))
+def _tile(changes: Changes, columns: int, is_full: bool, is_tripled: bool) -> Tile:
+    """How many entries a program adds at a time: 128 where many buckets have as many.
+
+    Three products of more than 32, which stand for one of float32, spill on compute capability 8.0.
+    """
+    return {"BE": 32 if is_tripled else 128 if is_full else 64, "num_warps": 4, **changes}
 
 
 def _integer(bound: int) -> torch.dtype:

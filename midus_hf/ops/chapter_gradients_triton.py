@@ -12,12 +12,15 @@ import math
 import torch
 
 from midus_hf.ops.chapter_segments_triton import (
+    LARGEST_TILE,
     blocks_of,
+    chapter_shape,
     chapter_tile,
     head_rows,
     memory_rows,
     pairs_of_block,
 )
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, quotient_above
 from midus_hf.ops.triton_products import product, product_precision
@@ -214,11 +217,11 @@ def triton_segment_gradients(
     scaled, biased = scales is not None, biases is not None
     chosen = len(order) // max(1, tokens)
     products = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-    tile = chapter_tile(query, len(order), num_chapters, memory_tokens)
+    shape = chapter_shape(query, len(order), num_chapters, memory_tokens)
+    pair_tile, table_tile = _pair_tile(query.device, *shape), _table_tile(query.device, *shape)
     extra = tuple(products if of_pair is None else of_pair.contiguous() for of_pair in (scales, biases))
     given = (gradient, query, keys, values, *extra, log_sums, products, order, offsets)
     numbers = (num_chapters, chosen, heads, 1 / math.sqrt(width))
-    row_bytes = tile["DP"] * query.element_size()
     constants = {
         "SCALED": scaled,
         "BIASED": biased,
@@ -226,14 +229,12 @@ def triton_segment_gradients(
         "MEMORY": memory_tokens,
         "WIDTH": width,
         "PRECISION": product_precision(query),
-        "num_warps": 8 if row_bytes > 128 else 4,  # whose registers hold two sums of rows and their terms
-        **tile,
     }
-    rows = max(1, min(32, 4096 // tile["DP"]))
+    rows = max(1, min(32, 4096 // pair_tile["DP"]))
     into_query = into_scales = into_biases = into_keys = into_values = None
     with on_device_of(query):
         chapter_products_kernel[(quotient_above(tokens * heads, rows),)](
-            gradient, output, products, tokens * heads, WIDTH=width, BR=rows, DP=tile["DP"]
+            gradient, output, products, tokens * heads, WIDTH=width, BR=rows, DP=pair_tile["DP"]
         )
         if wants_rows:
             by_pair = query.new_empty(tokens, chosen, heads, width)
@@ -241,9 +242,9 @@ def triton_segment_gradients(
                 torch.empty(tokens, chosen, heads, dtype=torch.float32, device=query.device) if there else products
                 for there in (scaled, biased)
             ]
-            blocks = blocks_of(offsets, len(order), tile["BP"])
+            blocks = blocks_of(offsets, len(order), pair_tile["BP"])
             chapter_pair_gradient_kernel[(len(blocks.chapter_of_block) * heads,)](
-                *given, blocks.last_blocks, blocks.chapter_of_block, by_pair, *sums, *numbers, **constants
+                *given, blocks.last_blocks, blocks.chapter_of_block, by_pair, *sums, *numbers, **constants, **pair_tile
             )
             into_query = by_pair.sum(1)
             into_scales, into_biases = (
@@ -251,20 +252,34 @@ def triton_segment_gradients(
             )
         if wants_tables:
             into_keys, into_values = torch.zeros_like(keys), torch.zeros_like(values)
-            stretches, table = quotient_above(memory_tokens, tile["BM"]), keys[0].numel()
+            stretches, table = quotient_above(memory_tokens, table_tile["BM"]), keys[0].numel()
             size = _pairs_of_split(len(order), kv_heads * stretches)
             slots = len(order) // size * 2
             partial = torch.empty(slots, 2, table, dtype=torch.float32, device=query.device)
             splits = blocks_of(offsets, len(order), size)
             chapter_table_gradient_kernel[(len(splits.chapter_of_block) * kv_heads, stretches)](
                 *given, splits.last_blocks, splits.chapter_of_block, into_keys, into_values, partial,
-                *numbers, size, **constants,
+                *numbers, size, **constants, **table_tile,
             )  # fmt: skip
             if slots:
                 chapter_split_sums_kernel[(num_chapters, quotient_above(table, 1024))](
                     partial, offsets, into_keys, into_values, table, size, BV=1024
                 )
     return into_query, into_keys, into_values, into_scales, into_biases
+
+
+def _gradient_tile(changes: Changes, dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
+    """As the forward pass has it; registers hold two sums of rows and their terms, of wide rows those of twice as many threads."""
+    warps = {"num_warps": 8 if dims * element > 128 else 4}
+    return chapter_tile(warps | dict(changes), dims, element, pairs, memory_tokens)
+
+
+_pair_tile = tiles("chapter_pair_gradient_kernel", BP=(16, LARGEST_TILE), BM=(16, LARGEST_TILE), num_warps=(2, 8))(
+    _gradient_tile
+)
+_table_tile = tiles("chapter_table_gradient_kernel", BP=(16, LARGEST_TILE), BM=(16, LARGEST_TILE), num_warps=(2, 8))(
+    _gradient_tile
+)
 
 
 def _pairs_of_split(pairs: int, programs: int) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from midus_hf.ops.precision import narrowest_integer
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
 from midus_hf.ops.triton_products import product, product_precision
@@ -23,6 +24,10 @@ _MOST_WIDTH = 256
 
 _MOST_ROWS = 1 << 30
 """Pairs times query heads: they are numbered by 32-bit integers."""
+
+
+LARGEST_TILE = 64
+"""Pairs, or memory tokens."""
 
 
 class Blocks(NamedTuple):
@@ -161,7 +166,7 @@ def triton_segments(
         return output, log_sums, order, offsets
     pair_outputs = query.new_empty(tokens * chosen, heads, width)
     pair_sums = torch.empty(tokens * chosen, heads, dtype=torch.float32, device=query.device)
-    tile = chapter_tile(query, len(order), num_chapters, memory_tokens)
+    tile = _tile(query.device, *chapter_shape(query, len(order), num_chapters, memory_tokens))
     blocks = blocks_of(offsets, len(order), tile["BP"])
     extra = tuple(pair_sums if of_pair is None else of_pair.contiguous() for of_pair in (scales, biases))
     merged_rows = max(1, min(32, 4096 // tile["DP"]))
@@ -218,9 +223,20 @@ def blocks_of(offsets: torch.Tensor, pairs: int, size: int) -> Blocks:
     return Blocks(torch.searchsorted(last_blocks, numbers, right=True, out_int32=True), last_blocks)
 
 
-def chapter_tile(query: torch.Tensor, pairs: int, num_chapters: int, memory_tokens: int) -> dict[str, int]:
+def chapter_shape(query: torch.Tensor, pairs: int, num_chapters: int, memory_tokens: int) -> tuple[int, int, int, int]:
+    """What tiles depend on: DP, bytes of an element, and as powers of two the pairs that a chapter may be expected to have, and its
+    memory tokens, as far as a tile has room for them.
+    """
+    dims, element = max(16, power_of_two(query.shape[-1])), query.element_size()
+    expected = quotient_above(pairs, num_chapters)
+    pairs_of_chapter, tokens = (max(16, min(LARGEST_TILE, power_of_two(size))) for size in (expected, memory_tokens))
+    return dims, element, pairs_of_chapter, tokens
+
+
+def chapter_tile(changes: Changes, dims: int, element: int, pairs: int, memory_tokens: int) -> Tile:
     """Sizes of a program: as many pairs as a chapter may be expected to have, but no tile of rows above 16 KB."""
-    dims = max(16, power_of_two(query.shape[-1]))
-    most = min(64, (16 << 10) // (dims * query.element_size()))
-    expected = max(16, power_of_two(-(-pairs // num_chapters)))
-    return {"BP": min(most, expected), "BM": min(most, max(16, power_of_two(memory_tokens))), "DP": dims}
+    most = min(LARGEST_TILE, (16 << 10) // (dims * element))
+    return {"BP": min(most, pairs), "BM": min(most, memory_tokens), "DP": dims, "num_warps": 4, **changes}
+
+
+_tile = tiles("chapter_forward_kernel", BP=(16, LARGEST_TILE), BM=(16, LARGEST_TILE), num_warps=(2, 8))(chapter_tile)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from midus_hf.ops.device_numbers_triton import device_numbers
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two
 from midus_hf.ops.triton_products import product, product_precision
@@ -30,8 +31,8 @@ _MOST_PROGRAMS = (1 << 31) - 1
 _RUN_NUMBERS = 7
 """Of each run in the table: where its slots end, and strides in bytes of texts, heads and tokens, of keys and of values."""
 
-_TILE_BYTES = 16 << 10
-"""Of the slots that are read at once, at most; 64 of them at most, too."""
+_MOST_AT_ONCE = 64
+"""Slots that are read at once."""
 
 _VECTOR_BYTES = 16
 """Of the widest load of one thread, which must begin at a multiple of them."""
@@ -166,7 +167,8 @@ def triton_depth_attention(
             depth_forward_kernel[(texts * tokens * kv_heads,)](
                 query, table.numbers, output, lse,
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
-                CAPPED=softcap is not None, UNIT=table.unit, **depth_tile(query, kv_heads, len(keys), _TILE_BYTES),
+                CAPPED=softcap is not None, UNIT=table.unit, PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
+                **_tile(query.device, *depth_shape(query, kv_heads, len(keys))),
             )  # fmt: skip
     return output.transpose(1, 2), lse.transpose(1, 2)
 
@@ -204,27 +206,26 @@ def last_dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def depth_tile(query: torch.Tensor, kv_heads: int, slots: int, tile_bytes: int) -> dict[str, int | str | None]:
-    """Sizes of a program, and how it multiplies.
-
-    Args:
-        query: `[B, H, T, d]`.
-        kv_heads: K.
-        slots: n.
-        tile_bytes: Of the rows of the slots that are read at once, at most.
-    """
+def depth_shape(query: torch.Tensor, kv_heads: int, slots: int) -> tuple[int, int, int, int]:
+    """What tiles depend on: GP, DP, bytes of an element, and the power of two at or above n, up to the largest tile."""
     group, width = query.shape[1] // kv_heads, query.shape[-1]
-    dims = max(16, power_of_two(width))
-    most = min(64, max(16, tile_bytes // (dims * query.element_size())))
+    slots_at_once = max(16, min(_MOST_AT_ONCE, power_of_two(slots)))
+    return max(16, power_of_two(group)), max(16, power_of_two(width)), query.element_size(), slots_at_once
+
+
+def depth_tile(changes: Changes, group: int, dims: int, element: int, slots: int, tile_bytes: int = 16 << 10) -> Tile:
+    """Sizes of a program: of the rows of the slots that are read at once, at most `tile_bytes`."""
     return {
-        "GROUP": group,
-        "WIDTH": width,
-        "PRECISION": product_precision(query),
-        "GP": max(16, power_of_two(group)),
+        "GP": group,
         "DP": dims,
-        "BS": min(most, max(16, power_of_two(slots))),
+        "BS": min(slots, max(16, tile_bytes // (dims * element))),
+        "num_warps": 4,
         "num_stages": 1,  # most programs have one round of slots: others hide what it waits for, if they find place
+        **changes,
     }
+
+
+_tile = tiles("depth_forward_kernel", BS=(16, _MOST_AT_ONCE), num_warps=(1, 8))(depth_tile)
 
 
 def depth_refusal(query: torch.Tensor, keys: Sequence[torch.Tensor]) -> str | None:

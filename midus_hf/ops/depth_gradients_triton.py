@@ -7,11 +7,13 @@ Names of sizes as in `depth_attention_triton`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from midus_hf.ops.depth_attention_triton import (
     capped,
+    depth_shape,
     depth_tile,
     group_tile,
     last_dense,
@@ -21,12 +23,15 @@ from midus_hf.ops.depth_attention_triton import (
     slot_table,
     store_group_tile,
 )
+from midus_hf.ops.tiles import tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of
-from midus_hf.ops.triton_products import product
+from midus_hf.ops.triton_products import product, product_precision
 
 _TILE_BYTES = 4 << 10
 """Of the slots that are read at once: with twice as many a program takes up to 255 registers a thread, and few run side by side."""
+
+_tile = tiles("depth_gradient_kernel", BS=(16, 64), num_warps=(1, 8))(partial(depth_tile, tile_bytes=_TILE_BYTES))
 
 
 @triton.jit
@@ -130,7 +135,8 @@ def triton_depth_gradients(
                 query if into_query is None else into_query,
                 tokens, kv_heads, len(keys), table.runs, *query.stride()[:3], scaling, softcap or 1.0,
                 WANTS_QUERY=wants_query, WANTS_SLOTS=wants_slots, CAPPED=softcap is not None, UNIT=table.unit,
-                **depth_tile(query, kv_heads, len(keys), _TILE_BYTES),
+                PRECISION=product_precision(query), GROUP=heads // kv_heads, WIDTH=width,
+                **_tile(query.device, *depth_shape(query, kv_heads, len(keys))),
             )  # fmt: skip
     by_head = [[into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values)]
     return None if into_query is None else into_query.transpose(1, 2), by_head[0], by_head[1]

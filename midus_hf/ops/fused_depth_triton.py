@@ -16,28 +16,18 @@ above the width of a head.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from midus_hf.ops.depth_attention_triton import last_dense, run_of_table, slot_rows, slot_table
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two
 from midus_hf.ops.triton_products import product, product_precision
 
-
-class Tile(NamedTuple):
-    """Sizes of a program.
-
-    Args:
-        rows: BM.
-        keys: BN.
-        warps: Of the program.
-    """
-
-    rows: int
-    keys: int
-    warps: int
+MOST_KEYS = 128
+"""Of the sequence that are met at once."""
 
 
 class Read(NamedTuple):
@@ -223,16 +213,16 @@ def triton_fused_attention(
         for shape in ((texts, tokens, heads), (texts, tokens, heads) if apart else (0, 0, 0))
     ]
     if output.numel():
-        tile = forward_tile(query, apart)
-        sizes = fused_sizes(query, kv_heads, len(keys), tile)
+        tile = _tile(query.device, *fused_shape(query, kv_heads, len(keys)), apart)
         table = slot_table(keys, values)
         factors = of_heads(query, depth_weight, mixing)
         with on_device_of(query):
-            fused_forward_kernel[(programs(query, kv_heads, sizes["BT"]),)](
+            fused_forward_kernel[(programs(query, kv_heads, tile["BT"]),)](
                 query, key, value, table.numbers, *factors, output, *parts, *sums,
                 tokens, kv_heads, texts, len(keys), table.runs,
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], scaling,
-                CAUSAL=is_causal, APART=apart, KEEPS=keeps, UNIT=table.unit, **sizes,
+                CAUSAL=is_causal, APART=apart, KEEPS=keeps, UNIT=table.unit, PRECISION=product_precision(query), WIDTH=width,
+                **tile,
             )  # fmt: skip
     return Read(*(made.transpose(1, 2) for made in (output, *parts, *sums)))
 
@@ -251,22 +241,27 @@ def programs(query: torch.Tensor, kv_heads: int, tile_tokens: int) -> int:
     return -(-query.shape[2] // tile_tokens) * query.shape[0] * kv_heads
 
 
-def fused_sizes(query: torch.Tensor, kv_heads: int, slots: int, tile: Tile) -> dict[str, Any]:
-    """Sizes of a program, and how it multiplies, as kernels take them."""
-    group, width = query.shape[1] // kv_heads, query.shape[-1]
-    tile_tokens = tile.rows // group
-    return {
-        "GROUP": group,
-        "WIDTH": width,
-        "PRECISION": product_precision(query),
-        "BT": tile_tokens,
-        "BM": tile.rows,
-        "DP": padded_width(query),
-        "BN": tile.keys,
-        "BS": min(tile.keys, max(16, power_of_two(slots * tile_tokens))),
-        "num_warps": tile.warps,
-        "num_stages": 2,
-    }
+def fused_shape(query: torch.Tensor, kv_heads: int, slots: int) -> tuple[int, int, int, int]:
+    """What tiles depend on: H / K, DP, bytes of an element, and the power of two at or above n, where a tile may have as many."""
+    return query.shape[1] // kv_heads, padded_width(query), query.element_size(), min(MOST_KEYS, power_of_two(slots))
+
+
+def fused_tile(changes: Changes, rows: int, keys: int, warps: int, group: int, dims: int, slots: int) -> Tile:
+    """Sizes of a program.
+
+    Args:
+        changes: Of what follows.
+        rows: BM.
+        keys: BN.
+        warps: Of the program.
+        group: H / K.
+        dims: DP.
+        slots: As in `fused_shape`.
+    """
+    tile = {"BM": rows, "BN": keys, "num_warps": warps, **changes}
+    tile_tokens = tile["BM"] // group
+    slots_at_once = min(tile["BN"], max(16, power_of_two(slots * tile_tokens)))
+    return tile | {"GROUP": group, "BT": tile_tokens, "DP": dims, "BS": slots_at_once, "num_stages": 2}
 
 
 def padded_width(query: torch.Tensor) -> int:
@@ -274,7 +269,9 @@ def padded_width(query: torch.Tensor) -> int:
     return max(16, power_of_two(query.shape[-1]))
 
 
-def forward_tile(query: torch.Tensor, apart: bool) -> Tile:
-    """Of the forward pass, by the bytes of a row; two sums want the registers of twice as many threads."""
-    row_bytes = padded_width(query) * query.element_size()
-    return Tile(128, 64, 8 if apart or row_bytes > 128 else 4) if row_bytes <= 256 else Tile(64, 32, 8)
+@tiles("fused_forward_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
+def _tile(changes: Changes, group: int, dims: int, element: int, slots: int, apart: bool) -> Tile:
+    """By the bytes of a row; two sums want the registers of twice as many threads."""
+    row_bytes = dims * element
+    sizes = (128, 64, 8 if apart or row_bytes > 128 else 4) if row_bytes <= 256 else (64, 32, 8)
+    return fused_tile(changes, *sizes, group, dims, slots)

@@ -15,10 +15,11 @@ import torch
 
 from midus_hf.ops.depth_attention_triton import last_dense, run_of_table, slot_rows, slot_table
 from midus_hf.ops.fused_depth_triton import (
+    MOST_KEYS,
     Read,
-    Tile,
     columns_of_slots,
-    fused_sizes,
+    fused_shape,
+    fused_tile,
     of_heads,
     padded_width,
     programs,
@@ -26,9 +27,10 @@ from midus_hf.ops.fused_depth_triton import (
     rows_at,
     store_rows,
 )
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of
-from midus_hf.ops.triton_products import product
+from midus_hf.ops.triton_products import product, product_precision
 
 _ROWS_AT_ONCE = 16
 """Of a program of the first launch."""
@@ -251,6 +253,7 @@ def triton_fused_gradients(
         [query.new_empty(texts, tokens, kv_heads, width) for _ in slots] if wants_slots else []
         for slots in (keys, values)
     )
+    shape, precision = fused_shape(query, kv_heads, len(keys)), product_precision(query)
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
     if query.numel():
         with on_device_of(query):
@@ -261,18 +264,17 @@ def triton_fused_gradients(
             )  # fmt: skip
             if into_query is not None:
                 table = slot_table(keys, values, into_keys, into_values) if wants_slots else slot_table(keys, values)
-                sizes = fused_sizes(query, kv_heads, len(keys), query_tile(query))
-                fused_query_gradient_kernel[(programs(query, kv_heads, sizes["BT"]),)](
+                tile = _query_tile(query.device, *shape)
+                fused_query_gradient_kernel[(programs(query, kv_heads, tile["BT"]),)](
                     gradient, query, key, value, table.numbers, *of_parts, into_query,
                     tokens, kv_heads, texts, len(keys), table.runs, *strides, scaling,
-                    CAUSAL=is_causal, WANTS_SLOTS=wants_slots, UNIT=table.unit, **sizes,
+                    CAUSAL=is_causal, WANTS_SLOTS=wants_slots, UNIT=table.unit, PRECISION=precision, WIDTH=width, **tile,
                 )  # fmt: skip
             if into_key is not None:
-                sizes = fused_sizes(query, kv_heads, len(keys), key_tile(query))
-                del sizes["BS"]
-                fused_key_gradient_kernel[(-(-tokens // sizes["BN"]) * texts * kv_heads,)](
+                tile = _key_tile(query.device, *shape)
+                fused_key_gradient_kernel[(-(-tokens // tile["BN"]) * texts * kv_heads,)](
                     gradient, query, key, value, *of_parts[:2], into_key, into_value,
-                    tokens, kv_heads, texts, *strides, scaling, CAUSAL=is_causal, **sizes,
+                    tokens, kv_heads, texts, *strides, scaling, CAUSAL=is_causal, PRECISION=precision, WIDTH=width, **tile,
                 )  # fmt: skip
     of_query, of_key, of_value = (
         None if into is None else into.transpose(1, 2) for into in (into_query, into_key, into_value)
@@ -285,13 +287,19 @@ def triton_fused_gradients(
     return Gradients(of_query if wants_query else None, of_key, of_value, of_keys, of_values, of_weight, of_mixing)
 
 
-def query_tile(query: torch.Tensor) -> Tile:
-    """Of the gradient of queries and slots, by the bytes of a row."""
-    row_bytes = padded_width(query) * query.element_size()
-    return Tile(64, 64 if row_bytes <= 128 else 32, 4 if row_bytes <= 256 else 8)
+@tiles("fused_query_gradient_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
+def _query_tile(changes: Changes, group: int, dims: int, element: int, slots: int) -> Tile:
+    """By the bytes of a row."""
+    row_bytes = dims * element
+    sizes = (64, 64 if row_bytes <= 128 else 32, 4 if row_bytes <= 256 else 8)
+    return fused_tile(changes, *sizes, group, dims, slots)
 
 
-def key_tile(query: torch.Tensor) -> Tile:
-    """Of the gradients of keys and values of the sequence, by the bytes of a row."""
-    row_bytes = padded_width(query) * query.element_size()
-    return Tile(64, 64 if row_bytes <= 256 else 32, 4 if row_bytes <= 128 else 8)
+@tiles("fused_key_gradient_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
+def _key_tile(changes: Changes, group: int, dims: int, element: int, slots: int) -> Tile:
+    """By the bytes of a row; of a pass that meets no slots."""
+    row_bytes = dims * element
+    sizes = (64, 64 if row_bytes <= 256 else 32, 4 if row_bytes <= 128 else 8)
+    tile = fused_tile(changes, *sizes, group, dims, slots)
+    del tile["BS"]
+    return tile

@@ -11,6 +11,7 @@ d / 2 and v.
 import torch
 
 from midus_hf.ops.backend import interprets_kernels
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import (
     on_device_of,
@@ -242,7 +243,7 @@ def _gradients(
     bank, weights, temperature = looked_up or (gradient, gradient, 1.0)  # where nothing was, neither is read
     width = bank.shape[-1] if looked_up else 1
     into_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    tile = _tile(n, k, half, width, query.dtype)
+    tile = _tile(query.device, n, k, half, width, query.dtype == torch.float32)
     blocks = quotient_above(tokens, tile["BT"])
     splits_at_most = max(1, min(_PROGRAMS // heads, _MOST_SUMS // (2 * heads * n * half)))
     blocks_a_split = quotient_above(blocks, splits_at_most)
@@ -267,7 +268,8 @@ def _precision(query: torch.Tensor) -> str | None:
     return wide_ranged_product() if query.dtype == torch.float16 else None
 
 
-def _tile(n: int, k: int, half: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+@tiles("score_gradient_kernel", BT=(16, 128), num_warps=(2, 8))
+def _tile(changes: Changes, n: int, k: int, half: int, width: int, is_wide: bool) -> Tile:
     """Sizes of a program, of at most about 8,192 elements in its widest tile.
 
     Where half precision of heads of 64 and less takes no more than 168 registers a thread, which costs it 16 bytes that are spilled,
@@ -275,8 +277,7 @@ def _tile(n: int, k: int, half: int, width: int, dtype: torch.dtype) -> dict[str
     """
     dims, lanes = max(16, power_of_two(half)), power_of_two(width)
     stretch = max(16, min(64, power_of_two(n), 8192 // dims))
-    fits = dtype != torch.float32 and max(2 * dims, lanes) <= 64 and not torch.version.hip
-    return {
+    tile = {
         "ONE": n <= stretch,
         "KP": power_of_two(k),
         "BT": max(16, min(64, 8192 // max(dims, lanes))),
@@ -285,4 +286,7 @@ def _tile(n: int, k: int, half: int, width: int, dtype: torch.dtype) -> dict[str
         "VP": lanes,
         "num_warps": 4 if dims <= 64 else 8,
         "num_stages": 1,  # rows of the next block would take the registers and the shared memory of other programs
-    } | ({"maxnreg": 168} if fits else {})
+        **changes,
+    }
+    fits = not is_wide and max(2 * dims, lanes) <= 64 and (tile["BT"], tile["num_warps"]) == (64, 4)
+    return tile | ({"maxnreg": 168} if fits and not torch.version.hip else {})

@@ -9,6 +9,7 @@ import torch
 from midus_hf.ops.backend import interprets_kernels
 from midus_hf.ops.lookup_tensors import lookup_tensors
 from midus_hf.ops.product_key_triton import best_columns, first_sums, merge_best, next_pair, pick, select_tile
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, power_of_two, quotient_above
 
@@ -158,7 +159,7 @@ def triton_forward(
     if tokens:
         is_wide = wide_products(query, row_keys)
         lanes = power_of_two(width)
-        tile = exact_tile(n, k, half, tokens, is_wide, lanes) | {"VP": lanes}
+        tile = _tile(query.device, n, k, half, lanes, tokens <= FEW_TOKENS, is_wide)
         with on_device_of(query):
             forward_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 *there, tokens, heads, n, half, width, there.query.stride(0), there.query.stride(1), _bank_stride(there.bank),
@@ -168,14 +169,19 @@ def triton_forward(
     return there.output
 
 
-def exact_tile(n: int, k: int, half: int, tokens: int, is_wide: bool, lanes: int = 1) -> dict[str, int]:
+@tiles("forward_kernel", BT=(16, 64), num_warps=(2, 8))
+def _tile(changes: Changes, n: int, k: int, half: int, lanes: int, few: bool, is_wide: bool) -> Tile:
+    return exact_tile(changes, n, k, half, few, is_wide, lanes) | {"VP": lanes}
+
+
+def exact_tile(changes: Changes, n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
     """Sizes of a program that selects, of at most about 8,192 elements in its widest tile, also of `lanes` columns."""
     tile, dims = select_tile(n, k), max(16, power_of_two(half))
-    tile |= {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims}
-    return tile | (_tile_of_few(tile["BN"], is_wide) if tokens <= FEW_TOKENS else {})
+    tile |= {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "num_warps": 4}
+    return tile | (_tile_of_few(tile["BN"], is_wide) if few else {}) | dict(changes)
 
 
-def _tile_of_few(stretch: int, is_wide: bool) -> dict[str, int]:
+def _tile_of_few(stretch: int, is_wide: bool) -> Tile:
     """What decoding has instead: as few rows as a product takes, and as few warps as hold them in registers.
 
     Compiled for compute capability 9.0, two warps need no more than 168 registers a thread, but spill some hundreds of bytes where

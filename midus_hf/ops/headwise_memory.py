@@ -235,16 +235,15 @@ def _first_slots(heads: int, n: int, device: torch.device) -> torch.Tensor:
 
 
 def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None, heads: int, n: int) -> None:
-    expected = (n * n,) if value_bank.dim() == 2 else (heads, n * n)
-    if value_bank.dim() not in (2, 3) or value_bank.shape[:-1] != expected:
+    shape = value_bank.shape
+    if len(shape) not in (2, 3) or shape[-2] != n * n or (len(shape) == 3 and shape[0] != heads):
         raise ValueError(
-            f"value_bank is {tuple(value_bank.shape)}; expected [n * n, v] or [H, n * n, v] with n * n = {n * n} and "
-            f"H = {heads}."
+            f"value_bank is {tuple(shape)}; expected [n * n, v] or [H, n * n, v] with n * n = {n * n} and H = {heads}."
         )
-    width = value_bank.shape[-1]
     if value_transform is None:
         return
-    if value_bank.dim() == 3:
+    width = shape[-1]
+    if len(shape) == 3:
         raise ValueError("value_transform is given with a bank per head; expected None, or a bank that heads share.")
     if value_transform.shape != (heads, width, width):
         raise ValueError(

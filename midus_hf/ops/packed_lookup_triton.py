@@ -32,6 +32,7 @@ from midus_hf.ops.packed_selection_triton import (
     tag_of,
     tagged,
 )
+from midus_hf.ops.tiles import Changes, Tile, tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import multiprocessors, on_device_of, power_of_two, quotient_above
 
@@ -259,9 +260,9 @@ def packed_forward(
     there = lookup_tensors(query, row_keys, column_keys, bank, residual, kept)
     (tokens, heads, _), (_, n, half), width = query.shape, row_keys.shape, bank.shape[-1]
     if tokens:
-        tile = _tile(n, k, half, width, tokens)
+        tile = _tile(query.device, n, k, half, width, tokens <= FEW_TOKENS)
         walk = blocks_a_program(quotient_above(tokens, tile["BT"]), heads, multiprocessors(query))
-        tile |= _few_registers(tile) if walk > 1 else {}
+        tile = tile | _few_registers(tile) if walk > 1 else tile
         with on_device_of(query):
             packed_forward_kernel[(quotient_above(tokens, tile["BT"] * walk) * heads,)](
                 *there, tokens, there.query.stride(0), there.query.stride(1), walk, _LOG2_E / temperature,
@@ -277,7 +278,7 @@ def blocks_a_program(blocks: int, heads: int, multiprocessors: int) -> int:
     return quotient_above(blocks, multiprocessors * PROGRAMS_A_MULTIPROCESSOR // min(heads, HEADS_TOGETHER))
 
 
-def packed_tile(n: int, k: int, half: int, tokens: int, lanes: int = 1) -> dict[str, int]:
+def packed_tile(changes: Changes, n: int, k: int, half: int, few: bool, lanes: int = 1) -> Tile:
     """Sizes of a program that selects, of at most about 8,192 elements in its widest tile, also of `lanes` columns.
 
     For the few tokens of a decoding step it has few warps.
@@ -285,7 +286,6 @@ def packed_tile(n: int, k: int, half: int, tokens: int, lanes: int = 1) -> dict[
     ranks = power_of_two(k)
     columns = max(16, power_of_two(n), 4 * ranks)
     dims = max(16, power_of_two(half))
-    few = tokens <= FEW_TOKENS
     return {
         "BITS": (columns - 1).bit_length(),
         "RANK_BITS": (ranks - 1).bit_length(),
@@ -294,24 +294,26 @@ def packed_tile(n: int, k: int, half: int, tokens: int, lanes: int = 1) -> dict[
         "BN": columns,
         "DP": dims,
         "num_warps": 2 if few else 4,
+        **changes,
     }
 
 
-def _tile(n: int, k: int, half: int, width: int, tokens: int) -> dict[str, int]:
-    """Sizes of a program that gathers as well."""
+@tiles("packed_forward_kernel", BT=(16, 128), num_warps=(1, 8))
+def _tile(changes: Changes, n: int, k: int, half: int, width: int, few: bool) -> Tile:
     lanes = power_of_two(width)
-    tile = packed_tile(n, k, half, tokens, lanes)
+    tile = packed_tile(changes, n, k, half, few, lanes)
     # GROUP: ranks whose rows registers hold at once
     return tile | {"GROUP": max(1, min(tile["KP"], 32768 // (tile["BT"] * lanes))), "VP": lanes}
 
 
-def _few_registers(tile: dict[str, int]) -> dict[str, int]:
+def _few_registers(tile: Tile) -> Tile:
     """The most registers a thread for programs that walk, of tiles that fit: what programs of one block take.
 
     As many programs fit a multiprocessor of NVIDIA's then. Left alone, the compiler takes up to half as many again. At compute
     capability 9.0 nothing is spilled of the papers' shapes, and at most 24 bytes of others.
     """
     ranks, lanes = tile["KP"], max(tile["VP"], 2 * tile["DP"])
-    if torch.version.hip or tile["BN"] > 64 or ranks * lanes > 512:
+    is_usual = tile["BN"] <= 64 and ranks * lanes <= 512 and tile["BT"] <= 64 and tile["num_warps"] == 4
+    if torch.version.hip or not is_usual:
         return {}
     return {"maxnreg": 96 if ranks <= 4 and lanes <= 64 else 168}

@@ -71,16 +71,15 @@ def product_key_topk(
 
 def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int) -> None:
     """Refuse shapes that do not fit each other."""
-    if row_keys.dim() != 3:
-        raise ValueError(f"row_keys is {tuple(row_keys.shape)}; expected [heads, n, sub-key width].")
-    heads, n, half = row_keys.shape
-    if column_keys.shape != row_keys.shape:
+    shape, asked = row_keys.shape, query.shape  # to ask a tensor for its shape takes longer than to compare two
+    if len(shape) != 3:
+        raise ValueError(f"row_keys is {tuple(shape)}; expected [heads, n, sub-key width].")
+    heads, n, half = shape
+    if column_keys.shape != shape:
+        raise ValueError(f"column_keys is {tuple(column_keys.shape)}; expected the shape of row_keys, {tuple(shape)}.")
+    if len(asked) < 2 or asked[-2] != heads or asked[-1] != 2 * half:
         raise ValueError(
-            f"column_keys is {tuple(column_keys.shape)}; expected the shape of row_keys, {tuple(row_keys.shape)}."
-        )
-    if query.shape[-2:] != (heads, 2 * half):
-        raise ValueError(
-            f"query ends in {tuple(query.shape[-2:])}; expected (heads, 2 * sub-key width) = ({heads}, {2 * half})."
+            f"query ends in {tuple(asked[-2:])}; expected (heads, 2 * sub-key width) = ({heads}, {2 * half})."
         )
     if not 1 <= k <= n:
         raise ValueError(f"k is {k}; expected 1 <= k <= n = {n}. Lower k or raise n.")

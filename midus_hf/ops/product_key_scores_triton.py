@@ -25,6 +25,7 @@ from midus_hf.ops.packed_lookup_triton import (
     turned_keys,
 )
 from midus_hf.ops.packed_selection_triton import smaller, stacked
+from midus_hf.ops.tiles import tiles
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import on_device_of, quotient_above
 
@@ -40,9 +41,9 @@ def scores_refusal(dtype: torch.dtype, n: int, k: int, half: int, exact: bool) -
     if dtype == torch.float32 and n > _MOST_WIDE_SUB_KEYS:
         return f"{n} sub-keys a side are float32; expected {_MOST_WIDE_SUB_KEYS} or fewer, or half precision"
     if not exact and packs(dtype, n, k):
-        tile, sides = packed_tile(n, k, half, FEW_TOKENS + 1), 2
+        tile, sides = packed_tile({}, n, k, half, False), 2
     else:
-        tile, sides = exact_tile(n, k, half, FEW_TOKENS + 1, dtype == torch.float32), 1
+        tile, sides = exact_tile({}, n, k, half, False, dtype == torch.float32), 1
     held = sides * (tile["BN"] + tile["BT"]) * tile["DP"] * dtype.itemsize
     if held > _MOST_SHARED_BYTES:
         return f"sub-keys are {half} wide, of which a program would hold {held:,} bytes; expected {_MOST_SHARED_BYTES:,} or fewer"
@@ -100,6 +101,10 @@ def packed_scores_kernel(
     store_tile(slots + before + entries, stacked(chosen), rank_mask, IS_EVEN and K == KP)
 
 
+_packed_tile = tiles("packed_scores_kernel", BT=(16, 128), num_warps=(1, 8))(packed_tile)
+_exact_tile = tiles("scores_kernel", BT=(16, 64), num_warps=(2, 8))(exact_tile)
+
+
 def triton_scores(
     query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,13 +123,13 @@ def triton_scores(
     strides, is_wide = (query.stride(0), query.stride(1)), wide_products(query, row_keys)
     with on_device_of(query):
         if not exact and packs(query.dtype, n, k):
-            tile = packed_tile(n, k, half, tokens)
+            tile = _packed_tile(query.device, n, k, half, tokens <= FEW_TOKENS)
             packed_scores_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 *there, *strides, HEADS=heads, N=n, HALF=half, IS_EVEN=tokens % tile["BT"] == 0,
                 WIDE=is_wide, TOGETHER=HEADS_TOGETHER, LOWEST=LOWEST, K=k, **tile,
             )  # fmt: skip
         else:
-            tile = exact_tile(n, k, half, tokens, is_wide)
+            tile = _exact_tile(query.device, n, k, half, tokens <= FEW_TOKENS, is_wide)
             scores_kernel[(quotient_above(tokens, tile["BT"]) * heads,)](
                 *there, heads, n, half, *strides, WIDE=is_wide, TOGETHER=HEADS_TOGETHER, K=k, **tile
             )

@@ -3,6 +3,7 @@
 Shapes: `BT` tokens per program, `BN` sub-keys per stretch, `KP` the power of two at or above k.
 """
 
+from midus_hf.ops.tiles import Tile
 from midus_hf.ops.triton_import import tl, triton
 from midus_hf.ops.triton_launch import power_of_two
 
@@ -78,7 +79,7 @@ def first_sums(row_values, column_values, KP: tl.constexpr, BT: tl.constexpr):
     return row_values + best[:, None], tl.zeros([BT, KP], tl.int32)
 
 
-def select_tile(n: int, k: int) -> dict[str, int]:
+def select_tile(n: int, k: int) -> Tile:
     """Sizes of a program: at most 128 sub-keys at a time, and about 8,192 elements of the widest tile."""
     stretch = min(128, max(16, power_of_two(n)))
     ranks = power_of_two(k)

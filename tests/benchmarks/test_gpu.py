@@ -19,7 +19,7 @@ def test_steps_go_on_where_they_were_cut_off_and_end_in_time(tmp_path):
     made = steps(tmp_path, 540, rehearse=False)
     assert [step.name for step in made] == STEPS + FURTHER_STEPS
     for step in made[2:]:
-        assert {"--resume", "--profile"} <= set(step.command)
+        assert {"--resume", *(["--profile"] if step.name != "tiles" else [])} <= set(step.command)
         assert step.command[step.command.index("--results") + 1] == str(tmp_path)
         assert float(step.command[step.command.index("--budget") + 1]) < 540
         assert step.command[step.command.index("--device") + 1] == "cuda"

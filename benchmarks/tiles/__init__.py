@@ -1,0 +1,1 @@
+"""Which tiles of kernels are the fastest on a device."""

@@ -1,0 +1,139 @@
+"""What kernels are asked for when their tiles are timed: a layer of a published model, many tokens or one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
+from midus_hf.ops.chapter_segments_triton import triton_segments
+from midus_hf.ops.depth_attention_triton import triton_depth_attention
+from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
+from midus_hf.ops.fused_depth_triton import triton_fused_attention
+from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
+from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
+from midus_hf.ops.lookup_tensors import room_for_gradient
+from midus_hf.ops.packed_lookup_triton import triton_output
+from midus_hf.ops.product_key_scores_triton import triton_scores
+from midus_hf.ops.row_sums_triton import triton_bank_gradient
+
+Call = Callable[[], object]
+Calls = dict[str, Call]
+"""What launches a kernel, by its name."""
+
+KV_HEADS = 8
+"""Of models that read chapters or the depth."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one layer.
+
+    Args:
+        name: As on the command line.
+        build: Makes inputs for a device, and says what launches which kernel.
+    """
+
+    name: str
+    build: Callable[[str], Calls]
+
+
+def cases(is_rehearsal: bool) -> Iterator[Case]:
+    """All of them, most important first; tiny ones of each sort for a rehearsal."""
+    if is_rehearsal:
+        yield Case("memory tiny", lambda device: memory(device, 20, 2, 16, 8, 2))
+        yield Case("chapters tiny", lambda device: chapters(device, 8, 16, 3, 2))
+        yield Case("depth tiny", lambda device: depth(device, 3, 2, 16, 3))
+        return
+    for name, dim in (("llama-3.2-1b", 64), ("llama-3.1-8b", 128)):
+        yield Case(f"memory {name}", lambda device, dim=dim: memory(device, 32768, 32, dim, 64, 4))
+        yield Case(f"decoding {name}", lambda device, dim=dim: memory(device, 1, 32, dim, 64, 4))
+    for name, dim in (("llama-3.2-1b", 64), ("llama-3.1-8b", 128)):
+        yield Case(f"chapters {name}", lambda device, dim=dim: chapters(device, 32768, dim, 64, 64))
+    for name, group, dim, slots in (("moda-700m", 2, 64, 72), ("llama-3.1-8b", 4, 128, 64)):
+        yield Case(
+            f"depth {name}", lambda device, group=group, dim=dim, slots=slots: depth(device, 4096, group, dim, slots)
+        )
+
+
+def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Calls:
+    """Head-wise memory of a bank per head, in bfloat16; one token is decoded, which keeps nothing for a gradient."""
+    query = _normal(device, tokens, heads, dim)
+    row_keys, column_keys = (_normal(device, heads, n, dim // 2) for _ in range(2))
+    bank = _normal(device, heads, n * n, dim)
+    kept = room_for_gradient(query, n, k) if tokens > 1 else None
+
+    def look_up(exact: bool) -> Call:
+        return lambda: triton_output(query, row_keys, column_keys, bank, query, k, 1.0, exact, kept)
+
+    def select(exact: bool) -> Call:
+        return lambda: triton_scores(query, row_keys, column_keys, k, exact)[0]
+
+    calls: Calls = {
+        "packed_forward_kernel": look_up(False),
+        "packed_scores_kernel": select(False),
+        "forward_kernel": look_up(True),
+        "scores_kernel": select(True),
+    }
+    if kept is None:
+        return calls
+    look_up(True)()
+    slots, weights = (tensor.clone() for tensor in kept)
+    gradients = (query, row_keys, column_keys, bank, slots, weights, 1.0)
+    return {
+        "packed_forward_kernel": calls.pop("packed_forward_kernel"),
+        "score_gradient_kernel": lambda: triton_score_gradients(query, *gradients),
+        "bucket_sums_kernel": lambda: triton_bank_gradient(query, slots, weights, bank.shape, bank.dtype),
+        **calls,
+    }
+
+
+def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int) -> Calls:
+    """Attention to chapters, where each token reads up to 8 of its own, weighed."""
+    heads, chosen = 4 * KV_HEADS, min(8, count)
+    query = _normal(device, tokens, heads, dim)
+    keys, values = (_normal(device, count, memory_tokens, KV_HEADS, dim) for _ in range(2))
+    read = torch.rand(tokens, count, device=device).topk(chosen).indices
+    scales = torch.rand(tokens, chosen, device=device)
+    output, *rest = triton_segments(query, keys, values, read, scales, None)
+
+    def gradients(wants_rows: bool, wants_tables: bool) -> Call:
+        given = (query, query, keys, values, scales, None, output, *rest, wants_rows, wants_tables)
+        return lambda: triton_segment_gradients(*given)
+
+    return {
+        "chapter_forward_kernel": lambda: triton_segments(query, keys, values, read, scales, None)[0],
+        "chapter_pair_gradient_kernel": gradients(True, False),
+        "chapter_table_gradient_kernel": gradients(False, True),
+    }
+
+
+def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
+    """Attention to slots of the depth, and to them and the sequence at once, weighed apart."""
+
+    def heads(count: int) -> torch.Tensor:
+        return _normal(device, 1, tokens, count, dim).transpose(1, 2)
+
+    query, key, value = heads(group * KV_HEADS), heads(KV_HEADS), heads(KV_HEADS)
+    keys, values = ([heads(KV_HEADS) for _ in range(slots)] for _ in range(2))
+    scaling = dim**-0.5
+    output, lse = triton_depth_attention(query, keys, values, scaling, None)
+    of_depth = (query, lse, query, keys, values, output, lse, scaling, None, True, True)
+    weight = torch.rand(group * KV_HEADS, device=device)
+    both = (query, key, value, keys, values, scaling, True, None, weight)
+    read = triton_fused_attention(*both, True)
+
+    def gradients(wants_query: bool, wants_sequence: bool) -> Call:
+        return lambda: triton_fused_gradients(query, *both, read, wants_query, wants_sequence, wants_query)
+
+    return {
+        "fused_forward_kernel": lambda: triton_fused_attention(*both, True),
+        "fused_query_gradient_kernel": gradients(True, False),
+        "fused_key_gradient_kernel": gradients(False, True),
+        "depth_forward_kernel": lambda: triton_depth_attention(query, keys, values, scaling, None),
+        "depth_gradient_kernel": lambda: triton_depth_gradients(*of_depth),
+    }
+
+
+def _normal(device: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(torch.bfloat16)

@@ -1,0 +1,200 @@
+"""Times tiles, a kernel and case after the other, and writes rows as soon as it has them."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.device import chosen_device, require_working
+from benchmarks.tiles.cases import Call, Case, cases
+from benchmarks.tiles.table import written
+from benchmarks.timing import Task, Timing, interleaved, release_memory
+from benchmarks.tracked import Run, append, resumed, rows_of, this_run
+from midus_hf.ops.tiles import TILES, Changes
+
+FILE = "tiles.csv"
+_TOLERANCE = 1e-2
+"""RMS ratio to what the rule's tile computes, in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """One tile of one kernel, in one case.
+
+    Args:
+        kernel: Its name.
+        case: As in `cases`.
+        shape: What the rule was asked, as a JSON list.
+        changes: What differs from the rule's tile, as a JSON object; empty for that itself.
+        status: "ok", "refused" where it computes something else, or "failed", as where a program is too large for the GPU.
+        error: RMS ratio to what the rule's tile computes.
+        median_ms: Of the device; of the clock on a CPU.
+        p20_ms: Its 20th percentile.
+        p80_ms: Its 80th percentile.
+    """
+
+    kernel: str
+    case: str
+    shape: str
+    changes: str
+    status: str
+    error: float | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what the command line asks for; returns 1 if a tile computed something else than the rule's."""
+    with chosen_device(arguments) as device:
+        return _run(arguments, device)
+
+
+def _run(arguments: argparse.Namespace, device: str) -> int:
+    began = time.perf_counter()
+    chosen = list(cases(arguments.rehearse))
+    _require_known(arguments.cases, [case.name for case in chosen], "case")
+    _require_known(arguments.kernels, list(TILES), "kernel")
+    bench = Bench(arguments, device)
+    for case in chosen:
+        if arguments.cases and case.name not in arguments.cases:
+            continue
+        if arguments.budget is not None and time.perf_counter() - began > arguments.budget:
+            _say(f"out of time before {case.name}; go on with --resume")
+            break
+        bench.measure(case)
+        release_memory(device)
+    if arguments.write:
+        written(arguments.write, bench.run.device, fastest(bench.rows()))
+    for trouble in bench.troubles:
+        _say(f"FAILED {trouble}")
+    return 1 if bench.troubles else 0
+
+
+def _require_known(asked: list[str] | None, known: list[str], what: str) -> None:
+    for name in asked or ():
+        if name not in known:
+            raise SystemExit(f"{what} is {name!r}; expected some of {', '.join(known)}.")
+
+
+class Bench:
+    """Measures tiles, and writes rows as soon as it has them.
+
+    Args:
+        arguments: Of the command line.
+        device: `"cpu"` or `"cuda"`.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, device: str):
+        self.arguments, self.device = arguments, device
+        self.results = None if arguments.no_append else arguments.results / FILE
+        self.run = this_run(device)
+        if arguments.resume and self.results is not None:
+            self.run = resumed(self.run, self.results)
+        self.there = {(row["kernel"], row["case"]) for row in self.rows()}
+        self.troubles: list[str] = []
+
+    def rows(self) -> list[dict[str, str]]:
+        """Those of this run that are written."""
+        return [] if self.results is None else rows_of(self.run, self.results)
+
+    def measure(self, case: Case) -> None:
+        """Time the tiles of all kernels of a case that have no rows yet."""
+        torch.manual_seed(0)
+        calls = case.build(self.device)
+        for kernel, call in calls.items():
+            if (kernel, case.name) not in self.there and kernel in (self.arguments.kernels or calls):
+                self._measure(kernel, case.name, call)
+
+    def _measure(self, kernel: str, case: str, call: Call) -> None:
+        tiles = TILES[kernel]
+        shape = tiles.asked(call)
+        if shape is None:
+            return  # this GPU is asked for another kernel
+        expected = _numbers(call())
+        errors: dict[str, float] = {}
+        tasks: dict[str, Task] = {}
+        rows = []
+        for changes in ({}, *tiles.candidates(*shape)):
+            name = json.dumps(changes)
+            try:
+                errors[name] = self._error(kernel, changes, call, expected)
+                tasks[name] = Task(lambda _, changes=changes: self._called(kernel, changes, call))
+            except Exception as error:
+                _say(f"{kernel}, {case}, {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                rows.append(self._row(kernel, case, shape, name, "failed"))
+                error.__traceback__ = None  # it holds the tensors of the frames it went through
+                require_working(self.device)
+        for name, error in errors.items():
+            if not error <= _TOLERANCE:
+                del tasks[name]
+                self.troubles.append(f"{kernel}, {case}, {name}: differs from the rule's by {error:.1e} (RMS ratio)")
+                rows.append(self._row(kernel, case, shape, name, "refused", error=error))
+        timings = interleaved(tasks, self.device, seconds=self.arguments.seconds)
+        rows += [
+            self._row(kernel, case, shape, name, "ok", error=errors[name], **_times(timing))
+            for name, timing in timings.items()
+        ]
+        if self.results is not None:
+            append(rows, self.results)
+        usual = timings["{}"].median_ms
+        best = min(timings, key=lambda name: timings[name].median_ms)
+        _say(
+            f"{kernel:30s} {case:24s} rule {usual:9.4f} ms; {best} {timings[best].median_ms / usual:.3f} of it, of {len(timings)}"
+        )
+
+    def _called(self, kernel: str, changes: Changes, call: Call) -> object:
+        with TILES[kernel].trying(changes):
+            return call()
+
+    def _error(self, kernel: str, changes: Changes, call: Call, expected: torch.Tensor) -> float:
+        found = _numbers(self._called(kernel, changes, call))
+        return float((found - expected).norm() / expected.norm())
+
+    def _row(self, kernel: str, case: str, shape: tuple[Any, ...], changes: str, status: str, **measured: Any) -> Row:
+        return Row(
+            **asdict(self.run),
+            kernel=kernel,
+            case=case,
+            shape=json.dumps(shape),
+            changes=changes,
+            status=status,
+            **measured,
+        )
+
+
+def fastest(rows: Iterable[dict[str, str]]) -> dict[tuple[str, tuple[Any, ...]], Changes]:
+    """By kernel and shape the tile that took least time, where it is beyond doubt faster than the rule's, else that.
+
+    Beyond doubt is what took less time in four of five runs than the rule's did in four of five.
+    """
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            found.setdefault((row["kernel"], row["shape"]), []).append(row)
+    chosen: dict[tuple[str, tuple[Any, ...]], Changes] = {}
+    for (kernel, shape), tiles in found.items():
+        usual = [float(row["p20_ms"]) for row in tiles if row["changes"] == "{}"]
+        best = min(tiles, key=lambda row: float(row["median_ms"]))
+        is_faster = usual and float(best["p80_ms"]) < min(usual)
+        chosen[kernel, tuple(json.loads(shape))] = json.loads(best["changes"]) if is_faster else {}
+    return chosen
+
+
+def _numbers(result: object) -> torch.Tensor:
+    """All floating-point numbers of what a call returned, in float64."""
+    parts = torch.utils._pytree.tree_leaves(result)
+    return torch.cat([part.double().flatten() for part in parts if isinstance(part, torch.Tensor)])
+
+
+def _times(timing: Timing) -> dict[str, float]:
+    return {name: round(getattr(timing, name), 5) for name in ("median_ms", "p20_ms", "p80_ms")}
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
