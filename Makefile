@@ -24,7 +24,7 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants clean
+.PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
@@ -47,6 +47,17 @@ test-newest: $(VENV)/installed material
 
 test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(addprefix --each-value=,$(IN_BOTH))
+
+# What nothing else has: DeepSpeed, in an environment that sees what $(VENV) has. transformers imports it wherever it is.
+test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed
+	$(TEST_ENV) $(VENV)-deepspeed/bin/python -m pytest tests/training/test_deepspeed.py
+
+$(VENV)-deepspeed/installed: $(VENV)/installed
+	$(VENV)/bin/python -m venv $(VENV)-deepspeed
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)-deepspeed/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/seen.pth"
+	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pip install -q 'deepspeed>=0.19.8,<0.20'
+	touch $@
 
 material: $(VENV)/installed
 	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses
@@ -112,4 +123,4 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants outputs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(VENV)-mutants $(VENV)-deepspeed outputs build *.egg-info

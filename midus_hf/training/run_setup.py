@@ -18,6 +18,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from midus_config.checkpoint_files import RUN_LOG
 from midus_config.locks import Lock
@@ -25,6 +26,7 @@ from midus_hf.training.attention_choice import check_attention
 from midus_hf.training.disk_room import check_room_of_run
 from midus_hf.training.freezing import set_trainable
 from midus_hf.training.held_out import HeldOut, check_held_out
+from midus_hf.training.loaded_whole import loaded_whole
 from midus_hf.training.loading import check_sequence_length
 from midus_hf.training.origin import config_of_run, model_of_run, tokenizer_of_run
 from midus_hf.training.output_folder import check_output, made_for_nothing, start_output
@@ -37,7 +39,6 @@ from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
-from midus_hf.training.trains_sharded import check_deepspeed
 from midus_hf.training.trains_tables import memories_of_few_rows
 
 Chosen = tuple[Any, RenderableType]
@@ -71,7 +72,6 @@ def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
     Raises:
         ValueError: If the request is wrong.
     """
-    check_deepspeed()
     checkpoint = check_output(config)
     check_held_out(config)
     check_reporting(config.report_to)
@@ -138,8 +138,14 @@ def make_run(
     Raises:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
     """
+    if config.chosen_adapters is not None and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
+            "Start it with configs/accelerate/ddp.yaml."
+        )
     set_seed(config.seed)
-    model, accompanying_files = model_of_run(config, request.model_config)
+    with loaded_whole():
+        model, accompanying_files = model_of_run(config, request.model_config)
     use_cache = model.config.use_cache
     for option in ("sparse_values", "shard_values"):
         if getattr(config, option):

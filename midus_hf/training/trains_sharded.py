@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
 if TYPE_CHECKING:
     # What the mixin stands before, for all that it asks of itself.
@@ -14,28 +15,16 @@ else:
     AnyTrainer = object
 
 
-_WHOLE, _FSDP, _DEEPSPEED = "hold whole models", "share parameters by FSDP", "share moments by DeepSpeed"
-
-
-def check_deepspeed() -> None:
-    """See that DeepSpeed, if accelerate was told to shard with it, does not cut parameters before they have been looked at.
-
-    Raises:
-        ValueError: If it does.
-    """
-    if _is_told("DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3") == "3":
-        raise ValueError(
-            "accelerate was started with DeepSpeed's ZeRO-3, which cuts parameters while a model is loaded, so that matrices and "
-            "norms cannot be told apart; expected FSDP2. Start it with configs/accelerate/fsdp2.yaml."
-        )
+_WHOLE, _FSDP = "hold whole models", "share parameters by FSDP"
+_ZERO, _ZERO_3 = "share moments by DeepSpeed", "share parameters by DeepSpeed"
 
 
 class TrainsSharded(AnyTrainer):
     """Mixin for a `Trainer` of any kind whose parameters FSDP or DeepSpeed may shard.
 
     FSDP2 is told which layers a model is made of, unless a person has told it, and to compute in lower precision but not to add
-    gradients, or give losses, in it. With `SHARDED_STATE_DICT` a Trainer's `save_model` writes nothing; here it writes the model.
-    Checkpoints are the Trainer's own.
+    gradients, or give losses, in it. With `SHARDED_STATE_DICT`, and with DeepSpeed's ZeRO-3 unless its file says otherwise, a
+    Trainer's `save_model` writes no model; here it does. Checkpoints are the Trainer's own.
 
     Args:
         args: What the Trainer takes.
@@ -49,7 +38,7 @@ class TrainsSharded(AnyTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.saved_dtypes: dict[str, torch.dtype] = {}
-        """Of a sharded model: in which dtypes it is saved, by name; what is not named stays as it is."""
+        """Of a model whose parameters are shared: in which dtypes it is saved, by name; what is not named stays as it is."""
         for name, enabled in (("FSDP", self.is_fsdp_enabled), ("DeepSpeed", self.is_deepspeed_enabled)):
             if _is_told(name.upper()) and not enabled:
                 raise ValueError(
@@ -58,16 +47,32 @@ class TrainsSharded(AnyTrainer):
                 )
         if self.is_deepspeed_enabled and (dtype := self._dtype_of_deepspeed()) is not None:
             self._check_frozen(dtype)
+        if self._is_zero_3():
+            self._zero_options()["stage3_gather_16bit_weights_on_model_save"] = True  # in the dtype that they have
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self._prepare_fsdp(plugin)
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether each process holds a share of every parameter, by FSDP or by DeepSpeed's ZeRO-3."""
+        return self.is_fsdp_enabled or self._is_zero_3()
+
+    def _is_zero_3(self) -> bool:
+        return self.is_deepspeed_enabled and self._zero_options().get("stage") == 3
+
+    def _zero_options(self) -> dict[str, Any]:
+        return self._deepspeed_settings().get("zero_optimization", {})
+
+    def _deepspeed_settings(self) -> dict[str, Any]:
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return {} if plugin is None else plugin.deepspeed_config
 
     def _dtype_of_deepspeed(self) -> str | None:
         """What DeepSpeed casts a whole model to: as the run asks, or DeepSpeed's own file does; None for neither."""
         if self.args.bf16:
             return "bfloat16"
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        settings = {} if plugin is None else plugin.deepspeed_config
+        settings = self._deepspeed_settings()
         dtypes = {"bf16": "bfloat16", "fp16": "float16"}
         return next((dtype for key, dtype in dtypes.items() if settings.get(key, {}).get("enabled") is True), None)
 
@@ -106,35 +111,56 @@ class TrainsSharded(AnyTrainer):
             checkpoint: Its folder.
 
         Raises:
-            ValueError: If it is of parameters or moments that are shared otherwise than these.
+            ValueError: If it is of parameters or moments that are shared otherwise than these; if DeepSpeed shared them among another
+                number of processes.
         """
-        saved = (
-            _FSDP
-            if any(checkpoint.glob("pytorch_model_fsdp*"))
-            else _DEEPSPEED
-            if any(checkpoint.glob("global_step*"))
-            else _WHOLE
-        )
-        here = _FSDP if self.is_fsdp_enabled else _DEEPSPEED if self.is_deepspeed_enabled else _WHOLE
+        saved = _how_saved(checkpoint)
+        of_deepspeed = _ZERO_3 if self._is_zero_3() else _ZERO
+        here = _FSDP if self.is_fsdp_enabled else of_deepspeed if self.is_deepspeed_enabled else _WHOLE
         if saved != here:
             raise ValueError(
                 f"{checkpoint} was saved by processes that {saved}, and these {here}; go on with it as it was begun, or start a new "
                 "run."
             )
+        processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+        if self.is_deepspeed_enabled and processes != self.args.world_size:
+            raise ValueError(
+                f"{checkpoint} was saved by DeepSpeed in {processes} processes, and it goes on in no other number; there are "
+                f"{self.args.world_size}; start {processes}, or a new run from the trained model."
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As the Trainer's; what ZeRO-3 has cut is for DeepSpeed to load."""
+        if self._is_zero_3():
+            deepspeed_load_checkpoint(self.model_wrapped, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`; a model that FSDP shards is put together in the first process. All processes call it."""
-        if not self.is_fsdp_enabled or _internal_call:  # as a part of a checkpoint, where `FULL_STATE_DICT` has it
+        """As `Trainer.save_model`; parameters that are shared are put together in the first process. All processes call it."""
+        if not self.shares_parameters or _internal_call:  # as a part of a checkpoint, where `FULL_STATE_DICT` has it
             super().save_model(output_dir, _internal_call)
         else:
-            state: dict[str, torch.Tensor] = self.accelerator.get_state_dict(self.model)
+            # Where all processes call, DeepSpeed gives the model to the first, and nothing to the others.
+            state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(
+                self.model if self.is_fsdp_enabled else self.deepspeed
+            )
             self._save(
                 output_dir,
-                {name: tensor.to(self.saved_dtypes.get(name, tensor.dtype)) for name, tensor in state.items()},
+                {name: tensor.to(self.saved_dtypes.get(name, tensor.dtype)) for name, tensor in (state or {}).items()},
             )
             self.accelerator.wait_for_everyone()
             if self.args.push_to_hub:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _how_saved(checkpoint: Path) -> str:
+    """By processes of which kind."""
+    if any(checkpoint.glob("pytorch_model_fsdp*")):
+        return _FSDP
+    if any(checkpoint.glob("global_step*/zero_pp_rank_*_model_states.pt")):
+        return _ZERO_3
+    return _ZERO if any(checkpoint.glob("global_step*")) else _WHOLE
 
 
 def _is_told(name: str) -> bool:

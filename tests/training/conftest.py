@@ -1,10 +1,14 @@
 """Checkpoints and texts that the training tests share."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 from training.block_runs import save_fetching, write_assigned
 from training.tiny_run import save_native, save_upscaled, write_corpus
+
+# DeepSpeed is no dependency: `make test-deepspeed` has it.
+collect_ignore = [] if importlib.util.find_spec("deepspeed") else ["test_deepspeed.py"]
 
 
 @pytest.fixture(scope="session")

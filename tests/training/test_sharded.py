@@ -21,8 +21,12 @@ from training.two_processes import (
     write_recipe,
 )
 from transformers import AutoModelForCausalLM
+from transformers.integrations import deepspeed
 
 from midus_commands.train import main
+from midus_hf.training.loaded_whole import loaded_whole
+from midus_hf.training.parameter_groups import parameter_groups
+from midus_hf.training.rates import Rates
 from midus_hf.training.run import prepare
 from midus_hf.training.trains_sharded import TrainsSharded
 
@@ -113,24 +117,11 @@ def test_a_sharded_checkpoint_is_for_sharded_runs_and_a_whole_one_for_others(who
     assert refused.returncode == 2 and refused.stderr.count("checkpoint-6 was saved by processes that hold whole") == 1
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        (
-            ENVIRONMENT,
-            "accelerate was started with FSDP, which does not shard on cpu: all processes would hold whole models. Start it with",
-        ),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            "accelerate was started with DeepSpeed's ZeRO-3, which cuts parameters while a model is loaded, so that",
-        ),
-    ],
-    ids=["fsdp-on-cpus", "zero-3"],
-)
-def test_what_does_not_shard_as_it_should_is_refused(environment, message, words, monkeypatch, capsys):
-    for variable, value in environment.items():
+def test_what_does_not_shard_as_it_should_is_refused(words, monkeypatch, capsys):
+    for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     assert main(words) == 2
+    message = "accelerate was started with FSDP, which does not shard on cpu: all processes would hold whole models. Start it with"
     assert message in capsys.readouterr().err
 
 
@@ -192,7 +183,7 @@ class ToldOfDeepSpeed:
     def __init__(self, model, bf16: bool, settings=None):
         self.model, self.is_fsdp_enabled, self.is_deepspeed_enabled = model, False, True
         plugin = SimpleNamespace(deepspeed_config=settings or {})
-        self.args = SimpleNamespace(bf16=bf16)
+        self.args = SimpleNamespace(bf16=bf16, world_size=2)
         self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
@@ -200,23 +191,105 @@ class Sharding(TrainsSharded, ToldOfDeepSpeed):
     """The mixin before it."""
 
 
-@pytest.mark.parametrize(
-    ("there", "words"),
-    [
-        ("model.safetensors", "hold whole models"),
-        ("pytorch_model_fsdp_0", "share parameters by FSDP"),
-        ("global_step3", None),
-    ],
-)
-def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_deepspeed_alone(tmp_path, there, words):
+SAVED = {
+    "model.safetensors": "hold whole models",
+    "pytorch_model_fsdp_0/0": "share parameters by FSDP",
+    "global_step3/mp_rank_00_model_states.pt": "share moments by DeepSpeed",
+    "global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt": "share parameters by DeepSpeed",
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("file", SAVED)
+def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_path, file, stage):
     """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
-    (tmp_path / there).mkdir()
-    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False)
-    if words is None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings={"zero_optimization": {"stage": stage}})
+    here = "share parameters by DeepSpeed" if stage == 3 else "share moments by DeepSpeed"
+    if SAVED[file] == here:
+        parts = [tmp_path / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+        for part in parts:
+            part.write_text("")
         trainer.check_checkpoint(tmp_path)
-        trainer.is_deepspeed_enabled, words = False, "share moments by DeepSpeed, and these hold whole models; go on"
-    with pytest.raises(ValueError, match=f"was saved by processes that {words}"):
+        parts[1].unlink()
+        with pytest.raises(
+            ValueError,
+            match="saved by DeepSpeed in 1 processes, and it goes on in no other number; there are 2; start 1, or a new",
+        ):
+            trainer.check_checkpoint(tmp_path)
+        trainer.is_deepspeed_enabled, here = False, "hold whole models"
+    with pytest.raises(
+        ValueError, match=f"was saved by processes that {SAVED[file]}, and these {here}; go on with it as it"
+    ):
         trainer.check_checkpoint(tmp_path)
+
+
+def test_of_the_third_stage_a_model_is_asked_for_whole_and_put_together_once(monkeypatch):
+    settings = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
+    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings=settings)
+    assert settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    trainer.saved_dtypes = {"weight": torch.bfloat16}
+    trainer.deepspeed, saved = object(), []
+    given = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    trainer.args.push_to_hub = False
+    trainer.accelerator.wait_for_everyone = lambda: None
+    trainer._save = lambda folder, state: saved.append({name: tensor.dtype for name, tensor in state.items()})
+    for process in (given, None):  # as DeepSpeed tells the first and the others
+        trainer.accelerator.get_state_dict = lambda model, found=process: found if model is trainer.deepspeed else {}
+        trainer.save_model("out")
+    assert saved == [{"weight": torch.bfloat16, "bias": torch.float32}, {}]
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(0, False), (1, False), (2, False), (3, True)])
+def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
+    settings = {"zero_optimization": {"stage": stage}}
+    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings=settings)
+    assert trainer.shares_parameters is shared
+    assert settings["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save", False) is shared
+    trainer.is_deepspeed_enabled = False
+    assert not trainer.shares_parameters
+    trainer.is_fsdp_enabled = True
+    assert trainer.shares_parameters
+
+
+class ZeroThree:
+    """What transformers keeps of a file of DeepSpeed."""
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def zero_three():
+    """transformers was told of the third stage, as `TrainingArguments` tell it."""
+    told = ZeroThree()
+    deepspeed.set_hf_deepspeed_config(told)
+    yield told
+    deepspeed.unset_hf_deepspeed_config()
+
+
+def test_models_are_loaded_whole_and_what_transformers_was_told_stays(zero_three):
+    with pytest.raises(ZeroDivisionError), loaded_whole():
+        assert not deepspeed.is_deepspeed_zero3_enabled()
+        raise ZeroDivisionError
+    assert deepspeed.is_deepspeed_zero3_enabled()
+
+
+def test_adapters_are_refused_where_weights_are_cut(words, zero_three, capsys):
+    assert main([*words, "adapters={r: 2}"]) == 2
+    assert (
+        "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
+        "Start it with configs/accelerate/ddp.yaml." in capsys.readouterr().err
+    )
+
+
+def test_a_matrix_that_was_cut_decays_as_a_matrix():
+    matrix, norm = (torch.nn.Parameter(torch.empty(0)) for _ in range(2))
+    matrix.ds_shape, norm.ds_shape = torch.Size([4, 2]), torch.Size([4])
+    model = torch.nn.ParameterList([matrix, norm])
+    groups = {group["name"]: group["params"] for group in parameter_groups(model, Rates(learning_rate=1e-3))}
+    assert groups["decay"][0] is matrix and groups["no_decay"][0] is norm
 
 
 def test_deepspeed_rounds_nothing_that_is_frozen():

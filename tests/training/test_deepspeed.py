@@ -1,0 +1,193 @@
+"""Two processes that share moments, gradients and parameters by DeepSpeed train as one that has all: `make test-deepspeed`."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sft.tiny_chats import chat, save_base, write_rows
+from training.two_processes import (
+    METHODS,
+    SCRIPT,
+    assert_same_run,
+    largest_difference,
+    logged,
+    save_method,
+    weights,
+    write_recipe,
+)
+from transformers import AutoModelForCausalLM
+
+from midus_commands.sft import main as sft
+from midus_commands.train import main
+from midus_hf.training import Rates, parameter_groups, set_trainable
+
+ROOT = SCRIPT.parents[1]
+CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
+OPTIONS = {
+    "llama-pro": {},
+    "midus-hml": {"usage_every": 1, "value_learning_rate": 3e-2, "memory_learning_rate": 2e-3},
+    "ultramem-v2": {},
+}
+
+
+def launched(script, *words, stage: int = 3, processes: int = 2) -> subprocess.CompletedProcess:
+    """What `accelerate launch` starts, by the config of the third stage; of the second, as accelerate is told by variables."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+    if stage == 3:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
+        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+        environment = {}
+    environment |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *map(str, (script, *words))], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def trained(*words, **launch) -> None:
+    run = launched(SCRIPT, *words, **launch)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_processes_of_deepspeed_train_as_one(method, stage, corpus, tmp_path):
+    """Also at rates of their own for values and memories, with held-out text, and back to the best checkpoint."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_method(method, tmp_path), corpus, **OPTIONS[method])
+    words = [str(recipe), f"eval_text={corpus}", "eval_every=2", "keep_best=true"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*words, "batch_size=4", f"output={one}"]) == 0
+    trained(*words, f"output={two}", stage=stage)
+    names = ["loss", "eval_loss", *(["learning_rate_values", "memory_used_share"] if method == "midus-hml" else [])]
+    for name in names:
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=1e-5) and logged(one, name), name
+    AutoModelForCausalLM.from_pretrained(two)
+    assert not list(two.glob("global_step*"))
+    assert largest_difference(weights(two), weights(tmp_path / "model")) > 1e-2
+    assert largest_difference(weights(two), weights(one)) < 1e-4
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def stage(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def whole(stage, corpus, tmp_path_factory) -> Path:
+    """A run with all of its checkpoints; its recipe lies beside it."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    recipe = write_recipe(
+        folder / "recipe.yaml", save_method("midus-hml", folder), corpus, save_every=2, keep_checkpoints="null"
+    )
+    trained(recipe, f"output={folder / 'whole'}", stage=stage)
+    return folder / "whole"
+
+
+def cut_off(whole: Path, output: Path, step: int) -> Path:
+    shutil.copytree(whole, output)
+    for later in range(step + 2, 8, 2):
+        shutil.rmtree(output / f"checkpoint-{later}")
+    (output / "model.safetensors").unlink()
+    return output
+
+
+def test_a_run_goes_on_exactly(whole, stage, tmp_path):
+    output = cut_off(whole, tmp_path / "out", 2)
+    trained(whole.with_name("recipe.yaml"), "resume=true", f"output={output}", stage=stage)
+    assert_same_run(output, whole)
+
+
+def test_another_number_of_processes_does_not_go_on(whole, stage, tmp_path):
+    words = [
+        whole.with_name("recipe.yaml"),
+        "batch_size=4",
+        "resume=true",
+        f"output={cut_off(whole, tmp_path / 'out', 4)}",
+    ]
+    refused = launched(SCRIPT, *words, stage=stage, processes=1)
+    assert refused.returncode != 0
+    assert (
+        "checkpoint-4 was saved by DeepSpeed in 2 processes, and it goes on in no other number; there are 1"
+        in refused.stderr
+    )
+
+
+def test_other_stages_and_whole_models_do_not_go_on_with_it(whole, stage, capfd):
+    words = [whole.with_name("recipe.yaml"), "resume=true", f"output={whole}"]
+    shared = {2: "share moments by DeepSpeed", 3: "share parameters by DeepSpeed"}
+    refused = launched(SCRIPT, *words, stage=5 - stage)
+    assert refused.returncode != 0
+    assert f"checkpoint-6 was saved by processes that {shared[stage]}, and these {shared[5 - stage]}" in refused.stderr
+    assert main([str(word) for word in words]) == 2
+    assert f"processes that {shared[stage]}, and these hold whole models" in capfd.readouterr().err
+
+
+OWN_TRAINER = """
+import json
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainingArguments
+import midus_hf
+from midus_hf.training import MemoryTrainer, Rates, set_trainable
+
+arguments = TrainingArguments(sys.argv[2], max_steps=2, report_to="none", save_strategy="no", use_cpu=True, learning_rate=1e-2)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert all(parameter.numel() == 0 for parameter in model.parameters()), "transformers cuts what is loaded now"
+set_trainable(model, "all")
+texts = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 8)
+trainer = MemoryTrainer(model, arguments, train_dataset=texts, rates=Rates(learning_rate=1e-2, weight_decay=0.1))
+trainer.create_optimizer()
+groups = {group["name"]: sum(parameter.ds_numel for parameter in group["params"]) for group in trainer.optimizer.param_groups}
+if trainer.is_world_process_zero():
+    Path(sys.argv[3]).write_text(json.dumps(groups))
+trainer.optimizer = None
+trainer.train()
+trainer.save_model()
+"""
+
+
+def test_a_trainer_of_ones_own_tells_matrices_from_norms_that_are_cut(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_method("midus-hml", tmp_path))
+    set_trainable(model, "all")
+    (tmp_path / "own.py").write_text(OWN_TRAINER)
+    run = launched(tmp_path / "own.py", tmp_path / "model", tmp_path / "out", tmp_path / "groups.json")
+    assert run.returncode == 0, run.stderr[-4000:]
+    groups = parameter_groups(model, Rates(learning_rate=1e-2, weight_decay=0.1))
+    expected = {group["name"]: sum(parameter.numel() for parameter in group["params"]) for group in groups}
+    assert json.loads((tmp_path / "groups.json").read_text()) == expected
+    assert largest_difference(weights(tmp_path / "out"), weights(tmp_path / "model")) > 1e-3
+
+
+def test_chats_are_trained_on_as_by_one_process(tmp_path):
+    model = save_base("llama", tmp_path, "midus-hml")
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": chat(number)} for number in range(16)])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {model}\ndata: {chats}\nchat_template: chatml\nsequence_length: 96\nbatch_size: 2\nmax_steps: 4\n"
+        "learning_rate: 1.0e-3\nprecision: fp32\nlog_every: 1\ntrainable: all\n"
+    )
+    assert sft([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    run = launched(ROOT / "scripts" / "train_sft.py", recipe, f"output={tmp_path / 'two'}")
+    assert run.returncode == 0, run.stderr[-4000:]
+    one, two = (logged(tmp_path / folder, "loss") for folder in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5) and len(one) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapters={r: 2}"], "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected"),
+        (["balance_loss=0.5"], "balance_loss"),
+    ],
+    ids=["adapters", "balance"],
+)
+def test_what_reads_weights_that_are_cut_is_refused(words, message, corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_method("midus-hml", tmp_path), corpus)
+    refused = launched(SCRIPT, recipe, f"output={tmp_path / 'out'}", *words)
+    assert refused.returncode != 0 and message in refused.stderr and not (tmp_path / "out").exists()
