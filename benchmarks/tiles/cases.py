@@ -50,10 +50,12 @@ def cases(is_rehearsal: bool) -> Iterator[Case]:
         yield Case(f"decoding {name}", lambda device, dim=dim: memory(device, 1, 32, dim, 64, 4))
     for name, dim in (("llama-3.2-1b", 64), ("llama-3.1-8b", 128)):
         yield Case(f"chapters {name}", lambda device, dim=dim: chapters(device, 32768, dim, 64, 64))
-    for name, group, dim, slots in (("moda-700m", 2, 64, 72), ("llama-3.1-8b", 4, 128, 64)):
-        yield Case(
-            f"depth {name}", lambda device, group=group, dim=dim, slots=slots: depth(device, 4096, group, dim, slots)
-        )
+    for name, group, dim in (("moda-700m", 2, 64), ("llama-3.1-8b", 4, 128)):
+        for slots in (64, 16):
+            yield Case(
+                f"depth {slots} {name}",
+                lambda device, group=group, dim=dim, slots=slots: depth(device, 4096, group, dim, slots),
+            )
 
 
 def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Calls:
@@ -64,7 +66,11 @@ def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Ca
     kept = room_for_gradient(query, n, k) if tokens > 1 else None
 
     def look_up(exact: bool) -> Call:
-        return lambda: triton_output(query, row_keys, column_keys, bank, query, k, 1.0, exact, kept)
+        def call() -> object:
+            output = triton_output(query, row_keys, column_keys, bank, query, k, 1.0, exact, kept)
+            return output if kept is None else (output, kept[1])
+
+        return call
 
     def select(exact: bool) -> Call:
         return lambda: triton_scores(query, row_keys, column_keys, k, exact)[0]
@@ -102,7 +108,7 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
         return lambda: triton_segment_gradients(*given)
 
     return {
-        "chapter_forward_kernel": lambda: triton_segments(query, keys, values, read, scales, None)[0],
+        "chapter_forward_kernel": lambda: triton_segments(query, keys, values, read, scales, None)[:2],
         "chapter_pair_gradient_kernel": gradients(True, False),
         "chapter_table_gradient_kernel": gradients(False, True),
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results, words
 
-TABLE = Path(__file__).parent.parent.parent / "midus_hf" / "ops" / "measured_tiles.py"
+TABLE = Path(__file__).resolve().parent.parent.parent / "midus_hf" / "ops" / "measured_tiles.py"
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -41,6 +41,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    arguments.write = arguments.write and arguments.write.resolve()
     if arguments.rehearse and arguments.write == TABLE:
         raise SystemExit("--rehearse measures nothing that kernels could go by; name another file with --write.")
     if arguments.write and arguments.no_append:

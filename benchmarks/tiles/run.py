@@ -12,12 +12,15 @@ import torch
 
 from benchmarks.device import chosen_device, require_working
 from benchmarks.tiles.cases import Call, Case, cases
+from benchmarks.tiles.options import TABLE
 from benchmarks.tiles.table import written
 from benchmarks.timing import Task, Timing, interleaved, release_memory
 from benchmarks.tracked import Run, append, resumed, rows_of, this_run
 from midus_hf.ops.tiles import TILES, Changes
 
 FILE = "tiles.csv"
+USUAL = "{}"
+"""The changes that the rule's own tile has."""
 _TOLERANCE = 1e-2
 """RMS ratio to what the rule's tile computes, in bfloat16."""
 
@@ -56,20 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, device: str) -> int:
-    began = time.perf_counter()
     chosen = list(cases(arguments.rehearse))
     _require_known(arguments.cases, [case.name for case in chosen], "case")
     _require_known(arguments.kernels, list(TILES), "kernel")
     bench = Bench(arguments, device)
     for case in chosen:
-        if arguments.cases and case.name not in arguments.cases:
-            continue
-        if arguments.budget is not None and time.perf_counter() - began > arguments.budget:
-            _say(f"out of time before {case.name}; go on with --resume")
-            break
-        bench.measure(case)
-        release_memory(device)
-    if arguments.write:
+        if not arguments.cases or case.name in arguments.cases:
+            bench.measure(case)
+            release_memory(device)
+    if bench.is_late and arguments.write == TABLE:
+        _say(f"{TABLE.name} is left as it is until all cases are timed, since changed code is not gone on with")
+    elif arguments.write:
         written(arguments.write, bench.run.device, fastest(bench.rows()))
     for trouble in bench.troubles:
         _say(f"FAILED {trouble}")
@@ -97,26 +97,49 @@ class Bench:
         if arguments.resume and self.results is not None:
             self.run = resumed(self.run, self.results)
         self.there = {(row["kernel"], row["case"]) for row in self.rows()}
-        self.troubles: list[str] = []
+        self.troubles = [
+            f"{row['kernel']}, {row['case']}, {row['changes']}: {row['status']} before"
+            for row in self.rows()
+            if row["status"] == "refused" or (row["status"] == "failed" and row["changes"] == USUAL)
+        ]
+        self.began, self.is_late = time.perf_counter(), False
 
     def rows(self) -> list[dict[str, str]]:
         """Those of this run that are written."""
         return [] if self.results is None else rows_of(self.run, self.results)
 
     def measure(self, case: Case) -> None:
-        """Time the tiles of all kernels of a case that have no rows yet."""
+        """Time the tiles of all kernels of a case that have no rows yet, while there is time."""
         torch.manual_seed(0)
-        calls = case.build(self.device)
+        try:
+            calls = {} if self._time_is_up(case.name) else case.build(self.device)
+        except Exception as error:
+            self._trouble(case.name, error)
+            return
         for kernel, call in calls.items():
-            if (kernel, case.name) not in self.there and kernel in (self.arguments.kernels or calls):
+            is_wanted = (kernel, case.name) not in self.there and kernel in (self.arguments.kernels or calls)
+            if is_wanted and not self._time_is_up(f"{kernel}, {case.name}"):
                 self._measure(kernel, case.name, call)
+
+    def _time_is_up(self, before: str) -> bool:
+        """Whether the budget is spent, which is told once."""
+        budget = self.arguments.budget
+        if not self.is_late and budget is not None and time.perf_counter() - self.began > budget:
+            self.is_late = True
+            _say(f"out of time before {before}; go on with --resume")
+        return self.is_late
 
     def _measure(self, kernel: str, case: str, call: Call) -> None:
         tiles = TILES[kernel]
-        shape = tiles.asked(call)
+        try:
+            shape = tiles.asked(call)
+            expected = _numbers(self._called(kernel, {}, call))
+        except Exception as error:
+            self._append([self._row(kernel, case, (), USUAL, "failed")])
+            self._trouble(f"{kernel}, {case}", error)
+            return
         if shape is None:
             return  # this GPU is asked for another kernel
-        expected = _numbers(call())
         errors: dict[str, float] = {}
         tasks: dict[str, Task] = {}
         rows = []
@@ -126,7 +149,7 @@ class Bench:
                 errors[name] = self._error(kernel, changes, call, expected)
                 tasks[name] = Task(lambda _, changes=changes: self._called(kernel, changes, call))
             except Exception as error:
-                _say(f"{kernel}, {case}, {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                _say(f"{kernel}, {case}, {name}: {_told(error)}")
                 rows.append(self._row(kernel, case, shape, name, "failed"))
                 error.__traceback__ = None  # it holds the tensors of the frames it went through
                 require_working(self.device)
@@ -140,13 +163,22 @@ class Bench:
             self._row(kernel, case, shape, name, "ok", error=errors[name], **_times(timing))
             for name, timing in timings.items()
         ]
+        self._append(rows)
+        if USUAL in timings:
+            usual, best = timings[USUAL].median_ms, min(timings, key=lambda name: timings[name].median_ms)
+            share = timings[best].median_ms / usual
+            _say(f"{kernel:30s} {case:24s} rule {usual:9.4f} ms; {best} {share:.3f} of it, of {len(timings)}")
+
+    def _append(self, rows: list[Row]) -> None:
         if self.results is not None:
             append(rows, self.results)
-        usual = timings["{}"].median_ms
-        best = min(timings, key=lambda name: timings[name].median_ms)
-        _say(
-            f"{kernel:30s} {case:24s} rule {usual:9.4f} ms; {best} {timings[best].median_ms / usual:.3f} of it, of {len(timings)}"
-        )
+
+    def _trouble(self, what: str, error: Exception) -> None:
+        self.troubles.append(f"{what}: {_told(error)}")
+        _say(self.troubles[-1])
+        error.__traceback__ = None  # it holds the tensors of the frames it went through
+        require_working(self.device)
+        release_memory(self.device)
 
     def _called(self, kernel: str, changes: Changes, call: Call) -> object:
         with TILES[kernel].trying(changes):
@@ -179,7 +211,7 @@ def fastest(rows: Iterable[dict[str, str]]) -> dict[tuple[str, tuple[Any, ...]],
             found.setdefault((row["kernel"], row["shape"]), []).append(row)
     chosen: dict[tuple[str, tuple[Any, ...]], Changes] = {}
     for (kernel, shape), tiles in found.items():
-        usual = [float(row["p20_ms"]) for row in tiles if row["changes"] == "{}"]
+        usual = [float(row["p20_ms"]) for row in tiles if row["changes"] == USUAL]
         best = min(tiles, key=lambda row: float(row["median_ms"]))
         is_faster = usual and float(best["p80_ms"]) < min(usual)
         chosen[kernel, tuple(json.loads(shape))] = json.loads(best["changes"]) if is_faster else {}
@@ -194,6 +226,10 @@ def _numbers(result: object) -> torch.Tensor:
 
 def _times(timing: Timing) -> dict[str, float]:
     return {name: round(getattr(timing, name), 5) for name in ("median_ms", "p20_ms", "p80_ms")}
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _say(message: str) -> None:

@@ -1,6 +1,7 @@
 """The table of what was measured, as the text of a module."""
 
 import json
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ Measured = Mapping[str, Mapping[str, Mapping[tuple[Any, ...], Changes]]]
 
 
 def written(table: Path, device: str, timed: Mapping[tuple[str, tuple[Any, ...]], Changes]) -> None:
-    """Write a table of what kernels read now, and of what was timed in place of what was known of it.
+    """Write a table of what is known, and of what was timed in place of what was known of it.
 
     Args:
-        table: The module.
+        table: The module. What it has is known; where it is not there, what kernels read is.
         device: Its name.
         timed: By kernel and shape what differs from the rule; nothing where the rule is best.
     """
-    measured = {name: {kernel: dict(shapes) for kernel, shapes in of.items()} for name, of in MEASURED.items()}
+    known: Measured = runpy.run_path(str(table))["MEASURED"] if table.is_file() else MEASURED
+    measured = {name: {kernel: dict(shapes) for kernel, shapes in of.items()} for name, of in known.items()}
     of_device = measured.setdefault(device, {})
     for (kernel, shape), changes in timed.items():
         of_device.setdefault(kernel, {})[shape] = dict(changes)

@@ -271,7 +271,7 @@ def triton_fused_gradients(
                     CAUSAL=is_causal, WANTS_SLOTS=wants_slots, UNIT=table.unit, PRECISION=precision, WIDTH=width, **tile,
                 )  # fmt: skip
             if into_key is not None:
-                tile = _key_tile(query.device, *shape)
+                tile = _key_tile(query.device, *shape[:3])
                 fused_key_gradient_kernel[(-(-tokens // tile["BN"]) * texts * kv_heads,)](
                     gradient, query, key, value, *of_parts[:2], into_key, into_value,
                     tokens, kv_heads, texts, *strides, scaling, CAUSAL=is_causal, PRECISION=precision, WIDTH=width, **tile,
@@ -296,10 +296,10 @@ def _query_tile(changes: Changes, group: int, dims: int, element: int, slots: in
 
 
 @tiles("fused_key_gradient_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))
-def _key_tile(changes: Changes, group: int, dims: int, element: int, slots: int) -> Tile:
+def _key_tile(changes: Changes, group: int, dims: int, element: int) -> Tile:
     """By the bytes of a row; of a pass that meets no slots."""
     row_bytes = dims * element
     sizes = (64, 64 if row_bytes <= 256 else 32, 4 if row_bytes <= 128 else 8)
-    tile = fused_tile(changes, *sizes, group, dims, slots)
+    tile = fused_tile(changes, *sizes, group, dims, slots=1)
     del tile["BS"]
     return tile

@@ -102,7 +102,7 @@ class Tiles:
             self._tried = before
 
     def asked(self, call: Callable[[], object]) -> tuple[Any, ...] | None:
-        """The shape that a call asks for, by the rule's own tiles; None where it launches no such kernel."""
+        """The shape that a call asks these tiles for, by the rule's own; None where it does not ask."""
         self._asked = None
         with self.trying({}):
             call()

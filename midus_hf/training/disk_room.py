@@ -76,7 +76,7 @@ def check_room_of_run(
     intervals = [config.save_every, config.eval_every if config.keep_best else None]
     saves = sum(math.ceil(max(steps - steps_before, 0) / interval) for interval in intervals if interval is not None)
     existing = {} if config.overwrite else checkpoints(output)
-    room = room_needed(model, dtypes, config, saves, len(existing))
+    room = room_needed(model, dtypes, config, saves, len(existing), arguments.deepspeed_plugin is not None)
     _check_room("output", config.output, room, size_of(output) if config.overwrite else 0)
     if config.output_on_failure is not None:
         _check_room("output_on_failure", config.output_on_failure, dataclasses.replace(room, written=0, kept=0))
@@ -84,7 +84,12 @@ def check_room_of_run(
 
 
 def room_needed(
-    model: PreTrainedModel, dtypes: dict[str, torch.dtype], config: RunOptions, saves: int, existing: int = 0
+    model: PreTrainedModel,
+    dtypes: dict[str, torch.dtype],
+    config: RunOptions,
+    saves: int,
+    existing: int = 0,
+    by_deepspeed: bool = False,
 ) -> RoomNeeded:
     """Count the bytes that a run will write. Of a model with adapters, checkpoints hold these and what trains whole alone.
 
@@ -94,6 +99,8 @@ def room_needed(
         config: The options of the run.
         saves: Checkpoints that the run will write.
         existing: Checkpoints of the run that are on the disk already. Default: 0.
+        by_deepspeed: Whether checkpoints are DeepSpeed's as well: weights once more, and of those that train copies and moments in
+            float32. Default: false.
     """
     final = held = 0
     wrapped: Any = model
@@ -107,7 +114,10 @@ def room_needed(
         if not beside:
             final += tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
         if beside or adapters is None:
-            held += tensor.numel() * tensor.element_size() * (1 + _MOMENTS * tensor.requires_grad)
+            weights, state = tensor.nbytes, _MOMENTS * tensor.nbytes
+            if by_deepspeed:
+                weights, state = 2 * tensor.nbytes, (1 + _MOMENTS) * tensor.numel() * torch.float32.itemsize
+            held += weights + state * tensor.requires_grad
     kept = written = saves
     if config.keep_checkpoints is not None:
         free_places = max(config.keep_checkpoints + config.keep_best - existing, 0)

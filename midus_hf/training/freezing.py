@@ -13,6 +13,7 @@ from midus_config.declared_tensors import Role
 from midus_config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
+from midus_hf.training.cut_parameters import whole_numel
 from midus_hf.training.run_options import Trainable
 
 _ROLES = tuple(role for role in get_args(Role) if role != "buffer")
@@ -211,13 +212,13 @@ def set_trainable(
                 parameters_of_part[f"layers.{part}"] = count
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
-            parameters_of_part[name] = parameter.numel()
+            parameters_of_part[name] = whole_numel(parameter)
     return TrainableReport(
         trainable=resolved,
         layers=training,
         num_layers=len(layers),
-        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        total_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad),
+        total_parameters=sum(whole_numel(parameter) for parameter in model.parameters()),
         parameters_of_part=parameters_of_part,
         frozen=list(frozen),
         blocks=sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0,
@@ -274,7 +275,7 @@ def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[Role]) -> list[
 
 def _num_training(module: nn.Module) -> int:
     """Parameters of a module that train."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _record(config: PreTrainedConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers import get_scheduler
 
 from midus_config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.training.cut_parameters import whole_shape
 from midus_hf.training.rates import Rates
 from midus_hf.training.trains_blocks import GROUP as BLOCKS_GROUP
 from midus_hf.training.trains_blocks import banks_that_train
@@ -119,17 +120,12 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
     def name_of(parameter: nn.Parameter) -> str:
         if id(parameter) in keys | values:
             return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
-        decays = len(_whole_shape(parameter)) > 1 and id(parameter) not in norms
+        decays = len(whole_shape(parameter)) > 1 and id(parameter) not in norms
         if rates.memory_learning_rate is not None and id(parameter) in rest:
             return "memory" if decays else "memory_no_decay"
         return "decay" if decays else "no_decay"
 
     return name_of
-
-
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Its shape, also where DeepSpeed's ZeRO-3 has cut it, as it has where a model was loaded behind `TrainingArguments`."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _settings(rates: Rates) -> dict[str, dict[str, Any]]:

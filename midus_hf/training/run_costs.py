@@ -6,6 +6,8 @@ import sys
 import torch
 from torch import nn
 
+from midus_hf.training.cut_parameters import whole_numel
+
 
 def trained_parameters(model: nn.Module) -> int:
     """Parameters that train; a sharded one counts whole.
@@ -13,7 +15,7 @@ def trained_parameters(model: nn.Module) -> int:
     Args:
         model: As a run has it.
     """
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def peak_memory_bytes() -> int:

@@ -5,6 +5,12 @@ from collections.abc import Iterable
 from torch import nn
 
 
+def other_names(model: nn.Module) -> set[str]:
+    """Names of parameters that have another one, which stands before."""
+    first = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+
+
 def really_missing(model: nn.Module, missing: Iterable[str]) -> list[str]:
     """Of the names that a checkpoint lacks, those of tensors that it has under no other name.
 

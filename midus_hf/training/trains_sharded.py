@@ -1,12 +1,16 @@
 """What a Trainer needs where accelerate shards parameters: a model that is saved whole, and no run that is not sharded after all."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.utils import CONFIG_NAME
+
+from midus_hf.training.tied_tensors import other_names
 
 if TYPE_CHECKING:
     # What the mixin stands before, for all that it asks of itself.
@@ -47,6 +51,12 @@ class TrainsSharded(AnyTrainer):
                 )
         if self.is_deepspeed_enabled and (dtype := self._dtype_of_deepspeed()) is not None:
             self._check_frozen(dtype)
+        for section in ("optimizer", "scheduler"):
+            if section in self._deepspeed_settings():
+                raise ValueError(
+                    f"the file of DeepSpeed has a section {section!r}, which would stand in place of the run's own groups and rates; "
+                    "expected none. Take it out of the file."
+                )
         if self._is_zero_3():
             self._zero_options()["stage3_gather_16bit_weights_on_model_save"] = True  # in the dtype that they have
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -55,8 +65,12 @@ class TrainsSharded(AnyTrainer):
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether each process holds a share of every parameter, by FSDP or by DeepSpeed's ZeRO-3."""
-        return self.is_fsdp_enabled or self._is_zero_3()
+        """Whether each process holds a share of every parameter: by FSDP, or by DeepSpeed's ZeRO-3 once it has the model."""
+        return self.is_fsdp_enabled or (self._is_zero_3() and self._has_engine())
+
+    def _has_engine(self) -> bool:
+        """Whether DeepSpeed has the model, as it has from the first step or the first evaluation on."""
+        return getattr(self, "deepspeed", None) is not None
 
     def _is_zero_3(self) -> bool:
         return self.is_deepspeed_enabled and self._zero_options().get("stage") == 3
@@ -123,35 +137,61 @@ class TrainsSharded(AnyTrainer):
                 "run."
             )
         processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
-        if self.is_deepspeed_enabled and processes != self.args.world_size:
+        if self.is_deepspeed_enabled and processes not in (0, self.args.world_size):
             raise ValueError(
                 f"{checkpoint} was saved by DeepSpeed in {processes} processes, and it goes on in no other number; there are "
                 f"{self.args.world_size}; start {processes}, or a new run from the trained model."
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer's; what ZeRO-3 has cut is for DeepSpeed to load."""
-        if self._is_zero_3():
+        """As the Trainer's; what ZeRO-3 has cut is for DeepSpeed to load. Before that, a checkpoint has the whole model."""
+        if self._is_zero_3() and self._has_engine():
             deepspeed_load_checkpoint(self.model_wrapped, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer.save_model`; parameters that are shared are put together in the first process. All processes call it."""
-        if not self.shares_parameters or _internal_call:  # as a part of a checkpoint, where `FULL_STATE_DICT` has it
+        waits_for_engine = (
+            self.is_deepspeed_enabled and not self._has_engine()
+        )  # a run that was over before it went on
+        if _internal_call or not (self.shares_parameters or waits_for_engine):
+            # What is a part of a checkpoint is there where `FULL_STATE_DICT` has it.
             super().save_model(output_dir, _internal_call)
+            return
+        if waits_for_engine:
+            if self.args.should_save:
+                self._save(output_dir)
         else:
-            # Where all processes call, DeepSpeed gives the model to the first, and nothing to the others.
-            state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(
-                self.model if self.is_fsdp_enabled else self.deepspeed
-            )
-            self._save(
-                output_dir,
-                {name: tensor.to(self.saved_dtypes.get(name, tensor.dtype)) for name, tensor in (state or {}).items()},
-            )
-            self.accelerator.wait_for_everyone()
-            if self.args.push_to_hub:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            self._save_whole(output_dir)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_whole(self, output_dir: str | None) -> None:
+        """Save what processes share. Nothing waits for the first of them, whose disk may be full."""
+        # Where all processes call, DeepSpeed gives the model to the first, and nothing to the others.
+        state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(
+            self.model if self.is_fsdp_enabled else self.deepspeed
+        )
+        model: Any = self.model
+        spare = other_names(model)  # which a cast would make tensors of their own
+        saved = {
+            name: tensor.to(self.saved_dtypes.get(name, tensor.dtype))
+            for name, tensor in (state or {}).items()
+            if name not in spare
+        }
+        self._save(output_dir, saved)
+        first = next((name for name, tensor in model.named_parameters() if tensor.is_floating_point()), None)
+        if self.args.should_save and first in saved:
+            _tell_dtype(Path(output_dir or str(self.args.output_dir)) / CONFIG_NAME, saved[first].dtype)
+
+
+def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Let a config name the dtype that was saved, where transformers has written that of training."""
+    if config.is_file():
+        told = json.loads(config.read_text(encoding="utf-8"))
+        told["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _how_saved(checkpoint: Path) -> str:

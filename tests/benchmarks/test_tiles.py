@@ -17,6 +17,7 @@ from benchmarks.tiles.table import source, written
 from benchmarks.tracked import read
 from midus_hf.ops.tiles import TILES, Tiles
 
+WRONG = ('{"num_warps": 8}', '{"num_warps": 8, "BT": 64}')
 CODE = "import runpy; runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)"
 KERNEL = "packed_scores_kernel"
 
@@ -57,7 +58,7 @@ def bench(tmp_path, monkeypatch):
         "some_kernel", lambda changes, _: {"num_warps": 4, "BT": 32} | changes, {"num_warps": (1, 8), "BT": (16, 64)}
     )
     monkeypatch.setitem(TILES, "some_kernel", tiles)
-    options = {"resume": False, "no_append": False, "kernels": None, "seconds": 0, "results": tmp_path}
+    options = {"resume": True, "budget": None, "no_append": False, "kernels": None, "seconds": 0, "results": tmp_path}
     return Bench(SimpleNamespace(**options), "cpu"), Case("some case", build)
 
 
@@ -66,7 +67,7 @@ def test_what_computes_something_else_or_does_not_fit_is_not_timed(bench, capsys
     bench.measure(case)
     statuses = {row["changes"]: row["status"] for row in bench.rows()}
     expected = dict.fromkeys(['{"num_warps": 2}', '{"num_warps": 2, "BT": 16}'], "failed")
-    expected |= dict.fromkeys(['{"num_warps": 8}', '{"num_warps": 8, "BT": 64}'], "refused")
+    expected |= dict.fromkeys(WRONG, "refused")
     assert statuses == expected | dict.fromkeys(["{}", '{"BT": 16}', '{"BT": 64}'], "ok")
     assert all((row["median_ms"] != "") == (row["status"] == "ok") for row in bench.rows())
     assert (
@@ -75,6 +76,40 @@ def test_what_computes_something_else_or_does_not_fit_is_not_timed(bench, capsys
     )
     told = capsys.readouterr().err
     assert 'some_kernel, some case, {"num_warps": 2}: RuntimeError: out of resource: shared memory\n' in told
+
+
+def test_what_was_refused_is_still_a_trouble_when_a_run_goes_on(bench):
+    first, case = bench
+    first.measure(case)
+    again = Bench(first.arguments, "cpu")
+    assert again.troubles == [f"some_kernel, some case, {changes}: refused before" for changes in WRONG]
+    again.measure(case)
+    assert again.rows() == first.rows()
+
+
+def test_a_kernel_whose_own_tile_fails_keeps_no_other_from_being_timed(bench, tmp_path):
+    bench, case = bench
+
+    def failing(device):
+        def call():
+            raise torch.OutOfMemoryError("no room\nfor it")
+
+        return {"another_kernel": call, **case.build(device)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TILES, "another_kernel", TILES["some_kernel"])
+        bench.measure(Case("no case", lambda device: 1 / 0))
+        bench.measure(Case("some case", failing))
+    assert bench.troubles[:2] == [
+        "no case: ZeroDivisionError: division by zero",
+        "another_kernel, some case: OutOfMemoryError: no room",
+    ]
+    assert {row["kernel"]: row["status"] for row in bench.rows() if row["changes"] == "{}"} == {
+        "another_kernel": "failed",
+        "some_kernel": "ok",
+    }
+    assert Bench(bench.arguments, "cpu").troubles[0] == "another_kernel, some case, {}: failed before"
+    assert list(fastest(bench.rows())) == [("some_kernel", (1,))]
 
 
 def row(changes, p20, median, p80, shape=(1, False), status="ok"):
@@ -106,6 +141,7 @@ def test_a_table_keeps_what_was_not_timed(tmp_path, monkeypatch):
         "H200": {"a": {(1, True): {"BT": 2}}},
     }
     assert (tmp_path / "table.py").read_text() == source(found)
+    monkeypatch.setattr("benchmarks.tiles.table.MEASURED", {})  # what the file has is known too
     written(tmp_path / "table.py", "H200", {("a", (1, True)): {}})
     assert list(runpy.run_path(str(tmp_path / "table.py"))["MEASURED"]) == ["H100"]
 
@@ -129,10 +165,21 @@ def test_what_makes_no_sense_is_refused(words, message, tmp_path):
     assert message in str(refusal.value)
 
 
-def test_a_budget_ends_between_cases_and_wrong_tiles_end_with_status_1(tmp_path, monkeypatch, capsys):
+def test_a_budget_ends_between_kernels_and_leaves_the_table_that_kernels_read(tmp_path, monkeypatch, capsys):
+    table = tmp_path / "measured_tiles.py"
+    monkeypatch.setattr("benchmarks.tiles.run.TABLE", table)
+    words = ["tiles", "--device", "cpu", "--results", str(tmp_path), "--budget", "-1"]
+    assert main([*words, "--write", str(table)]) == 0
+    told = capsys.readouterr().err
+    assert (
+        told.count("out of time before memory llama-3.2-1b; go on with --resume\n") == told.count("out of time") == 1
+    )
+    assert "measured_tiles.py is left as it is until all cases are timed" in told and not table.exists()
+    assert main([*words, "--write", str(tmp_path / "other.py")]) == 0
+    assert (tmp_path / "other.py").exists()
+
+
+def test_wrong_tiles_end_with_status_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Bench, "measure", lambda self, case: self.troubles.append(case.name))
-    words = ["tiles", "--device", "cpu", "--results", str(tmp_path)]
-    assert main([*words, "--budget", "-1"]) == 0
-    assert "out of time before memory llama-3.2-1b; go on with --resume" in capsys.readouterr().err
-    assert main([*words, "--cases", "depth moda-700m"]) == 1
-    assert "FAILED depth moda-700m\n" in capsys.readouterr().err
+    assert main(["tiles", "--device", "cpu", "--results", str(tmp_path), "--cases", "depth 64 moda-700m"]) == 1
+    assert "FAILED depth 64 moda-700m\n" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sft.tiny_chats import chat, save_base, write_rows
 from training.two_processes import (
     METHODS,
@@ -16,6 +17,7 @@ from training.two_processes import (
     largest_difference,
     logged,
     save_method,
+    save_tied,
     weights,
     write_recipe,
 )
@@ -34,11 +36,15 @@ OPTIONS = {
 }
 
 
-def launched(script, *words, stage: int = 3, processes: int = 2) -> subprocess.CompletedProcess:
-    """What `accelerate launch` starts, by the config of the third stage; of the second, as accelerate is told by variables."""
+def launched(
+    script, *words, stage: int = 3, processes: int = 2, settings: Path | None = None
+) -> subprocess.CompletedProcess:
+    """What `accelerate launch` starts, by the config of the third stage; else as accelerate is told by variables."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
-    if stage == 3:
+    if settings is not None:
+        environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(settings)}
+    elif stage == 3:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
         command += ["--num_processes", str(processes), "--main_process_port", "0"]
         environment = {}
@@ -71,6 +77,50 @@ def test_processes_of_deepspeed_train_as_one(method, stage, corpus, tmp_path):
     assert largest_difference(weights(two), weights(one)) < 1e-4
 
 
+def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_tied(tmp_path), corpus, trainable="all")
+    trained(recipe, f"output={tmp_path / 'out'}")
+    before, after = (weights(tmp_path / folder) for folder in ("model", "out"))
+    assert {name: tensor.dtype for name, tensor in after.items()} == dict.fromkeys(before, torch.bfloat16)
+    assert largest_difference(after, before) > 1e-2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype is torch.bfloat16 and model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def settings_of_deepspeed(path: Path, **sections) -> Path:
+    """A file of DeepSpeed's own, by which nothing is whole but where it is needed."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    usual = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    }
+    path.write_text(json.dumps({"zero_optimization": zero, **usual, **sections}))
+    return path
+
+
+def test_what_trains_is_counted_where_every_parameter_is_cut(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_method("midus-hml", tmp_path), corpus)
+    assert main([str(recipe), "batch_size=4", f"output={tmp_path / 'one'}"]) == 0
+    trained(recipe, f"output={tmp_path / 'two'}", settings=settings_of_deepspeed(tmp_path / "deepspeed.json"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
+    assert logged(two, "trained_parameters") == logged(one, "trained_parameters") != []
+    assert largest_difference(weights(two), weights(one)) < 1e-4
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_file_whose_rates_would_stand_in_place_of_the_runs_is_refused(section, corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_method("midus-hml", tmp_path), corpus)
+    types = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
+    settings = settings_of_deepspeed(tmp_path / "deepspeed.json", **{section: {"type": types[section], "params": {}}})
+    refused = launched(SCRIPT, recipe, f"output={tmp_path / 'out'}", settings=settings)
+    assert (
+        refused.returncode != 0 and f"the file of DeepSpeed has a section '{section}', which would" in refused.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def stage(request) -> int:
     return request.param
@@ -95,8 +145,9 @@ def cut_off(whole: Path, output: Path, step: int) -> Path:
     return output
 
 
-def test_a_run_goes_on_exactly(whole, stage, tmp_path):
-    output = cut_off(whole, tmp_path / "out", 2)
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_run_goes_on_exactly(step, whole, stage, tmp_path):
+    output = cut_off(whole, tmp_path / "out", step)
     trained(whole.with_name("recipe.yaml"), "resume=true", f"output={output}", stage=stage)
     assert_same_run(output, whole)
 

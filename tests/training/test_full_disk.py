@@ -90,6 +90,13 @@ def test_checkpoints_are_counted_at_the_worst_moment(saves, keep, existing, writ
     assert room.peak == max(written * room.checkpoint, kept * room.checkpoint + room.model)
 
 
+def test_deepspeed_writes_weights_once_more_and_copies_and_moments_in_float32(tmp_path):
+    model = torch.nn.Linear(10, 10).to(torch.bfloat16)
+    model.bias.requires_grad_(False)
+    room = room_needed(model, {}, tiny_config(tmp_path, tmp_path, tmp_path), 1, by_deepspeed=True)
+    assert (room.model, room.checkpoint) == (int(220 * 1.02), int((2 * 220 + 3 * 400) * 1.02))
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(upscaled, corpus, tmp_path, monkeypatch):
     free(monkeypatch, 1000)
     config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=5)

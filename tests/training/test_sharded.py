@@ -1,5 +1,6 @@
 """Two processes whose parameters FSDP2 shards train as one that has all; the trained model is a plain folder."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from training.two_processes import (
     largest_difference,
     logged,
     save_method,
+    save_tied,
     weights,
     write_recipe,
 )
@@ -67,6 +69,17 @@ def test_sharded_processes_train_as_one(method, corpus, tmp_path):
     }
     if method != "llama-pro":  # computed in bfloat16
         assert largest_difference(weights(two), weights(one)) < 1e-4
+
+
+@pytest.mark.product
+def test_tied_tensors_of_half_precision_are_saved_once_and_in_it(corpus, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_tied(tmp_path), corpus, trainable="all")
+    sharded(recipe, f"output={tmp_path / 'out'}")
+    before, after = (weights(tmp_path / folder) for folder in ("model", "out"))
+    assert {name: tensor.dtype for name, tensor in after.items()} == dict.fromkeys(before, torch.bfloat16)
+    assert largest_difference(after, before) > 1e-2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype is torch.bfloat16 and model.lm_head.weight is model.get_input_embeddings().weight
 
 
 @pytest.fixture(scope="module")
@@ -225,26 +238,50 @@ def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_p
         trainer.check_checkpoint(tmp_path)
 
 
-def test_of_the_third_stage_a_model_is_asked_for_whole_and_put_together_once(monkeypatch):
+def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_saved_under_one_name(tmp_path):
     settings = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
-    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings=settings)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
+    model["head"].weight = model["embed"].weight
+    trainer = Sharding(model, bf16=False, settings=settings)
     assert settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-    trainer.saved_dtypes = {"weight": torch.bfloat16}
+    trainer.saved_dtypes = {"embed.weight": torch.bfloat16}
     trainer.deepspeed, saved = object(), []
-    given = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
-    trainer.args.push_to_hub = False
-    trainer.accelerator.wait_for_everyone = lambda: None
+    (tmp_path / "config.json").write_text('{"dtype": "float32", "vocab_size": 8}')
+    given = {name: torch.ones(2) for name in ("embed.weight", "embed.bias", "head.weight", "head.bias")}
+    trainer.args.push_to_hub, trainer.args.should_save = False, True
     trainer._save = lambda folder, state: saved.append({name: tensor.dtype for name, tensor in state.items()})
     for process in (given, None):  # as DeepSpeed tells the first and the others
         trainer.accelerator.get_state_dict = lambda model, found=process: found if model is trainer.deepspeed else {}
-        trainer.save_model("out")
-    assert saved == [{"weight": torch.bfloat16, "bias": torch.float32}, {}]
+        trainer.save_model(str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "bfloat16", "vocab_size": 8}
+    of_first = {"embed.weight": torch.bfloat16, "embed.bias": torch.float32, "head.bias": torch.float32}
+    assert saved == [of_first, {}]
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_rates_of_deepspeeds_file_are_refused(section):
+    message = f"the file of DeepSpeed has a section '{section}', which would stand in place of the run's own groups and rates"
+    with pytest.raises(ValueError, match=message):
+        Sharding(torch.nn.Linear(2, 2), bf16=False, settings={section: {"type": "AdamW"}})
+
+
+def test_a_run_that_was_over_is_saved_as_the_whole_model_that_was_loaded(tmp_path):
+    """DeepSpeed never had it."""
+    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings={"zero_optimization": {"stage": 3}})
+    trainer.args.should_save, trainer.args.push_to_hub, saved = True, False, []
+    trainer._save = saved.append
+    trainer.save_model("out")
+    trainer.args.should_save = False  # the other processes
+    trainer.save_model("out")
+    assert saved == ["out"] and not trainer.shares_parameters
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(0, False), (1, False), (2, False), (3, True)])
 def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
     settings = {"zero_optimization": {"stage": stage}}
     trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings=settings)
+    assert not trainer.shares_parameters  # before DeepSpeed has the model
+    trainer.deepspeed = object()
     assert trainer.shares_parameters is shared
     assert settings["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save", False) is shared
     trainer.is_deepspeed_enabled = False

@@ -31,6 +31,14 @@ def save_method(method: str, folder: Path) -> Path:
     return folder / "model"
 
 
+def save_tied(folder: Path) -> Path:
+    """Save a tiny model with memory, in bfloat16, whose output projection is its embedding."""
+    base = save_tiny_model("qwen2", folder / "base", torch.bfloat16)
+    upscale(base=base, method="midus-hml", output=folder / "model", verify=False, **METHODS["midus-hml"])
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
 def write_recipe(path: Path, model: Path, corpus: Path, **options: Any) -> Path:
     """Write a run of 6 steps with rates that move a tiny model."""
     chosen = {
