@@ -103,9 +103,9 @@ REQUESTS = [
     (["frobnicate"], r"No such command 'frobnicate'.* See 'upscale --help'"),
     (["--base", ""], "--base is missing. See 'upscale --help'"),
     (["--method", ""], "--method is missing. See 'upscale --help'; 'upscale methods' lists the methods"),
-    (["--base", "/no/such/folder"], "base '/no/such/folder' is no folder, no .gguf file and no hub id; expected one of them"),
-    (["--base", "no-such-folder"], "base 'no-such-folder' is no local folder, and the hub cannot be reached .or HF_HUB_OFFLINE"),
-    (["--base", "a--b"], "base 'a--b' is no local folder and no hub id"),
+    (["--base", "/no/such/folder"], "'/no/such/folder' is no folder, no .gguf file and no hub id; expected one of them"),
+    (["--base", "no-such-folder"], "'no-such-folder' is no local folder, and the hub cannot be reached .or HF_HUB_OFFLINE"),
+    (["--base", "a--b"], "'a--b' is no local folder and no hub id"),
     (["--output", ""], r"output is ''; expected the folder to make\. Pass --output DIR\."),
     (["--push-to-hub", "me/my/model"], "push-to-hub is 'me/my/model'; expected a repository such as me/model"),
 ]  # fmt: skip

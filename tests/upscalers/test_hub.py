@@ -74,11 +74,11 @@ def test_a_repository_that_is_not_there_is_told_apart_from_a_hub_that_is_not(hub
         assert message in done.err
         assert not (tmp_path / "out").exists()
 
-    refused("base 'org/base' is no local folder and was not found on the hub. Check its spelling.")
+    refused("'org/base' is no local folder and was not found on the hub. Check its spelling.")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         point_client_at(f"http://127.0.0.1:{unused.getsockname()[1]}", monkeypatch)
-        refused("base 'org/base' is no local folder, and the hub cannot be reached")
+        refused("'org/base' is no local folder, and the hub cannot be reached")
 
 
 def test_a_gated_repository_says_what_to_do(base, hub, command, tmp_path):
@@ -86,7 +86,7 @@ def test_a_gated_repository_says_what_to_do(base, hub, command, tmp_path):
     done = command(*REQUEST)
     assert done.status == 2
     assert (
-        "base 'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'."
+        "'org/base' is gated; accept its terms on the hub and log in with 'hf auth login'."
         in done.err.splitlines()[-1]
     )
     assert "Traceback" not in done.err

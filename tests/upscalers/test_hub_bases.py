@@ -97,15 +97,15 @@ def test_inspect_and_strip_take_a_revision_as_well(hub, bases, command, tmp_path
 
 
 WRONG = {
-    "two revisions": (("org/base@v1", "--revision", "v2"), "base 'org/base@v1' and revision 'v2' differ;"),
-    "unknown": (("org/base@v9",), "base 'org/base' has no revision 'v9' on the hub; expected a branch, a tag or a"),
-    "unknown commit": (("org/base@" + "0" * 40,), f"base 'org/base' has no revision '{'0' * 40}' on the hub;"),
-    "empty": (("org/base@",), "base 'org/base@' has no revision behind '@'; expected a branch, a tag or a commit."),
+    "two revisions": (("org/base@v1", "--revision", "v2"), "'org/base@v1' and revision 'v2' differ;"),
+    "unknown": (("org/base@v9",), "'org/base' has no revision 'v9' on the hub; expected a branch, a tag or a"),
+    "unknown commit": (("org/base@" + "0" * 40,), f"'org/base' has no revision '{'0' * 40}' on the hub;"),
+    "empty": (("org/base@",), "'org/base@' has no revision behind '@'; expected a branch, a tag or a commit."),
     "nothing": (("org/base", "--revision", ""), "revision is ''; expected a branch, a tag or a commit"),
-    "local": (("old", "--revision", "v1"), "revision is 'v1', but base 'old' is local and has no revisions;"),
+    "local": (("old", "--revision", "v1"), "revision is 'v1', but 'old' is local and has no revisions;"),
     "local at": (
         ("./old@v1",),
-        "revision is 'v1', but base './old' is local and has no revisions; expected a hub id.",
+        "revision is 'v1', but './old' is local and has no revisions; expected a hub id.",
     ),
 }
 
@@ -188,7 +188,7 @@ def test_a_repository_in_another_layout_alone_says_what_is_expected(hub, bases, 
     done = command("--base", "org/base", *REQUEST)
     assert done.status == 2
     assert (
-        "base 'org/base' holds consolidated.safetensors on the hub; expected model.safetensors or an index of shards"
+        "'org/base' holds consolidated.safetensors on the hub; expected model.safetensors or an index of shards"
     ) in done.err.splitlines()[-1]
 
 

@@ -69,13 +69,13 @@ def name_and_revision(base: str, revision: str | None = None) -> tuple[str, str 
     if not at or Path(base).expanduser().exists():
         name, named = base, ""
     elif not named:
-        raise RequestError(f"base {base!r} has no revision behind '@'; expected a branch, a tag or a commit.")
+        raise RequestError(f"{base!r} has no revision behind '@'; expected a branch, a tag or a commit.")
     if named and revision and named != revision:
-        raise RequestError(f"base {base!r} and revision {revision!r} differ; expected one revision. Give it once.")
+        raise RequestError(f"{base!r} and revision {revision!r} differ; expected one revision. Give it once.")
     revision = named or revision
     if revision is not None and Path(name).expanduser().exists():
         raise RequestError(
-            f"revision is {revision!r}, but base {name!r} is local and has no revisions; expected a hub id. "
+            f"revision is {revision!r}, but {name!r} is local and has no revisions; expected a hub id. "
             "Leave the revision out, or give the base's id on the hub."
         )
     return name, revision
@@ -105,13 +105,13 @@ def resolve_source(base: str, revision: str | None = None, config_only: bool = F
         yield Source(name, path)
     elif path.is_file():
         raise RequestError(
-            f"base {name!r} is a file; expected a folder, a .gguf file, a config.json or a hub id. Give the folder of the checkpoint."
+            f"{name!r} is a file; expected a folder, a .gguf file, a config.json or a hub id. Give the folder of the checkpoint."
         )
     elif _HUB_ID.match(name):
         folder = _download(name, revision, config_only)
         yield Source(name, folder, revision=folder.name)
     else:
-        raise RequestError(f"base {name!r} is no folder, no .gguf file and no hub id; expected one of them.")
+        raise RequestError(f"{name!r} is no folder, no .gguf file and no hub id; expected one of them.")
 
 
 def copy_travelling_files(folder: Path, target: Path) -> None:
@@ -162,17 +162,17 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=ignored))
     except GatedRepoError:
         raise RequestError(
-            f"base {name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
+            f"{name!r} is gated; accept its terms on the hub and log in with 'hf auth login'."
         ) from None
     except HFValidationError as error:
-        raise RequestError(f"base {name!r} is no local folder and no hub id. {error}") from None
+        raise RequestError(f"{name!r} is no local folder and no hub id. {error}") from None
     except RevisionNotFoundError:
         raise RequestError(
-            f"base {name!r} has no revision {revision!r} on the hub; expected a branch, a tag or a commit."
+            f"{name!r} has no revision {revision!r} on the hub; expected a branch, a tag or a commit."
         ) from None
     except RepositoryNotFoundError:
         raise RequestError(
-            f"base {name!r} is no local folder and was not found on the hub. Check its spelling."
+            f"{name!r} is no local folder and was not found on the hub. Check its spelling."
         ) from None
     except LocalEntryNotFoundError:
         raise RequestError(_unreachable(name)) from None
@@ -180,7 +180,7 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
 
 def _unreachable(name: str) -> str:
     return (
-        f"base {name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
+        f"{name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
     )
 
 
@@ -197,6 +197,6 @@ def _explain_missing_weights(name: str, revision: str) -> None:
     if pickled and not others:
         raise RequestError(pickled_message(name, pickled[0], has_tokenizer(files)))
     raise RequestError(
-        f"base {name!r} holds {others[0] if others else 'no safetensors'} on the hub; "
+        f"{name!r} holds {others[0] if others else 'no safetensors'} on the hub; "
         f"expected {SINGLE_FILE} or an index of shards, {INDEX_FILE}."
     )
