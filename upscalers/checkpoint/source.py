@@ -171,17 +171,13 @@ def _fetch(name: str, revision: str | None, wanted: Iterable[str], ignored: str 
             f"{name!r} has no revision {revision!r} on the hub; expected a branch, a tag or a commit."
         ) from None
     except RepositoryNotFoundError:
-        raise RequestError(
-            f"{name!r} is no local folder and was not found on the hub. Check its spelling."
-        ) from None
+        raise RequestError(f"{name!r} is no local folder and was not found on the hub. Check its spelling.") from None
     except LocalEntryNotFoundError:
         raise RequestError(_unreachable(name)) from None
 
 
 def _unreachable(name: str) -> str:
-    return (
-        f"{name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
-    )
+    return f"{name!r} is no local folder, and the hub cannot be reached (or HF_HUB_OFFLINE is set). Give a folder."
 
 
 def _explain_missing_weights(name: str, revision: str) -> None:
