@@ -5,8 +5,7 @@ from pathlib import Path
 
 from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results, words
-
-TABLE = Path(__file__).resolve().parent.parent.parent / "midus_hf" / "ops" / "measured_tiles.py"
+from benchmarks.tiles.place import TABLE
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.device import chosen_device, require_working
 from benchmarks.tiles.cases import Call, Case, cases
-from benchmarks.tiles.options import TABLE
+from benchmarks.tiles.place import TABLE
 from benchmarks.tiles.table import written
 from benchmarks.timing import Task, Timing, interleaved, release_memory
 from benchmarks.tracked import Run, append, resumed, rows_of, this_run
