@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.depth_shapes import shapes, whats
 from benchmarks.device_options import add_device, prepare_device
-from benchmarks.ops.options import add_results
+from benchmarks.ops.options import add_results, add_resumption
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -33,12 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--whats", type=whats, help="default: all that the device has")
     parser.add_argument("--seconds", type=float, default=12.0, help="of timing, for each shape (default: 12)")
-    parser.add_argument("--budget", type=float, help="seconds after which no further shape is begun")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the newest run of the same commit, machine, device and versions: what has a row is not measured",
-    )
+    add_resumption(parser, "shape")
     parser.add_argument(
         "--profile", action="store_true", help="also write the kernels of what reads both to profile.csv"
     )

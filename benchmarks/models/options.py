@@ -5,7 +5,7 @@ import argparse
 from benchmarks.device_options import add_device, prepare_device
 from benchmarks.models.bases import CONFIGS
 from benchmarks.models.points import PHASES
-from benchmarks.ops.options import add_results, numbers, words
+from benchmarks.ops.options import add_results, add_resumption, numbers, words
 
 METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
 
@@ -53,12 +53,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--prefill-batches", type=numbers, default=[1], help="default: 1")
     parser.add_argument("--rounds", type=int, default=3, help="over all models in turn (default: 3)")
-    parser.add_argument("--budget", type=float, help="seconds after which no further measurement is begun")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the newest run of the same commit, machine, device and versions, without what it has measured",
-    )
+    add_resumption(parser, "measurement")
     parser.add_argument("--profile", action="store_true", help="append what ran, kernel by kernel, to profile.csv")
     parser.add_argument("--quick", action="store_true", help="one round of almost nothing, to see that it runs")
     add_results(parser)

@@ -31,12 +31,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         default="auto",
         help="what this project's ops run, to try kernels (on a CPU with TRITON_INTERPRET=1); its rows are not kept",
     )
-    parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the newest run of the same commit, machine, device and versions: what has a row is not measured",
-    )
+    add_resumption(parser, "case")
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -45,6 +40,16 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     add_results(parser)
     parser.set_defaults(run=_run)
+
+
+def add_resumption(parser: argparse.ArgumentParser, what: str) -> None:
+    """Options on when a run ends, before which measurement, and on going on with it."""
+    parser.add_argument("--budget", type=float, help=f"seconds after which no further {what} is begun")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest run of the same commit, machine, device and versions: what has a row is not measured",
+    )
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.device_options import add_device, prepare_device
-from benchmarks.ops.options import add_results, words
+from benchmarks.ops.options import add_results, add_resumption, words
 from benchmarks.tiles.place import TABLE
 
 
@@ -21,12 +21,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--kernels", type=words, help="default: all that have tiles, most important first")
     parser.add_argument("--cases", type=words, help="default: all")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a kernel and case (default: 2)")
-    parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the newest run of the same commit, machine, device and versions: what has a row is not measured",
-    )
+    add_resumption(parser, "kernel")
     parser.add_argument(
         "--write",
         type=Path,
