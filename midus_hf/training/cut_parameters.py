@@ -3,6 +3,11 @@
 import torch
 
 
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether processes share it by ZeRO-3."""
+    return hasattr(parameter, "ds_shape")
+
+
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Its shape before it was cut, if it was."""
     return getattr(parameter, "ds_shape", parameter.shape)

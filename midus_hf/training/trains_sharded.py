@@ -10,6 +10,7 @@ import torch
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.utils import CONFIG_NAME
 
+from midus_hf.training.cut_parameters import is_cut
 from midus_hf.training.tied_tensors import other_names
 
 if TYPE_CHECKING:
@@ -151,15 +152,24 @@ class TrainsSharded(AnyTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`; parameters that are shared are put together in the first process. All processes call it."""
-        waits_for_engine = (
-            self.is_deepspeed_enabled and not self._has_engine()
-        )  # a run that was over before it went on
+        """As `Trainer.save_model`; parameters that are shared are put together in the first process. All processes call it.
+
+        Raises:
+            ValueError: If ZeRO-3 cut the model when it was loaded, and it has not been trained.
+        """
+        # So it is at the end of a run that was over before it went on.
+        waits_for_engine = self.is_deepspeed_enabled and not self._has_engine()
         if _internal_call or not (self.shares_parameters or waits_for_engine):
             # What is a part of a checkpoint is there where `FULL_STATE_DICT` has it.
             super().save_model(output_dir, _internal_call)
             return
         if waits_for_engine:
+            model: Any = self.model
+            if any(is_cut(parameter) for parameter in model.parameters()):
+                raise ValueError(
+                    "the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it together before it has trained it; "
+                    "train first, or load the model before TrainingArguments are made."
+                )
             if self.args.should_save:
                 self._save(output_dir)
         else:
