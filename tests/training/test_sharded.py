@@ -276,7 +276,7 @@ def test_a_run_that_was_over_is_saved_as_the_whole_model_that_was_loaded(tmp_pat
     assert saved == ["out"] and not trainer.shares_parameters
     trainer.model.weight.ds_shape = torch.Size([2, 2])
     with pytest.raises(
-        ValueError, match="the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it .* train"
+        ValueError, match=r"the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it .* train"
     ):
         trainer.save_model("out")
     assert saved == ["out"]
