@@ -9,7 +9,7 @@ from midus_config.locks import Lock, has_no_locks
 from midus_config.whole_files import sync, whole_file
 from midus_hf.banks.level_file import BankError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def describe(layout: BankLayout, seed: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The blocks of one level of a bank: a safetensors file of records, of which those that were never written are a hole."""
 
+import functools
 import json
 import mmap
 import os
@@ -13,11 +14,12 @@ import numpy
 import torch
 
 from midus_hf.banks.reading_threads import ReadingThreads
-from midus_hf.banks.record_read import RecordRead, checksum_of, pieces
+from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PAGE = 4096
+_MARKS_AT_ONCE = 2**20
 
 
 class BankError(ValueError):
@@ -27,8 +29,10 @@ class BankError(ValueError):
 class LevelFile:
     """Records of equal size, each with a checksum.
 
-    The file holds two tensors, `checksums [records]`, uint32, 0 for what was never written, and `blocks [records, numel]`. Writing
-    puts a record in its place first and then its checksum, so that a record that is half written is known by it.
+    The file holds two tensors, `checksums [records]`, uint32, and `blocks [records, numel]`. A record that has no checksum has one of
+    three marks in its place, four letters each: `none` if the record was never written, `gone` if it was deleted, and `half` while it
+    is being written, so that a record that is half written is known by its mark. 0 is neither a checksum nor a mark: where the file
+    system lost a page of checksums, or the file was copied with a hole there, the records of that page are refused.
 
     Args:
         path: Of the file.
@@ -87,15 +91,53 @@ class LevelFile:
         return self.numel * self.dtype.itemsize
 
     def checksums(self) -> numpy.ndarray:
-        """Of all records, `[records]`, uint32; 0 for what was never written."""
+        """Return the checksums of all records, or the marks in their places, `[records]`, uint32."""
         return numpy.frombuffer(os.pread(self._file, 4 * self.num_records, self._checksums_at), dtype="<u4")
 
     def checksum(self, index: int) -> int:
-        """Of one record; 0 if it was never written."""
+        """Return the checksum of one record, or the mark in its place; 0 where it was lost."""
         return struct.unpack("<I", os.pread(self._file, 4, self._checksums_at + 4 * index))[0]
 
+    def written(self) -> list[int]:
+        """Return the indices of the records that were written, ascending.
+
+        Raises:
+            BankError: If the checksum of a record was lost, or a record is half written.
+        """
+        checksums = self.checksums()
+        for index in numpy.isin(checksums, (0, HALF_WRITTEN)).nonzero()[0].tolist():
+            self._check_mark(index, int(checksums[index]))
+        return (~numpy.isin(checksums, (UNWRITTEN, DELETED))).nonzero()[0].tolist()
+
+    def deleted(self) -> list[int]:
+        """Return the indices of the records that were deleted and not written since, ascending."""
+        return (self.checksums() == DELETED).nonzero()[0].tolist()
+
+    def is_written(self, index: int) -> bool:
+        """Whether a record was written, and not deleted since.
+
+        Raises:
+            BankError: If its checksum was lost, or it is half written.
+        """
+        checksum = self.checksum(index)
+        self._check_mark(index, checksum)
+        return checksum not in (UNWRITTEN, DELETED)
+
+    def _check_mark(self, index: int, checksum: int) -> Any:
+        """Raise what is wrong with a record that has neither a checksum nor the mark of one that was not written."""
+        if checksum == 0:
+            raise BankError(
+                f"block {index} of bank file {self.path} has lost its checksum: there are zeros in its place, which a bank never "
+                "writes. Copy the bank again, or delete the block."
+            )
+        if checksum == HALF_WRITTEN:
+            raise BankError(
+                f"block {index} of bank file {self.path} is half written: a process ended while it wrote it. Copy the bank again, "
+                "or delete the block."
+            )
+
     def read(self, index: int) -> torch.Tensor | None:
-        """A record `[numel]`; None if it was never written.
+        """Return a record `[numel]`; None if it was never written, or was deleted.
 
         Raises:
             BankError: If it is not what was written.
@@ -106,7 +148,7 @@ class LevelFile:
         return (read.begin(self._threads) if len(pieces(self.record_bytes)) > 1 else read).result()
 
     def prepare(self, index: int, mapped: bool = False) -> RecordRead | None:
-        """What reads a record, now or by threads; None if it was never written.
+        """Return what reads a record, now or by threads; None if the record was never written, or was deleted.
 
         Args:
             index: Of the record.
@@ -114,11 +156,13 @@ class LevelFile:
                 others write there. Default: false.
 
         Raises:
-            BankError: If the file ends within it.
+            BankError: If the file ends within it. That its checksum was lost, or that it is half written, is raised by the result.
         """
         expected = self.checksum(index)
-        if expected == 0:
+        if expected in (UNWRITTEN, DELETED):
             return None
+        if expected in (0, HALF_WRITTEN):
+            return RecordRead(expected, self.record_bytes, functools.partial(self._check_mark, index, expected))
         # What is written through this very object must not show in what was fetched before.
         record = self._mapped(index) if mapped and not self.writable else None
         record, is_there = (torch.empty(self.numel, dtype=self.dtype), False) if record is None else (record, True)
@@ -170,13 +214,13 @@ class LevelFile:
         """Put a record `[numel]` in its place, cast to the dtype of the file."""
         assert record.shape == (self.numel,)
         data = _bytes_of(record.detach().to("cpu", self.dtype).contiguous())
-        self._write_at(self._checksums_at + 4 * index, struct.pack("<I", 0))
+        self._put_checksum(index, HALF_WRITTEN)
         self._write_at(self._blocks_at + index * self.record_bytes, data)
-        self._write_at(self._checksums_at + 4 * index, struct.pack("<I", self._checksum(data)))
+        self._put_checksum(index, self._checksum(data))
 
     def forget(self, index: int) -> None:
-        """Let a record be one that was never written."""
-        self._write_at(self._checksums_at + 4 * index, struct.pack("<I", 0))
+        """Mark a record as deleted: it reads as one that was never written."""
+        self._put_checksum(index, DELETED)
 
     def sync(self) -> None:
         """Force what was written to the disk."""
@@ -196,6 +240,10 @@ class LevelFile:
         sums = [self._threads.submit(lambda start, end: zlib.crc32(data[start:end]), *place) for place in places]
         return checksum_of([found.result() for found in sums])
 
+    def _put_checksum(self, index: int, checksum: int) -> None:
+        """Write the checksum of a record, or the mark in its place."""
+        self._write_at(self._checksums_at + 4 * index, struct.pack("<I", checksum))
+
     def _write_at(self, place: int, data: bytes | memoryview) -> None:
         done = 0
         while done < len(data):
@@ -203,7 +251,7 @@ class LevelFile:
 
 
 def create_level_file(path: Path, num_records: int, numel: int, dtype: torch.dtype) -> None:
-    """Make a file whose records were never written: it takes a page of the disk, and its checksums as they are written."""
+    """Make a file whose records were never written: it takes a page of the disk, and four bytes for each record."""
     blocks_bytes = num_records * numel * dtype.itemsize
     header = {
         "checksums": {"dtype": "U32", "shape": [num_records], "data_offsets": [0, 4 * num_records]},
@@ -217,6 +265,8 @@ def create_level_file(path: Path, num_records: int, numel: int, dtype: torch.dty
     text += b" " * (-(8 + len(text)) % _PAGE)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
+        for start in range(0, num_records, _MARKS_AT_ONCE):
+            file.write(struct.pack("<I", UNWRITTEN) * min(_MARKS_AT_ONCE, num_records - start))
         file.truncate(8 + len(text) + 4 * num_records + blocks_bytes)
 
 

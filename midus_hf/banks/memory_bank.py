@@ -20,7 +20,7 @@ from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import LevelFile, create_level_file
 from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.reads_under_way import ReadsUnderWay
-from midus_hf.banks.record_read import RecordRead
+from midus_hf.banks.record_read import DELETED, UNWRITTEN, RecordRead
 from midus_hf.banks.tiers import TIERS, BankTiers, BlockKey, KeptBlock, KeptBlocks, Tier, TierStatistics
 
 _WORTH_THREADS = 2**20
@@ -184,11 +184,11 @@ class MemoryBank(BlockReader):
         return found
 
     def _prepared(self, key: BlockKey) -> RecordRead:
-        """What reads a block, or draws one that was never written."""
+        """Return what reads a block, or draws one that was never written or was deleted."""
         level, index = key
         read = self._files[level].prepare(index, mapped=self.tiers.of_level(level) == "disk")
         drawn = functools.partial(initial_block, self.layout, level, index, self.seed, self.dtype)
-        return read or RecordRead(0, self._files[level].record_bytes, drawn)
+        return read or RecordRead(UNWRITTEN, self._files[level].record_bytes, drawn)
 
     def write(self, level: int, index: int, record: torch.Tensor) -> None:
         """Put the record of a block, `[numel]`, in its place."""
@@ -197,18 +197,27 @@ class MemoryBank(BlockReader):
         self._drop(level, index)
 
     def forget(self, level: int, index: int) -> None:
-        """Let a block be one that was never written, which adds zero."""
+        """Mark a block as deleted: it starts again as one that was never written, which adds zero."""
         assert self._writable, "the bank was opened to be read"
         self._files[level].forget(index)
         self._drop(level, index)
 
     def written(self, level: int) -> list[int]:
-        """Indices of the records of a level that were written, ascending."""
-        return self._files[level].checksums().nonzero()[0].tolist()
+        """Return the indices of the records of a level that were written, ascending.
+
+        Raises:
+            BankError: If the checksum of a record was lost, or a record is half written.
+        """
+        return self._files[level].written()
+
+    def deleted(self, level: int) -> list[int]:
+        """Return the indices of the records of a level that were deleted and not written since, ascending."""
+        return self._files[level].deleted()
 
     def checksum(self, level: int, index: int) -> int:
-        """Of the record of a block; 0 if it was never written."""
-        return self._files[level].checksum(index)
+        """Return the checksum of a block's record, or the mark in its place (`UNWRITTEN` for every block that has no record)."""
+        checksum = self._files[level].checksum(index)
+        return UNWRITTEN if checksum == DELETED else checksum
 
     def sync(self) -> None:
         """Force what was written to the disk."""
@@ -221,7 +230,7 @@ class MemoryBank(BlockReader):
         trained: Iterable[tuple[int, int, torch.Tensor]] = (),
         save_audit: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write the bank into another folder: what was never written stays a hole there.
+        """Write the bank into another folder: what was never written, or was deleted, is a hole there.
 
         Args:
             folder: Made if need be; one that has this very bank is left as it is.
@@ -247,6 +256,8 @@ class MemoryBank(BlockReader):
                 create_level_file(path, file.num_records, file.numel, file.dtype)
                 copies[level] = LevelFile(path, file.num_records, file.numel, writable=True)
                 opened.callback(copies[level].close)
+                for index in self.deleted(level):
+                    copies[level].forget(index)
                 for index in self.written(level):
                     record = file.read(index)
                     assert record is not None
@@ -287,7 +298,7 @@ class MemoryBank(BlockReader):
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:
-    """Make a bank whose blocks were never written: a few pages of the disk, whatever its size.
+    """Make a bank whose blocks were never written: a few pages of the disk, and four bytes for each block.
 
     Args:
         folder: Made if need be.

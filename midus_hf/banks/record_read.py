@@ -10,6 +10,10 @@ import torch
 
 from midus_hf.banks.reading_threads import ReadingThreads
 
+UNWRITTEN, DELETED, HALF_WRITTEN = (int.from_bytes(mark, "little") for mark in (b"none", b"gone", b"half"))
+"""What a record without a checksum has in its place; 0 is not among them, since damage leaves pages of zeros."""
+
+_NO_CHECKSUMS = frozenset({0, UNWRITTEN, DELETED, HALF_WRITTEN})
 _PIECE = 2**22
 """Bytes that one thread reads and checks."""
 
@@ -18,7 +22,7 @@ class RecordRead:
     """A record that is being read; whoever wants it waits for it.
 
     Args:
-        checksum: That the file had for the record when reading began; 0 if it was never written.
+        checksum: That the file had for the record when reading began, or the mark in its place.
         nbytes: Of the record.
         record: Where it goes, `[numel]`, or what makes it.
         work: Called with two places in bytes for each piece: reads it, and returns its CRC-32. None where `record` makes it.
@@ -76,5 +80,9 @@ def pieces(count: int) -> list[tuple[int, int]]:
 
 
 def checksum_of(sums: list[int]) -> int:
-    """Of the CRC-32s of pieces: that of one piece, or the CRC-32 of those of several; never 0, which says that there is nothing."""
-    return (sums[0] if len(sums) == 1 else zlib.crc32(struct.pack(f"<{len(sums)}I", *sums))) or 1
+    """Return the checksum of a record: the CRC-32 of its only piece, or the CRC-32 of the CRC-32s of its pieces.
+
+    A checksum that would be 0 or a mark differs from that in its lowest bit.
+    """
+    checksum = sums[0] if len(sums) == 1 else zlib.crc32(struct.pack(f"<{len(sums)}I", *sums))
+    return checksum ^ 1 if checksum in _NO_CHECKSUMS else checksum

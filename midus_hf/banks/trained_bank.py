@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -164,7 +164,7 @@ class TrainedBank(BlockReader):
 
     def touched(self) -> list[tuple[int, int]]:
         """Level and index of every block that was updated, ascending."""
-        waiting = {(level, index) for level, file in self._waiting.items() for index in _written(file)}
+        waiting = {(level, index) for level, file in self._waiting.items() for index in file.written()}
         trained = {key for key, state in self._states.items() if state.step}
         return sorted({*trained, *waiting, *self._resumed})
 
@@ -245,7 +245,7 @@ class TrainedBank(BlockReader):
         key = (level, index)
         if key in self._states or key in self._resumed:
             return True
-        return level in self._waiting and self._waiting[level].checksum(index) != 0
+        return level in self._waiting and self._waiting[level].is_written(index)
 
     def _state(self, level: int, index: int) -> BlockState:
         """The state of a block, which stays in memory until `step`."""
@@ -289,10 +289,6 @@ class TrainedBank(BlockReader):
                 create_level_file(path, records, numel, torch.float32)
                 self._waiting[level] = LevelFile(path, records, numel, writable=True)
         return self._waiting[level]
-
-
-def _written(file: LevelFile) -> Iterator[int]:
-    yield from file.checksums().nonzero()[0].tolist()
 
 
 def _save_nothing(path: Path) -> None:

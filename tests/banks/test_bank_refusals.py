@@ -51,19 +51,19 @@ def test_a_bank_of_other_widths_is_refused(folder):
     assert "its levels is" in refused(folder, layout_of(sizes=wider))
 
 
-@pytest.mark.parametrize("description", ["{", "[]", "null", '"x"', "{}", '{"format": 2}', '{"format": 1}'])
+@pytest.mark.parametrize("description", ["{", "[]", "null", '"x"', "{}", '{"format": 1}', '{"format": 2}'])
 def test_a_description_that_is_none_is_refused(description, folder):
     path = folder / "bank.json"
     path.write_text(description)
     message = refused(folder)
     if description == "{":
         assert message == f"{path} is no JSON; expected the description of a bank. Copy the bank again."
-    elif description == '{"format": 1}':
+    elif description == '{"format": 2}':
         assert message == (
             f"the memory bank in {folder} belongs to another model: its layout is None. Put the model's own there."
         )
     else:
-        assert message == f"{path} has another format than 1; expected a bank that this version reads."
+        assert message == f"{path} has another format than 2; expected a bank that this version reads."
 
 
 @pytest.mark.parametrize("seed", [..., None, "5"], ids=str)

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
+from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN
 
 RECORDS, NUMEL = 7, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -49,18 +50,19 @@ def test_records_come_back_and_others_were_never_written(dtype, tmp_path):
     file.close()
     again = LevelFile(path, RECORDS, NUMEL)
     assert again.dtype == dtype and again.record_bytes == NUMEL * dtype.itemsize
-    assert again.checksums().nonzero()[0].tolist() == [0, 3, 6]
+    assert again.written() == [0, 3, 6] and again.deleted() == []
     for index in range(RECORDS):
         found = again.read(index)
         if index in (0, 3, 6):
             assert found.dtype == dtype and torch.equal(found, record(4 if index == 3 else index, dtype=dtype))
         else:
-            assert found is None and again.checksum(index) == 0
+            assert found is None and not again.is_written(index)
     again.close()
 
 
 def test_it_is_a_safetensors_file_with_checksums_in_front(file, path):
-    """Whoever knows safetensors alone reads the blocks, and CRC-32 of each."""
+    """Whoever knows safetensors alone reads the blocks, and CRC-32 of each, or four letters where there is none."""
+    file.forget(3)
     with safe_open(path, framework="numpy") as opened:
         assert set(opened.keys()) == {"checksums", "blocks"}
         checksums, blocks = opened.get_tensor("checksums"), opened.get_tensor("blocks")
@@ -68,7 +70,10 @@ def test_it_is_a_safetensors_file_with_checksums_in_front(file, path):
     for index in range(RECORDS):
         expected = record(index) if index in (2, 6) else torch.zeros(NUMEL)
         assert torch.equal(torch.from_numpy(blocks[index]), expected)
-        assert checksums[index] == (zlib.crc32(expected.numpy().tobytes()) if index in (2, 6) else 0)
+        if index in (2, 6):
+            assert checksums[index] == zlib.crc32(expected.numpy().tobytes())
+        else:
+            assert checksums[index].tobytes() == (b"gone" if index == 3 else b"none")
     assert (file.checksums() == checksums).all()
 
 
@@ -83,22 +88,53 @@ def test_what_is_read_may_be_changed_and_the_file_stays(file):
     assert torch.equal(file.read(2), record(2))
 
 
-def test_what_was_forgotten_was_never_written(file):
+def test_what_was_forgotten_is_deleted_until_it_is_written_again(file):
     file.forget(2)
     assert file.read(2) is None and torch.equal(file.read(6), record(6))
+    assert file.deleted() == [2] and file.written() == [6] and not file.is_written(2)
     file.write(2, record(9))
-    assert torch.equal(file.read(2), record(9))
+    assert torch.equal(file.read(2), record(9)) and file.deleted() == []
 
 
-def test_a_record_whose_checksum_would_be_zero_counts_as_written(path):
-    """Four bytes can be chosen so that CRC-32 of a record is 0, which says elsewhere that there is nothing."""
-    data = bytes.fromhex("9d0ad96d") + bytes(0)
-    assert zlib.crc32(data) == 0
+@pytest.mark.parametrize(
+    ("mark", "record_bytes"),
+    [(0, "9d0ad96d"), (UNWRITTEN, "229da444"), (DELETED, "2eb6e8f2"), (HALF_WRITTEN, "e9ab446a")],
+)
+def test_a_record_whose_checksum_would_be_a_mark_counts_as_written(mark, record_bytes, path):
+    """Four bytes can be chosen so that their CRC-32 is anything, also what says elsewhere that there is no record."""
+    data = bytes.fromhex(record_bytes)
+    assert zlib.crc32(data) == mark
     path = made(path.with_name("one"), 2, 1)
     file = LevelFile(path, 2, 1, writable=True)
     file.write(1, torch.frombuffer(bytearray(data), dtype=torch.float32))
-    assert file.checksums().tolist() == [0, 1] and file.read(1) is not None
+    assert file.checksum(1) == mark ^ 1 and file.written() == [1] and file.deleted() == []
+    assert file.read(1).numpy().tobytes() == data
     file.close()
+
+
+def lose_checksums(path, indices):
+    """Let a file system have lost the place where some checksums lie, which is full of zeros then."""
+    with path.open("r+b") as opened:
+        start = 8 + int.from_bytes(opened.read(8), "little")
+        for index in indices:
+            opened.seek(start + 4 * index)
+            opened.write(bytes(4))
+
+
+@pytest.mark.parametrize("index", [1, 2, 6])
+def test_a_lost_checksum_names_its_block_whether_it_was_written_or_not(file, path, index):
+    lose_checksums(path, [index])
+    lost = (
+        f"block {index} of bank file {path} has lost its checksum: there are zeros in its place, which a bank never writes. Copy "
+        "the bank again, or delete the block."
+    )
+    for read in (lambda: file.read(index), lambda: file.is_written(index), file.written):
+        with pytest.raises(BankError) as raised:
+            read()
+        assert str(raised.value) == lost
+    assert torch.equal(file.read(8 - max(index, 2)), record(8 - max(index, 2)))
+    file.forget(index)
+    assert file.read(index) is None and index not in file.written()
 
 
 @pytest.mark.parametrize("index", [2, 6])
@@ -119,8 +155,8 @@ def test_a_flipped_byte_names_its_block_and_no_other(file, path, index, byte):
     assert torch.equal(file.read(other), record(other))
 
 
-def test_a_record_that_was_half_written_is_known_by_it(file, monkeypatch):
-    """The checksum is taken away before the record is written, so that a run that is killed leaves none that misleads."""
+def test_a_record_that_was_half_written_is_known_by_it(file, path, monkeypatch):
+    """A mark takes the place of the checksum before the record is written, so that a run that is killed leaves none that misleads."""
 
     def killed(place, data, write=file._write_at):
         if len(data) > 4:
@@ -131,18 +167,25 @@ def test_a_record_that_was_half_written_is_known_by_it(file, monkeypatch):
     monkeypatch.setattr(file, "_write_at", killed)
     with pytest.raises(KeyboardInterrupt):
         file.write(2, record(9))
-    assert file.read(2) is None
+    half = (
+        f"block 2 of bank file {path} is half written: a process ended while it wrote it. Copy the bank again, or delete the "
+        "block."
+    )
+    for read in (lambda: file.read(2), lambda: file.is_written(2), file.written):
+        with pytest.raises(BankError) as raised:
+            read()
+        assert str(raised.value) == half
 
 
 def test_a_file_takes_little_of_the_disk_until_it_is_written(tmp_path):
     path = made(tmp_path / "large", 65537, 2**20, torch.bfloat16)
-    assert path.stat().st_size > 2**37 and path.stat().st_blocks * 512 <= 2**16
+    assert path.stat().st_size > 2**37 and path.stat().st_blocks * 512 <= 4 * 65537 + 2**16
     file = LevelFile(path, 65537, 2**20, writable=True)
     last = torch.ones(2**20, dtype=torch.bfloat16)
     file.write(65536, last)
     assert torch.equal(file.read(65536), last) and file.read(65535) is None
     file.close()
-    assert path.stat().st_blocks * 512 <= 2**21 + 2**16
+    assert path.stat().st_blocks * 512 <= 4 * 65537 + 2**21 + 2**16
 
 
 def test_a_file_that_is_absent_is_missed(tmp_path):

@@ -10,6 +10,7 @@ from models.fresh_process import run_python
 
 from midus_config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 from midus_hf.banks import MemoryBank
+from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import create_bank
 
 
@@ -79,6 +80,7 @@ from midus_config.fetched_blocks import BankLayout
 from midus_config.memories.hierarchical import HierFFNOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.banks import MemoryBank
+from midus_hf.banks.level_file import BankError
 sizes = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=3)
 layout = BankLayout("hier-ffn", (0, 2), HierFFNOptions(sizes=[3, 0, 2], branching=4).fetched(sizes))
 bank = MemoryBank("bank", layout)
@@ -210,3 +212,30 @@ def test_a_leaf_has_the_nodes_on_the_way_to_it():
     for leaf in range(64):
         path = blocks.path(leaf)
         assert path[-1] == leaf and [node // 4 for node in path] == [0, *path[:-1]]
+
+
+@pytest.mark.parametrize("way", ["fetch", "ahead", "save", "list"])
+def test_a_bank_whose_page_of_checksums_was_lost_is_refused_by_name(way, bank, folder, tmp_path):
+    """Zeros never mean that blocks were not written: these would vanish without a word."""
+    path = folder / "level-3.safetensors"
+    with path.open("r+b") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        file.write(bytes(4 * bank.layout.num_records(3)))
+    ids, reader = torch.tensor([[0, 1, 5]]), MemoryBank(folder, bank.layout)
+    if way == "ahead":
+        reader.read_ahead([(3, 5)])  # what is wrong is said when the block is fetched
+    act = {"save": lambda: reader.save(tmp_path / "copy"), "list": lambda: reader.written(3)}
+    with pytest.raises(BankError, match=rf"block {0 if way in act else 5} of bank file {path} has lost its checksum"):
+        act.get(way, lambda: reader.fetch(ids))()
+    assert torch.equal(reader.block(1, 1), record_of(bank.layout, 1, 1))
+    reader.close()
+
+
+def test_a_block_that_was_deleted_is_known_as_deleted_in_copies_too(bank, tmp_path):
+    bank.forget(3, 5)
+    bank.save(tmp_path / "copy")
+    copy = MemoryBank(tmp_path / "copy", bank.layout)
+    assert copy.deleted(3) == [5] and copy.written(3) == [64] and copy.deleted(1) == []
+    assert torch.equal(copy.block(3, 5), bank.block(3, 5))
+    assert not torch.equal(copy.block(3, 5), record_of(bank.layout, 3, 5))
+    copy.close()

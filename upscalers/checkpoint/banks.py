@@ -17,7 +17,7 @@ def bank_files(folder: Path) -> set[Path]:
 
 
 def create_banks(folder: Path, layouts: Mapping[str, BankLayout], dtype: str, seed: int) -> None:
-    """Make banks whose blocks were never written, which take a few pages of the disk.
+    """Make banks whose blocks were never written, which take four bytes of the disk for each block.
 
     Args:
         folder: Of the checkpoint.

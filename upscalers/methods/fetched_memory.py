@@ -7,7 +7,7 @@ from upscalers.methods.papers import HIERARCHICAL_MEMORIES
 class FetchedMemoryMethod(AttachedMemoryMethod):
     """Lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics.
 
-    The bank is made beside the checkpoint, its blocks never written: it takes a few pages of the disk until it is trained.
+    The bank is made beside the checkpoint, its blocks never written: it takes four bytes for each block until it is trained.
     """
 
     paper = HIERARCHICAL_MEMORIES
