@@ -1,5 +1,6 @@
 # make demo   the main job on a real checkpoint
-# make test   the suite with the newest supported versions, and what depends on them with the oldest; make test-all: all combinations
+# make test   the suite with the newest supported versions, and what depends on them with the oldest; make test-all: all combinations,
+#             and the suite again under a setting that is drawn by lot
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,29 +25,52 @@ OLDEST_FILES = tests/ops tests/memory tests/models tests/benchmarks/test_rehears
 OLDEST_TESTS = $(OLDEST_FILES) -k 'not test_offline_compilation and not inductor and not without_triton and not native_build'
 IN_BOTH = tests/models tests/memory tests/ops/native $(wildcard tests/ops/test_*.py)
 
-.PHONY: demo test test-all test-newest test-oldest material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed clean
+.PHONY: demo test test-all test-newest test-oldest test-product test-oldest-pairs test-lot material check format reference bench bench-gpu rehearse-gpu bench-upscale mutants test-deepspeed clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/python -m demo
 
-test: test-newest test-oldest
+# Every part runs, also after one that failed. At the end the parts and the tests that failed are named.
+each_of = @folder=$$(mktemp -d); failed=; for part in $(1); do \
+		$(MAKE) --no-print-directory $$part FAILURES=$$folder/$$part || failed="$$failed $$part"; done; \
+	if [ -n "$$failed" ]; then echo "Failed:$$failed"; (cd $$folder && grep -H . $$failed 2>/dev/null); fi; \
+	rm -rf $$folder; [ -z "$$failed" ]
 
-# Every family with every other parameter of a test, where `make test` takes pairs; and with the oldest versions, pairs.
-test-all: $(VENV)/installed $(OLDEST)/installed material
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) --product
-	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_FILES)
+test:
+	$(call each_of,test-newest test-oldest)
 
+test-all:
+	$(call each_of,test-product test-oldest-pairs test-lot)
+
+# What a file's tests share is made once: all of them run in one process.
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(FAILURES),--failed-to $(FAILURES))
 # Rehearsals of GPU runs, and what kernels compute in the interpreter, are left to test-oldest, whose versions are those of GPU machines;
 # here kernels are compiled and registered. test-all runs them too.
 HERE = %/test_offline_compilation.py %/test_registration.py
 IN_THE_INTERPRETER = $(filter-out $(HERE),$(wildcard tests/ops/kernels/test_*.py))
-# What a file's tests share is made once: all of them run in one process.
-PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+NEWEST_TESTS = $(patsubst %,--ignore=%,tests/benchmarks/test_rehearsal.py $(IN_THE_INTERPRETER))
 test-newest: $(VENV)/installed material
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(patsubst %,--ignore=%,tests/benchmarks/test_rehearsal.py $(IN_THE_INTERPRETER))
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) $(NEWEST_TESTS)
 
 test-oldest: $(OLDEST)/installed
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(addprefix --each-value=,$(IN_BOTH))
+
+# Every family with every other parameter of a test, where test-newest takes pairs; and with the oldest versions, pairs.
+test-product: $(VENV)/installed material
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) --product
+
+test-oldest-pairs: $(OLDEST)/installed
+	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) $(OLDEST_FILES)
+
+# The suite where sums round otherwise, or other examples are drawn, which no test may depend on. LOT=avx2, say, chooses it.
+DRAWN = import random; print(random.choice(["avx2", "sse41", "two-threads", f"seed-{random.randrange(10**6)}"]))
+test-lot: $(VENV)/installed material
+	@lot='$(LOT)'; [ -n "$$lot" ] || lot=$$($(VENV)/bin/python -c '$(DRAWN)'); seed=; set --; case $$lot in \
+		avx2) set -- ATEN_CPU_CAPABILITY=avx2;; sse41) set -- ONEDNN_MAX_CPU_ISA=SSE41;; two-threads) set -- OMP_NUM_THREADS=2;; \
+		seed-*) seed=--hypothesis-seed=$${lot#seed-};; \
+		*) echo "LOT is '$$lot'; expected avx2, sse41, two-threads or seed-NUMBER."; exit 2;; esac; \
+	echo "The lot fell on $$lot; the same again: make test-lot LOT=$$lot"; \
+	env $(TEST_ENV) "$$@" $(VENV)/bin/python $(PYTEST) $$seed $(NEWEST_TESTS)
 
 # What nothing else has: DeepSpeed, in an environment that sees what $(VENV) has. transformers imports it wherever it is.
 test-deepspeed: $(VENV)/installed $(VENV)-deepspeed/installed

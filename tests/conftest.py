@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 # Before anything imports datasets, which reads it once: tests leave nothing in the cache of who runs them.
@@ -50,6 +51,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="of tests in this file or folder, run every value of a parameter, but not in pairs: for what other versions have run",
     )
+    parser.addoption("--failed-to", type=Path, metavar="FILE", help="add a line to FILE for each test that fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip what torch itself refuses where `ATEN_CPU_CAPABILITY=default` hides the processor's vectors from it."""
+    try:
+        return (yield)
+    except RuntimeError as error:
+        if ENVIRONMENT.get("ATEN_CPU_CAPABILITY") == "default" and "only supported when avx512 is supported" in str(
+            error
+        ):
+            pytest.skip(f"torch with ATEN_CPU_CAPABILITY=default: {error}")
+        raise
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Add what failed to the file of `--failed-to`."""
+    path = config.getoption("--failed-to")
+    failed = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
+    if path is not None and failed:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{report.nodeid}\n" for report in failed)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -63,10 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tiny models run fastest on one thread, and sums keep their order."""
+def few_threads():
+    """Tiny models run fastest on one thread, which is what they have unless `OMP_NUM_THREADS` says otherwise."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(ENVIRONMENT.get("OMP_NUM_THREADS", "1")))
     logging.set_verbosity(60)
     logging.disable_progress_bar()
     yield

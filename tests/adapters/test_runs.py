@@ -1,7 +1,6 @@
 """Continual pretraining with adapters of PEFT: what trains, what comes out, and what is refused."""
 
 import importlib.util
-import math
 import re
 from pathlib import Path
 
@@ -11,10 +10,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 from training.block_runs import LEAVES, bank_of, config_of
-from training.test_held_out import LEARNS_THEN_FORGETS
 from training.test_interruption import interrupted
 from training.test_run import exact_log
-from training.tiny_run import EOS_ID, tiny_config, tiny_tokenizer, write_corpus
+from training.tiny_run import EOS_ID, best_at, give_held_out_losses, tiny_config, tiny_tokenizer, write_corpus
 from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation.evaluate import evaluate
@@ -23,7 +21,6 @@ from midus_hf.training import train
 from midus_hf.training.adapter_options import read_adapters
 from midus_hf.training.adapters import add_adapters
 from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
 from upscalers import upscale
 
 METHODS = {
@@ -152,17 +149,15 @@ def test_what_is_new_in_an_upscaled_model_trains_whole_beside_them(name, upscale
         prepare(tiny_config(model, corpus, tmp_path / "parts", resume=True, **other))
 
 
-def test_the_best_of_a_run_with_adapters_is_merged(base, corpus, tmp_path):
+def test_the_best_of_a_run_with_adapters_is_merged(base, corpus, tmp_path, monkeypatch):
+    (measured,) = give_held_out_losses(monkeypatch, best_at(4))
     held_out = write_corpus(tmp_path / "held_out", documents=3, length=100)
-    options = {**LEARNS_THEN_FORGETS, "eval_text": str(held_out), "keep_best": True}
-    options |= {"trainable": "auto", "adapters": {"r": 8, "lora_alpha": 64}, "schedule": "constant_with_warmup"}
-    few = write_corpus(tmp_path / "texts", documents=1, length=40)
-    result = train(tiny_config(base, few, tmp_path / "out", **options))
-    losses = {e["step"]: e["eval_loss"] for e in read_log(tmp_path / "out" / "log.jsonl") if "eval_loss" in e}
-    assert result.best_step == min((step for step in losses if step), key=losses.get) < 24
+    options = {"max_steps": 8, "eval_text": str(held_out), "eval_every": 2, "keep_best": True, "adapters": {"r": 8}}
+    assert train(tiny_config(base, corpus, tmp_path / "out", **options)).best_step == 4
     report = evaluate([str(tmp_path / "out")], EvaluationSettings(text=str(held_out), device="cpu"))
     perplexity = report["models"][0]["perplexity"]["perplexity"]
-    assert perplexity == pytest.approx(math.exp(losses[result.best_step]), rel=1e-4)
+    assert perplexity == pytest.approx(measured[4].perplexity, rel=1e-5)
+    assert moved(base, tmp_path / "out") == linear(weights(base))
 
 
 def test_blocks_of_a_bank_are_new_and_train_beside_them(models, assigned, tmp_path, capsys):

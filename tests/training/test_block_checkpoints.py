@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from training.block_runs import assert_same_blocks, bank_of, config_of, forget_the_model, logged
-from training.tiny_run import document, tiny_tokenizer
+from training.block_runs import assert_same_blocks, bank_of, config_of, forget_the_model
+from training.tiny_run import best_at, document, give_held_out_losses, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable, train
@@ -23,16 +23,13 @@ def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "whole"))
 
 
-def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, assigned, tmp_path):
-    """Blocks that learn the corpus by heart are soon worse at text of the same leaves that is none of it."""
+def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, assigned, tmp_path, monkeypatch):
+    give_held_out_losses(monkeypatch, best_at(4))
     texts = tmp_path / "held_out.jsonl"
     texts.write_text(f'{{"text": "{document(60, 99)}", "memory_ids": [0, 0]}}\n')
     changes = {"eval_text": str(texts), "eval_every": 2, "keep_best": True, "keep_checkpoints": 1}
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "out", max_steps=30, learning_rate=3e-2, **changes))
-    losses = logged(tmp_path / "out", "eval_loss")[1:]
-    best = 2 * (1 + losses.index(min(losses)))
-    assert best < 30, "the last is not the best"
-    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / f"checkpoint-{best}"))
+    assert train(config_of(models / "hier-ffn", assigned, tmp_path / "out", **changes)).best_step == 4
+    assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / "checkpoint-4"))
 
 
 def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, tmp_path):
@@ -42,21 +39,30 @@ def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, t
     rows = [{"input_ids": ids, "labels": ids, "memory_ids": torch.tensor([1, 4])} for ids in (learned, held_out)]
     arguments = TrainingArguments(
         str(tmp_path / "out"),
-        max_steps=16,
+        max_steps=6,
         learning_rate=3e-2,
         save_strategy="steps",
         eval_strategy="steps",
         save_steps=2,
         eval_steps=2,
         load_best_model_at_end=True,
+        metric_for_best_model="given",
+        greater_is_better=False,
         remove_unused_columns=False,
         report_to="none",
         use_cpu=True,
     )
-    trainer = MemoryTrainer(model, arguments, train_dataset=rows[:1], eval_dataset=rows[1:])
+    scores = iter([3.0, 1.0, 2.0])
+    trainer = MemoryTrainer(
+        model,
+        arguments,
+        train_dataset=rows[:1],
+        eval_dataset=rows[1:],
+        compute_metrics=lambda prediction: {"given": next(scores)},
+    )
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
-    assert best.name != "checkpoint-16", "the last is not the best"
+    assert best.name == "checkpoint-4"
     model.save_pretrained(tmp_path / "saved")
     assert_same_blocks(bank_of(tmp_path / "saved"), bank_of(best))
 

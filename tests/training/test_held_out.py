@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny import FAMILIES, save_tiny_model
 from training.test_interruption import interrupted
 from training.test_run import exact_log
-from training.tiny_run import tiny_config, tiny_tokenizer, write_corpus
+from training.tiny_run import best_at, give_held_out_losses, tiny_config, tiny_tokenizer, write_corpus
 
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
@@ -78,23 +78,14 @@ def same_weights(first: Path, second: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-LEARNS_THEN_FORGETS = {
-    "trainable": "all",
-    "learning_rate": 3e-2,
-    "max_steps": 24,
-    "eval_every": 3,
-    "warmup_ratio": 0.0,
-}
-
-
-def test_the_best_model_is_kept_and_saved(upscaled, held_out, tmp_path, capsys):
-    corpus = write_corpus(tmp_path / "texts", documents=1, length=40)
-    options = {**LEARNS_THEN_FORGETS, "eval_text": str(held_out), "keep_best": True, "keep_checkpoints": 1}
+def test_the_best_model_is_kept_and_saved(upscaled, corpus, held_out, tmp_path, monkeypatch, capsys):
+    give_held_out_losses(monkeypatch, best_at(9))
+    options = {"max_steps": 24, "eval_every": 3, "eval_text": str(held_out), "keep_best": True, "keep_checkpoints": 1}
     model = shutil.copytree(upscaled("llama"), tmp_path / "model")
     result = train(tiny_config(model, corpus, tmp_path / "out", save_every=12, **options))
     scores = measured(tmp_path / "out")
-    best = min((step for step in scores if step), key=scores.get)
-    assert result.best_step == best < 24 == result.steps, scores
+    best = 9
+    assert (result.best_step, result.steps) == (best, 24)
     assert last_checkpoint(tmp_path / "out").name == "checkpoint-24"
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == sorted(
         {f"checkpoint-{best}", "checkpoint-24"}
@@ -113,28 +104,29 @@ def test_the_best_model_is_kept_and_saved(upscaled, held_out, tmp_path, capsys):
     assert f"The best model, after step {best}, has no checkpoint any more" in capsys.readouterr().err
 
 
-def test_a_last_model_that_is_the_best_is_saved_as_it_is(upscaled, corpus, held_out, tmp_path, capsys):
-    options = {"max_steps": 4, "eval_text": str(held_out), "eval_every": 2, "keep_best": True, "learning_rate": 1e-3}
-    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", trainable="all", **options))
+def test_a_last_model_that_is_the_best_is_saved_as_it_is(upscaled, corpus, held_out, tmp_path, monkeypatch, capsys):
+    give_held_out_losses(monkeypatch, best_at(4))
+    options = {"max_steps": 4, "eval_text": str(held_out), "eval_every": 2, "keep_best": True}
+    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
     assert result.best_step == 4
     assert "The last model is the best by held-out text: held-out perplexity " in capsys.readouterr().err
     assert "weights are those after" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_it_stops_after_evaluations_without_a_better_one_and_is_then_finished(upscaled, held_out, tmp_path):
-    corpus = write_corpus(tmp_path / "texts", documents=1, length=40)
-    options = {**LEARNS_THEN_FORGETS, "max_steps": 200, "eval_text": str(held_out), "early_stop": 2, "save_every": 50}
+def test_it_stops_after_evaluations_without_a_better_one_and_is_then_finished(
+    upscaled, corpus, held_out, tmp_path, monkeypatch
+):
+    give_held_out_losses(monkeypatch, best_at(6))
+    options = {"max_steps": 200, "eval_every": 3, "eval_text": str(held_out), "early_stop": 2, "save_every": 50}
     result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
-    scores = measured(tmp_path / "out")
-    best = min((step for step in scores if step), key=scores.get)
-    assert result.steps == best + 2 * 3 < 200 and result.best_step is None
-    assert last_checkpoint(tmp_path / "out").name == f"checkpoint-{result.steps}"
+    assert result.steps == 6 + 2 * 3 and result.best_step is None
+    assert last_checkpoint(tmp_path / "out").name == "checkpoint-12"
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     again = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **options))
     assert (again.steps, again.tokens_per_second) == (result.steps, None), "it had ended"
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
     further = {**options, "early_stop": 3}
-    assert train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **further)).steps > result.steps
+    assert train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=True, **further)).steps == 6 + 3 * 3
 
 
 def test_an_interrupted_run_measures_as_the_uninterrupted_one(upscaled, corpus, held_out, tmp_path):

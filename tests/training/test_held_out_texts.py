@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-from training.test_held_out import LEARNS_THEN_FORGETS, same_weights
+from training.test_held_out import same_weights
 from training.test_interruption import interrupted
 from training.test_run import exact_log
-from training.tiny_run import tiny_config, write_corpus
+from training.tiny_run import best_at, give_held_out_losses, tiny_config, write_corpus
 from transformers import TrainerControl, TrainerState
 
 from midus_hf.config_file import from_mapping, read_config
@@ -69,21 +68,16 @@ def test_a_text_has_the_losses_that_it_has_alone(upscaled, corpus, texts, tmp_pa
     assert same_weights(tmp_path / "one", tmp_path / "both")
 
 
-def test_the_first_text_decides_which_model_is_best_and_when_to_stop(upscaled, texts, tmp_path, capsys):
-    corpus = write_corpus(tmp_path / "texts", documents=1, length=40)
-    options = {**LEARNS_THEN_FORGETS, "max_steps": 200, "early_stop": 2, "keep_best": True}
-    # What is trained on is predicted better and better, so that it would neither stop nor choose an early model.
-    both = {"near": texts["near"], "trained": str(shutil.copytree(corpus, tmp_path / "trained"))}
-    (tmp_path / "trained" / "001.txt").write_text(" ".join([(corpus / "000.txt").read_text()] * 8))
-    model = shutil.copytree(upscaled("llama"), tmp_path / "model")
-    result = train(tiny_config(model, corpus, tmp_path / "out", eval_text=both, **options))
-    losses, other = (measured(tmp_path / "out", f"eval_{name}_loss") for name in both)
-    best = min((step for step in losses if step), key=losses.get)
-    assert result.best_step == best and result.steps == best + 2 * 3 < 200
-    assert min((step for step in other if step), key=other.get) != best
+def test_the_first_text_decides_which_model_is_best_and_when_to_stop(
+    upscaled, corpus, texts, tmp_path, monkeypatch, capsys
+):
+    give_held_out_losses(monkeypatch, best_at(6), best_at(200))
+    options = {"max_steps": 200, "eval_every": 3, "eval_text": texts, "early_stop": 2, "keep_best": True}
+    result = train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    assert result.best_step == 6 and result.steps == 6 + 2 * 3
     assert "best: held-out perplexity of near " in capsys.readouterr().err
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"The weights are those after step {best}, where the held-out text near was predicted best." in card
+    assert "The weights are those after step 6, where the held-out text near was predicted best." in card
 
 
 def test_a_resumed_run_measures_as_the_uninterrupted_one_and_keeps_its_texts(upscaled, corpus, texts, tmp_path):

@@ -1,16 +1,23 @@
 """What a tiny run needs: a corpus, a tokenizer for it, and upscaled checkpoints of every family."""
 
+import dataclasses
 import json
+import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import save_tiny_model, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from midus_hf.evaluation.perplexity import PerplexityResult
 from midus_hf.training import CorpusOptions, TrainConfig
+from midus_hf.training.held_out import HeldOut
+from midus_hf.training.run_trainer import InRun
 from upscalers import upscale
 
 NEW_LAYERS = [1, 4]
@@ -104,3 +111,38 @@ def tiny_config(model: Path, corpus: Path, output: Path, **changes: Any) -> Trai
     return TrainConfig(
         model=str(model), output=str(output), corpus=CorpusOptions(path=str(corpus), **corpus_options), **options
     )
+
+
+def give_held_out_losses(
+    monkeypatch: pytest.MonkeyPatch, *curves: Callable[[int], float]
+) -> list[dict[int, PerplexityResult]]:
+    """Let the held-out texts of all runs have given losses: which step is best must not depend on how a processor rounds.
+
+    Args:
+        monkeypatch: Of the test.
+        curves: For each held-out text, in their order, its loss after so many steps.
+
+    Returns:
+        For each text what was really measured, by step.
+    """
+    measured: list[dict[int, PerplexityResult]] = [{} for _ in curves]
+    evaluate, measure = InRun.evaluate, HeldOut.measure
+
+    def evaluate_as_given(trainer: InRun, *args: Any, **kwargs: Any) -> dict[str, float]:
+        step, texts = trainer.state.global_step, list(trainer.held_out.values())
+
+        def measure_as_given(text: HeldOut, model: Any) -> PerplexityResult:
+            (index,) = (index for index, other in enumerate(texts) if other is text)
+            measured[index][step] = measure(text, model)
+            return dataclasses.replace(measured[index][step], perplexity=math.exp(curves[index](step)))
+
+        monkeypatch.setattr(HeldOut, "measure", measure_as_given)
+        return evaluate(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(InRun, "evaluate", evaluate_as_given)
+    return measured
+
+
+def best_at(step: int) -> Callable[[int], float]:
+    """A loss that falls until a step and then rises: for `give_held_out_losses`."""
+    return lambda now: 3 + abs(now - step) / 100

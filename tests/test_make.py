@@ -1,0 +1,88 @@
+"""`make test` runs all its parts, names what failed, and `make test-all` draws a setting that can be drawn again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PYTHON = """#!/bin/sh
+case "$*" in
+*"-m pytest"*) echo "ran $0 threads=$OMP_NUM_THREADS aten=$ATEN_CPU_CAPABILITY onednn=$ONEDNN_MAX_CPU_ISA $*" >> LOG;;
+*random.choice*) exec REAL "$@";;
+*) exit 0;;
+esac
+while [ $# -gt 0 ]; do [ "$1" = --failed-to ] && list=$2; shift; done
+case "$0" in FAILING) echo "tests/test_a.py::test_b[1]" >> "$list"; exit 1;; esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Run `make` with environments whose Python notes what it is told; a part fails with those in `failing`."""
+
+    def run(*words: str, failing: str = "no/bin/python") -> tuple[int, list[str], list[str]]:
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        for name in ("newest", "oldest"):
+            python = tmp_path / name / "bin" / "python"
+            python.parent.mkdir(parents=True, exist_ok=True)
+            replaced = {"LOG": str(log), "REAL": sys.executable, "FAILING": f"*{failing}"}
+            text = PYTHON
+            for word, value in replaced.items():
+                text = text.replace(word, value)
+            python.write_text(text, encoding="utf-8")
+            python.chmod(0o755)
+            (tmp_path / name / "installed").touch()
+        environments = [f"VENV={tmp_path / 'newest'}", f"OLDEST={tmp_path / 'oldest'}", "WORKERS=1"]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        unset = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LOT", "FAILURES")
+        environment = {name: value for name, value in inherited.items() if name not in unset}
+        command = ["make", *words, *environments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines(), log.read_text().splitlines() if log.exists() else []
+
+    return run
+
+
+def test_the_oldest_versions_run_where_the_newest_fail_and_the_end_names_what_failed(make):
+    status, told, ran = make("test", failing="newest/bin/python")
+    assert status != 0
+    assert [Path(line.split()[1]).parts[-3] for line in ran] == ["newest", "oldest"]
+    assert told[-2:] == ["Failed: test-newest", "test-newest:tests/test_a.py::test_b[1]"]
+
+
+def test_where_nothing_fails_nothing_is_named(make):
+    status, told, ran = make("test")
+    assert status == 0 and len(ran) == 2 and not any("Failed" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("lot", "setting"),
+    [
+        ("avx2", "threads=1 aten=avx2 onednn= "),
+        ("sse41", "threads=1 aten= onednn=SSE41 "),
+        ("two-threads", "threads=2 aten= onednn= "),
+        ("seed-17", "--hypothesis-seed=17 "),
+    ],
+)
+def test_a_lot_can_be_chosen(lot, setting, make):
+    status, told, (ran,) = make("test-lot", f"LOT={lot}")
+    assert status == 0 and setting in ran
+    assert f"The lot fell on {lot}; the same again: make test-lot LOT={lot}" in told
+
+
+def test_all_combinations_end_with_a_lot_that_is_told(make):
+    status, told, ran = make("test-all", failing="oldest/bin/python")
+    assert status != 0 and len(ran) == 3 and "--product" in ran[0]
+    assert sum(line.startswith("The lot fell on ") for line in told) == 1
+    assert told[-2:] == ["Failed: test-oldest-pairs", "test-oldest-pairs:tests/test_a.py::test_b[1]"]
+
+
+def test_an_unknown_lot_is_refused(make):
+    status, told, ran = make("test-lot", "LOT=avx3")
+    assert status != 0 and not ran
+    assert "LOT is 'avx3'; expected avx2, sse41, two-threads or seed-NUMBER." in told
