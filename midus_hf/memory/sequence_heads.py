@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from midus_hf.ops.depth_attention import joint_attention
-from midus_hf.ops.fused_sequence import Call
 from midus_hf.ops.joining import Depth, joined_attention
+from midus_hf.ops.sequence_kernels import Call
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 _MASKS_TELL = ("eager", "sdpa")

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.depth_attention import joint_attention
-from midus_hf.ops.fused_sequence import Call, joined, kernel_of
+from midus_hf.ops.fused_sequence import joined
+from midus_hf.ops.sequence_kernels import Call, kernel_of
 from midus_hf.ops.sequence_lse import sequence_lse
 
 

@@ -6,8 +6,8 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import joining, op_choices
-from midus_hf.ops.fused_sequence import Call
 from midus_hf.ops.joining import Depth, joined_attention
+from midus_hf.ops.sequence_kernels import Call
 
 
 def drawn(count, tokens, seed, dtype=torch.bfloat16):
