@@ -19,6 +19,8 @@ def sequence_lse(
     """The logarithm of the sum of the exponentials of each query's scores.
 
     Scores are computed for a few queries at once, and again for the gradient, so that nothing of the size of all scores is kept.
+    Scores of half precision are never rounded to it: their products are summed, capped and masked in float32, as the kernels of
+    attention do that this sum stands beside.
 
     Args:
         query: `[B, H, T, d]`, floating point.
@@ -52,8 +54,22 @@ def sequence_weights(
     """
     with torch.no_grad():
         rows = slice(0, query.shape[2])
-        scores = _scores(query, key, mask, is_causal, scaling, softcap, rows)[0].flatten(1, 2)
+        scores = _scores(query, _factor(key), mask, is_causal, scaling, softcap, rows)[0].flatten(1, 2)
         return scores.softmax(-1).nan_to_num()
+
+
+def _factor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as `_product` multiplies it: widened to float32 where products of its own dtype would be rounded to that."""
+    if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None:
+        return tensor  # CUDA multiplies half precision into float32 by itself
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the product of matrices `[B, K, m, n]` and `[B, K, n, p]`, both as `_factor` returns them, in float32 at least."""
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32).unflatten(0, left.shape[:2])
+    return left @ right
 
 
 def _chunks(tokens: int) -> list[slice]:
@@ -69,11 +85,14 @@ def _scores(
     softcap: float | None,
     rows: slice,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores `[B, K, G, t, S]` of some queries, capped and masked, and as they were before the mask."""
+    """Return scores `[B, K, G, t, S]` of some queries, capped and masked, and as they were before the mask.
+
+    The key is as `_factor` returns it, so that it is widened once for all rows.
+    """
     heads, kv_heads = query.shape[1], key.shape[1]
     few = query[:, :, rows]
     grouped = few.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)  # [B, K, G * t, d]
-    scores = (grouped @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    scores = _product(_factor(grouped), key.transpose(-1, -2)) * scaling
     scores = scores.unflatten(2, (heads // kv_heads, few.shape[2]))
     capped = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     masked = capped
@@ -100,8 +119,9 @@ class _SequenceLse(torch.autograd.Function):
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
+        factor = _factor(key)
         parts = [
-            _scores(query, key, mask, is_causal, scaling, softcap, rows)[0].logsumexp(-1).flatten(1, 2)
+            _scores(query, factor, mask, is_causal, scaling, softcap, rows)[0].logsumexp(-1).flatten(1, 2)
             for rows in _chunks(query.shape[2])
         ]
         lse = torch.cat(parts, dim=2)  # [B, H, T]
@@ -115,16 +135,17 @@ class _SequenceLse(torch.autograd.Function):
         query, key, mask, lse = ctx.saved_tensors
         is_causal, scaling, softcap = ctx.options
         kv_heads = key.shape[1]
+        factor = _factor(key)
         of_query, of_key = [], torch.zeros_like(key, dtype=lse.dtype)
         for rows in _chunks(query.shape[2]):
-            masked, capped = _scores(query, key, mask, is_causal, scaling, softcap, rows)
+            masked, capped = _scores(query, factor, mask, is_causal, scaling, softcap, rows)
             sums, of_sums = (part[:, :, rows].unflatten(1, (kv_heads, -1)).unsqueeze(-1) for part in (lse, of_lse))
             of_scores = (masked - sums).exp() * of_sums  # [B, K, G, t, S]
             of_scores = torch.where(sums == float("-inf"), torch.zeros_like(of_scores), of_scores)
             if softcap is not None:
                 of_scores = of_scores * (1 - (capped / softcap).square())
-            of_scores = (of_scores * scaling).flatten(2, 3).to(key.dtype)  # [B, K, G * t, S]
+            of_scores = (of_scores * scaling).flatten(2, 3).to(factor.dtype)  # [B, K, G * t, S]
             few = query[:, :, rows].unflatten(1, (kv_heads, -1))
-            of_query.append((of_scores @ key).view_as(few).flatten(1, 2))
-            of_key = of_key + (of_scores.transpose(-1, -2) @ few.flatten(2, 3)).to(of_key.dtype)
+            of_query.append(_product(of_scores, factor).view_as(few).flatten(1, 2).to(query.dtype))
+            of_key = of_key + _product(of_scores.transpose(-1, -2), _factor(few.flatten(2, 3)))
         return torch.cat(of_query, dim=2), of_key.to(key.dtype), None, None, None, None

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from ops.depth_loops import attend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention, joint_shares
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
@@ -80,6 +82,37 @@ def test_gradients_of_the_sum_are_those_of_finite_differences(mask, softcap, mon
         return sequence_lse(query, key, masks[mask], mask is None, 0.5, softcap)
 
     assert torch.autograd.gradcheck(lse, (query, key))
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_of_half_precision_are_summed_as_exactly_as_float64_sums_them(dtype, softcap):
+    halves = [(drawn(1, heads, 64, 32, seed=heads).detach() * 3).to(dtype).requires_grad_() for heads in (4, 2)]
+    exact = [half.detach().double().requires_grad_() for half in halves]
+    sums, expected = (sequence_lse(*pair, None, True, 32**-0.5, softcap) for pair in (halves, exact))
+    assert sums.dtype == torch.float32 and expected.abs().max() > 15  # where a half precision number is off by 0.06
+    torch.testing.assert_close(sums.double(), expected, rtol=0, atol=1e-4)
+    along = drawn(*expected.shape, seed=9).detach()
+    (sums * along).sum().backward()
+    (expected * along).sum().backward()
+    for half, right in zip(halves, exact, strict=True):
+        torch.testing.assert_close(half.grad, right.grad.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch without CUDA slices no tensor of a GPU")
+def test_a_gpu_sums_half_precision_in_float32_without_a_wide_copy():
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.bmm.dtype:
+                products.append([part.dtype for part in args[:2]] + [args[2]])
+            assert function not in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
+            return function(*args, **(kwargs or {}))
+
+    products = []
+    with FakeTensorMode(), Called():
+        query, key = (torch.empty(2, heads, 5, 8, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        assert sequence_lse(query, key, None, True, 0.5).dtype == torch.float32
+    assert products == [[torch.bfloat16, torch.bfloat16, torch.float32]]
 
 
 def test_a_row_that_reads_nothing_has_no_gradient_and_reads_the_depth_alone():
