@@ -93,7 +93,10 @@ class UltraMemOptions(MemoryOptions):
         "none: nothing, to train from scratch",
     )
     balance_coef: float = option(0.0, "beta of the loss that evens out how often keys are chosen (equation 25)")
-    penalty_coef: float = option(0.0, "alpha of the loss on the smaller singular values of cores (equation 23)")
+    penalty_coef: float = option(
+        0.0,
+        "alpha of the loss on the smaller singular values of cores (equation 23); not for rank 1, nor for scoring 'sum'",
+    )
     penalty_margin: float = option(0.15, "tau, up to which singular values cost nothing")
     addressing: Addressing = option("content", ADDRESSING_HELP)
 
@@ -127,6 +130,16 @@ class UltraMemOptions(MemoryOptions):
         for name in ("balance_coef", "penalty_coef", "penalty_margin"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.penalty_coef and (self.scoring == "sum" or self.rank == 1):
+            why = (
+                "scoring 'sum', which has no core"
+                if self.scoring == "sum"
+                else "rank 1, whose cores have one singular value"
+            )
+            raise ValueError(
+                f"penalty_coef is {self.penalty_coef} with {why}; expected 0, since there are no smaller singular values that could "
+                "cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2."
+            )
 
     @property
     def sharing(self) -> TableSharing:

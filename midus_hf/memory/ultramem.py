@@ -140,6 +140,8 @@ class UltraMem(MemoryModule):
             query = random_directions(query)
         if options.scoring == "sum":
             row_keys, column_keys = self.row_keys[:, 0, :, 0], self.column_keys[:, 0, :, 0]  # [H, n, D_k]
+            if report is not None and options.has_losses:
+                self._report_sums(query.squeeze(-2), row_keys, column_keys, report)
             joined = query.squeeze(-2).movedim(-3, -2).flatten(-2)  # [B, T, H, 2 * D_k]
             return product_key_topk(joined, row_keys, column_keys, options.k, backend=backend)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -167,6 +169,25 @@ class UltraMem(MemoryModule):
                 self.row_vector.copy_(row)
                 self.column_vector.copy_(column)
         return row, column
+
+    def _report_sums(
+        self, query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, report: RouterReport
+    ) -> None:
+        """Tell the scores of keys that are added up, and their balance times its coefficient; there is no core to be penalised.
+
+        Args:
+            query: `[B, T, 2, H, D_k]`.
+            row_keys: `[H, n, D_k]`.
+            column_keys: `[H, n, D_k]`.
+            report: Takes both.
+        """
+        wide = torch.promote_types(query.dtype, torch.float32)
+        with without_autocast(query.device.type):
+            keys = torch.stack([row_keys, column_keys]).to(wide)  # [2, H, n, D_k]
+            logits = (
+                torch.einsum("BTahd,ahnd->BTahn", query.to(wide), keys).flatten(0, 1).flatten(1, 2)
+            )  # [S, 2 * H, n]
+            report.tell(logits.flatten(0, 1), self.options.balance_coef * key_balance(logits, self.options.side))
 
     def _report(
         self,

@@ -279,6 +279,44 @@ def test_it_tells_the_losses_of_appendix_e(kind):
     torch.testing.assert_close(into_core, 3.0 * expected)
 
 
+def test_added_scores_are_balanced_as_those_of_cores_are():
+    """Equations 24 to 26 where there is no core: the score of a key is its product with the query of its side."""
+    memory = build(**KINDS["memory-plus"], balance_coef=0.7)
+    states, told = torch.randn(2, 3, 16, dtype=torch.float64), Told()
+    memory(states, report=told)
+    ((logits, loss),) = told
+    options, balances = memory.options, []
+    for head, (side, keys) in itertools.product(range(2), enumerate((memory.row_keys, memory.column_keys))):
+        chosen, probabilities = [0] * options.keys, torch.zeros(options.keys, dtype=torch.float64)
+        for state in states.flatten(0, 1):
+            query = (memory.query_projection.weight @ state).view(2, 2, -1)[side, head]
+            scores = torch.stack([query @ key[0] for key in keys[head, 0]])
+            probabilities = probabilities + scores.softmax(0) / 6
+            for key in sorted(range(options.keys), key=lambda key: -scores[key].item())[: options.k]:
+                chosen[key] += 1
+        balances.append(options.keys * sum(times / 6 * p for times, p in zip(chosen, probabilities, strict=True)))
+    expected = torch.stack(balances).mean()
+    assert logits.shape == (6 * 4, options.keys)
+    torch.testing.assert_close(loss, 0.7 * expected)
+    tensors = [memory.query_projection.weight, memory.row_keys, memory.column_keys]
+    for found, wanted in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors), strict=True):
+        torch.testing.assert_close(found, 0.7 * wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_coefficient_is_paid_or_refused(kind):
+    states = torch.randn(1, 4, 16, dtype=torch.float64)
+    for name in ("balance_coef", "penalty_coef"):
+        told = Told()
+        try:
+            memory = build(**KINDS[kind], **{name: 0.5}, penalty_margin=0.0)
+        except ValueError:
+            assert name == "penalty_coef" and kind in ("rank-1", "memory-plus")
+            continue
+        memory(states, report=told)
+        assert len(told) == 1 and told[0][1] > 0
+
+
 def test_balance_is_what_is_counted_by_hand():
     logits = torch.tensor(
         [[[1.0, 0.0, -1.0]], [[0.0, 2.0, -3.0]]], dtype=torch.float64

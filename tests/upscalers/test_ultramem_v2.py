@@ -169,6 +169,15 @@ def test_tensors_have_their_names(options, of_layer, of_model, base, tmp_path):
             "zero is 'none', with which the new memory changes what the base computes; expected values or projection.",
         ),
         ("balance_coef=-1", "balance_coef is -1.0; expected 0 or more."),
+        (
+            "rank=1 penalty_coef=0.1",
+            "penalty_coef is 0.1 with rank 1, whose cores have one singular value; expected 0, since there are no smaller singular "
+            "values that could cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2.",
+        ),
+        (
+            "scoring=sum rank=1 penalty_coef=0.1",
+            "penalty_coef is 0.1 with scoring 'sum', which has no core; expected 0, since there are no smaller singular values",
+        ),
         ("site=behind-layer", "site is 'behind-layer'; expected one of: beside-ffn, skip."),
     ],
 )
