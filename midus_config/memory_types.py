@@ -48,6 +48,11 @@ class MemoryOptions:
     value_roles: ClassVar[tuple[Role, ...]] = ("value", "transform")
     """Roles of the tensors that make what is retrieved: they train where addresses are frozen."""
 
+    narrows_start: ClassVar[bool] = False
+    """Whether a model that has the memory, and is built from a config, draws the projections by which its layers write to the
+    residual stream with `1 / sqrt(2 L)` of the deviation of all others, L its layers: the output projection of attention and the
+    down projection of feed-forward networks. What a checkpoint holds stays as it is."""
+
     @property
     def reads_ahead(self) -> bool:
         """Whether what a token gets depends on later tokens: then the model is not causal. Default: false."""

@@ -41,6 +41,7 @@ class UltraMemOptions(MemoryOptions):
     sites = ("beside-ffn", "skip")
     controls = {"one-row": {"n": 1, "key_pairs": 1, "k": 1, "side_k": None, "share": "none"}, **RANDOM_SLOTS}
     value_roles = ("value",)  # the core, its one transform, mixes scores
+    narrows_start = True  # equation 21 counts on feed-forward networks of equation 20
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "memory-plus": {
             "n": 1024,

@@ -19,6 +19,7 @@ from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.memory.token_places import TokenPlaces, token_places
+from midus_hf.models.adapted import PROJECTION_NAMES
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
 from midus_hf.models.fetching import BLOCKS, IDS, Banks, folder_of_checkpoint, upload
@@ -165,11 +166,17 @@ class HostsMemory:
         """
         self.banks.prefetch(memory_ids)
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, DeclaredModule):
             module.reset_parameters()
-        else:
-            super()._init_weights(module)
+            return
+        super()._init_weights(module)
+        scale: float | None = getattr(module, "start_scale", None)
+        if scale is not None:
+            weight: Any = module.weight
+            if not getattr(weight, "_is_hf_initialized", False):  # else a checkpoint has filled it
+                weight.mul_(scale)
 
 
 class MemoryModel(HostsMemory):
@@ -218,6 +225,8 @@ class MemoryModel(HostsMemory):
         self._arguments = list(inspect.signature(super().forward).parameters)
         self._passes_inputs = bool(memories.attached or self.memory_input_names or self._asked)
         self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
+        if any(entry.options.narrows_start for entry in memories.attached.values()):
+            self._narrow_start()
         self.post_init()
 
     @property
@@ -274,6 +283,14 @@ class MemoryModel(HostsMemory):
                 tables = modules[number]
                 host: Any = self.layers[layer]
                 yield host.memories[name], {key: tables.declared_tensor(key) for key in tables.declared}
+
+    def _narrow_start(self) -> None:
+        """Have the projections that write to the residual stream drawn by `1 / sqrt(2 L)` narrower (UltraMemV2, appendix B.3)."""
+        for layer in self.layers:
+            for part, role in (("self_attn", "output_projection"), ("mlp", "down")):
+                projection: Any = getattr(getattr(layer, part, None), PROJECTION_NAMES[role], None)
+                if projection is not None:  # a layer that was inserted for a memory lacks them
+                    projection.start_scale = (2 * self.config.num_hidden_layers) ** -0.5
 
     def _hosted(self) -> Iterator[tuple[int, str, MemoryModule]]:
         """The layer, the name and the module of each memory; one that was inserted has no name."""

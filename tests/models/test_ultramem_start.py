@@ -1,0 +1,103 @@
+"""What models with UltraMemV2 start as when they are built from a config: appendix B of the paper, in whole models."""
+
+import math
+
+import pytest
+import torch
+from tiny import NATIVE_FAMILIES, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from midus_hf.models import FAMILIES
+
+ENTRY = {"type": "ultramem", "layers": [1, 3], "n": 8, "k": 3}
+
+
+def built(family, memory=ENTRY):
+    """A tiny model, built from a config."""
+    config = NATIVE_FAMILIES[family].config()
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+    model_class = FAMILIES[config.model_type]
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**fields, memory=[memory]))
+
+
+def mean_square(tensor):
+    return tensor.square().mean().item()
+
+
+@pytest.mark.parametrize("depth", [4, 8, 16, 40, 64])
+def test_what_layers_add_is_as_large_at_every_depth(depth):
+    """The memory starts with the variance of equation 20, which is the paper's estimate for the feed-forward network.
+
+    The network itself has a third of that (tests/memory/test_ultramem.py has why), so the ratio of the two is 3 at every depth, and
+    the residual stream ends as wide at 64 layers as at 4.
+    """
+    hidden, ratio, tokens = 128, 3.25, 128
+    llama = FAMILIES["llama"]
+    config = llama.config_class(
+        hidden_size=hidden,
+        intermediate_size=int(ratio * hidden),
+        num_hidden_layers=depth,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+        initializer_range=math.sqrt(2 / (5 * hidden)),
+        memory=[{"type": "ultramem", "layers": list(range(depth)), "n": 32, "k": 16, "zero": "none"}],
+    )
+    torch.manual_seed(0)
+    model, of_memory, of_network, at_the_end = llama(config).eval(), [], [], []
+    for layer in model.model.layers:
+        layer.memories["ultramem"].register_forward_hook(lambda _, read, out: of_memory.append(mean_square(out)))
+        layer.mlp.register_forward_hook(lambda _, read, out: of_network.append(mean_square(out)))
+    model.model.norm.register_forward_pre_hook(lambda _, read: at_the_end.append(mean_square(read[0])))
+    with torch.no_grad():
+        model(torch.randint(0, 512, (2, tokens)), use_cache=False)
+    memory, network = sum(of_memory) / depth, sum(of_network) / depth
+    equation_20 = 0.064 * ratio / (2 * depth)
+    assert memory == pytest.approx(equation_20, rel=0.1)
+    assert memory / network == pytest.approx(3, rel=0.1)
+    assert at_the_end[0] == pytest.approx(0.14, rel=0.1)
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_the_projections_that_write_to_the_residual_stream_are_drawn_narrower_and_no_others(family):
+    model = built(family)
+    scale, seen = (2 * model.config.num_hidden_layers) ** -0.5, 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".memories." not in name:
+            torch.manual_seed(1)
+            drawn = torch.empty_like(module.weight).normal_(0, model.config.initializer_range)
+            torch.manual_seed(1)
+            model._init_weights(module)
+            writes = name.endswith(("self_attn.o_proj", "mlp.down_proj"))
+            assert torch.equal(module.weight, drawn * scale if writes else drawn), name
+            seen += writes
+    assert seen == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_building_a_model_draws_them_once(family):
+    for layer in built(family).model.layers:
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            assert weight.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.15)
+        assert layer.mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.15)
+
+
+def test_other_memories_start_beside_what_transformers_draws():
+    for layer in built("llama", {"type": "headwise", "layers": [1], "n": 8, "k": 3}).model.layers:
+        for name, module in layer.named_modules():
+            if name.endswith("_proj") and isinstance(module, nn.Linear):
+                assert module.weight.std().item() == pytest.approx(0.02, rel=0.15)
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_what_a_checkpoint_holds_is_loaded_as_it_is(family, tmp_path):
+    model = built(family)
+    model.save_pretrained(tmp_path / "whole")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    base = tiny_model(family)  # has no memory: that is drawn, and nothing else
+    base.save_pretrained(tmp_path / "base")
+    beside_memory = type(model).from_pretrained(tmp_path / "base", config=model.config).state_dict()
+    assert all(torch.equal(beside_memory[name], value) for name, value in base.state_dict().items())
