@@ -66,7 +66,7 @@ test-oldest-pairs: $(OLDEST)/installed
 DRAWN = import random; print(random.choice(["avx2", "sse41", "two-threads", f"seed-{random.randrange(10**6)}"]))
 test-lot: $(VENV)/installed material
 	@lot='$(LOT)'; [ -n "$$lot" ] || lot=$$($(VENV)/bin/python -c '$(DRAWN)'); seed=; set --; case $$lot in \
-		avx2) set -- ATEN_CPU_CAPABILITY=avx2;; sse41) set -- ONEDNN_MAX_CPU_ISA=SSE41;; two-threads) set -- OMP_NUM_THREADS=2;; \
+		avx2) set -- ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2;; sse41) set -- ONEDNN_MAX_CPU_ISA=SSE41;; two-threads) set -- OMP_NUM_THREADS=2;; \
 		seed-*) seed=--hypothesis-seed=$${lot#seed-};; \
 		*) echo "LOT is '$$lot'; expected avx2, sse41, two-threads or seed-NUMBER."; exit 2;; esac; \
 	echo "The lot fell on $$lot; the same again: make test-lot LOT=$$lot"; \
