@@ -31,5 +31,5 @@ def run_once(output: Path, *words: Any) -> None:
     if (output / "config.json").is_file():
         return
     began = (output / "train_config.yaml").is_file()
-    going_on = "resume=true" if any(output.glob("checkpoint-*")) else "overwrite=true"
+    going_on = "resume=auto" if any(output.glob("checkpoint-*")) else "overwrite=true"
     run_command(*words, *([going_on] if began else []))

@@ -35,6 +35,9 @@ CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 TRAINER_STATE = "trainer_state.json"
 """What a Trainer writes last of a checkpoint."""
 
+MANIFEST_FILE = "manifest.json"
+"""What a run writes last of a checkpoint, when all else of it is on the disk: sizes and digests of its other files."""
+
 BLOCK_STATES = "block_states"
 """The folder of a checkpoint that has a folder with the state of the blocks of each bank, by its number."""
 
@@ -105,6 +108,9 @@ ARGUMENTS: Kind = ("training_args.bin",)
 STATE: Kind = (TRAINER_STATE,)
 """What `Trainer.save_state` puts beside a model, and every checkpoint has."""
 
+MANIFEST: Kind = (MANIFEST_FILE,)
+"""By which a checkpoint of a run is known to be whole."""
+
 ADAPTERS: Kind = ("adapter_model.safetensors", "adapter_config.json")
 """What PEFT writes instead of weights. A run merges them at its end, so that checkpoints alone have them."""
 
@@ -115,6 +121,7 @@ _STATES_OF_BLOCKS: Kind = tuple(
 RESUMED: Kind = (
     *("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("pytorch_model_fsdp*", "pytorch_model_fsdp*/*", "optimizer_*/*"),  # sharded by FSDP
+    *("pytorch_model_fsdp*/.metadata", "optimizer_*/.metadata"),
     *("global_step*/*", "latest", "zero_to_fp32.py"),  # by DeepSpeed
     *_STATES_OF_BLOCKS,
 )
@@ -131,6 +138,9 @@ UNFINISHED_RUN: Kind = (*_unfinished(RUN), f"{RUN_LOG}.partial")
 
 _UNFINISHED_AUDITS = tuple(f"{BANK_AUDIT}{end}" for end in ("-journal", ".partial", ".partial-journal"))
 """Of an audit that is changed where it lies, and what versions before called half of one."""
+
+UNFINISHED_MANIFEST: Kind = _unfinished(MANIFEST)
+"""What a checkpoint has while it is being written, from its beginning, and when that was cut short."""
 
 UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), *(f"{BANKS_FOLDER}/*/{name}" for name in _UNFINISHED_AUDITS))
 """The same of banks."""

@@ -1,7 +1,7 @@
 """Manifests: the names, sizes and digests of a folder's files, by which damage is known before the files are believed."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -42,14 +42,36 @@ def first_damage(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
         folder: The folder of the files.
         manifest: As `describe_files` returned it, or as JSON gave it back.
     """
+    return first_misfit(folder, manifest) or _first_line(folder, manifest, _other_contents)
+
+
+def first_misfit(folder: Path, manifest: Mapping[str, FileEntry]) -> str | None:
+    """Return one line about the first file that is missing or has another size than its entry says, or None; no file is read.
+
+    Args:
+        folder: The folder of the files.
+        manifest: As for `first_damage`.
+    """
+    return _first_line(folder, manifest, _other_size)
+
+
+def _other_size(path: Path, entry: FileEntry) -> str | None:
+    size = path.stat().st_size
+    return None if size == entry["bytes"] else f"has {size:,} bytes instead of {entry['bytes']:,}"
+
+
+def _other_contents(path: Path, entry: FileEntry) -> str | None:
+    return None if file_sha256(path) == entry["sha256"] else "does not have the contents that were written"
+
+
+def _first_line(
+    folder: Path, manifest: Mapping[str, FileEntry], difference: Callable[[Path, FileEntry], str | None]
+) -> str | None:
     try:
         for name, entry in manifest.items():
-            size = (folder / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-        for name, entry in manifest.items():
-            if file_sha256(folder / name) != entry["sha256"]:
-                return f"{name} does not have the contents that were written"
+            line = difference(folder / name, entry)
+            if line is not None:
+                return f"{name} {line}"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

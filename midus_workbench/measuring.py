@@ -190,8 +190,7 @@ def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) ->
     if (run / "config.json").is_file():
         return 0
     if (run / "train_config.yaml").is_file():
-        whole = any((checkpoint / "trainer_state.json").is_file() for checkpoint in run.glob("checkpoint-*"))
-        keys = {**keys, "resume" if whole else "overwrite": True}
+        keys = {**keys, **({"resume": "auto"} if any(run.glob("checkpoint-*")) else {"overwrite": True})}
     step = command.removeprefix("midus-")
     recipe = run.parent / f"{step}.yaml"
     recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")

@@ -3,9 +3,10 @@
 import collections
 import contextlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -162,6 +163,31 @@ class TrainedBank(BlockReader):
         for state in self._states.values():
             state.master.grad = None
 
+    def first_not_finite(self) -> str | None:
+        """Return "block INDEX of level LEVEL holds nan" of the first block with a number that is not finite, or None.
+
+        Blocks that no pass has fetched since training began, or went on, are what they were, and not looked at.
+        """
+        waiting = ((level, index) for level, file in self._waiting.items() for index in file.written())
+        keys = sorted({*waiting, *(key for key, state in self._states.items() if state.step)})
+        return _first_not_finite((key, self._read_state(*key)) for key in keys)
+
+    def first_not_finite_in(self, folder: Path) -> str | None:
+        """Return the same of the blocks that `save_state` wrote to a folder.
+
+        Raises:
+            BankError: If a file is absent, or another bank's.
+        """
+        for level, indices in _touched_in(folder).items():
+            with contextlib.closing(self._state_file(folder, level, indices)) as file:
+                records = ((index, file.read(place)) for place, index in enumerate(indices))
+                found = _first_not_finite(
+                    ((level, index), BlockState.unpacked(record)) for index, record in records if record is not None
+                )
+            if found is not None:
+                return found
+        return None
+
     def touched(self) -> list[tuple[int, int]]:
         """Level and index of every block that was updated, ascending."""
         waiting = {(level, index) for level, file in self._waiting.items() for index in file.written()}
@@ -213,21 +239,18 @@ class TrainedBank(BlockReader):
         Raises:
             BankError: If a file is absent, or another bank's.
         """
-        try:
-            touched = json.loads((folder / _TOUCHED).read_text())
-        except OSError as error:
-            raise BankError(
-                f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
-            ) from None
+        touched = _touched_in(folder)
         if self.audit is not None:
             self.audit.load(folder / BANK_AUDIT)
         self._states.clear()
         self._close_files()
         self.changed()
-        for word, indices in touched.items():
-            level = int(word)
-            file = LevelFile(folder / level_file(level), len(indices), 3 * self.layout.record_numel(level) + 1)
+        for level, indices in touched.items():
+            file = self._state_file(folder, level, indices)
             self._resumed |= {(level, index): (file, place) for place, index in enumerate(indices)}
+
+    def _state_file(self, folder: Path, level: int, indices: Sequence[int]) -> LevelFile:
+        return LevelFile(folder / level_file(level), len(indices), 3 * self.layout.record_numel(level) + 1)
 
     def close(self) -> None:
         """Close the files of the bank, and those of what was put aside, which are gone then."""
@@ -289,6 +312,25 @@ class TrainedBank(BlockReader):
                 create_level_file(path, records, numel, torch.float32)
                 self._waiting[level] = LevelFile(path, records, numel, writable=True)
         return self._waiting[level]
+
+
+def _touched_in(folder: Path) -> dict[int, list[int]]:
+    """Return the blocks, by level, whose state `save_state` wrote to a folder."""
+    try:
+        touched = json.loads((folder / _TOUCHED).read_text())
+    except OSError as error:
+        raise BankError(
+            f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
+        ) from None
+    return {int(level): indices for level, indices in touched.items()}
+
+
+def _first_not_finite(states: Iterable[tuple[BlockKey, BlockState]]) -> str | None:
+    for (level, index), state in states:
+        largest = state.master.detach().abs().max().item()
+        if not math.isfinite(largest):
+            return f"block {index} of level {level} holds {largest}"
+    return None
 
 
 def _save_nothing(path: Path) -> None:

@@ -26,7 +26,7 @@ def finetune(config: SftConfig) -> TrainResult:
 
     Raises:
         ValueError: If the request is wrong; nothing has been written then.
-        FloatingPointError: If the loss stops being finite.
+        FloatingPointError: If the loss, a gradient or what trains stops being finite.
     """
     return prepare(config).execute()
 

@@ -1,4 +1,4 @@
-"""What any Trainer of memories may do beside: a balance loss, a log of usage, and an end to a loss that is not finite."""
+"""What any Trainer of memories may do beside: a balance loss, a log of usage, and an end to what is not finite."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ from torch import nn
 
 from midus_hf.analysis.usage import record_usage
 from midus_hf.training.balance import record_readings
+from midus_hf.training.finite import error_of, first_gradient_not_finite
 from midus_hf.training.trains_memory import TrainsMemory
 from midus_hf.training.usage_events import UsageEvents
 
@@ -81,6 +82,24 @@ class AidsMemory(TrainsMemory):
         added = self.balance_loss / passes * balance
         return (result[0] + added, *result[1:]) if return_outputs else result + added
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As `Trainer._get_grad_norm`, which is the last that is looked at before the optimizer's step.
+
+        Where gradients are scaled for float16, those that are not finite are for the scaler to see, which leaves such a step out.
+
+        Raises:
+            FloatingPointError: If the norm of all gradients is not finite: the step would spoil all that trains.
+        """
+        norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        scales = self.accelerator.scaler is not None or self._dtype_of_deepspeed() == "float16"
+        if norm is None or scales or math.isfinite(norm):
+            return norm
+        step, loss = self.state.global_step + 1, self._tr_loss.item()  # of all steps since the last event
+        if not math.isfinite(loss):
+            raise error_of(f"loss is {loss}", step)
+        gradient = first_gradient_not_finite(model)
+        raise error_of(f"gradient norm is {float(norm)}{f' ({gradient})' if gradient else ''}", step)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group.
 
@@ -91,10 +110,7 @@ class AidsMemory(TrainsMemory):
             FloatingPointError: If the loss is not finite: what follows could only waste time and spoil checkpoints.
         """
         if not math.isfinite(logs.get("loss", 0.0)):
-            raise FloatingPointError(
-                f"loss is {logs['loss']} at step {self.state.global_step}; expected a finite number. Lower the learning "
-                "rates, and resume from a checkpoint before that step."
-            )
+            raise error_of(f"loss is {logs['loss']}", self.state.global_step)
         if "loss" in logs and self._balance_losses:
             balance = torch.stack(self._balance_losses).mean()
             logs["balance_loss"] = self._mean_over_processes(balance).item()

@@ -14,7 +14,7 @@ from midus_config.locks import Lock
 from midus_config.whole_files import move_into_place, whole_file
 from midus_config.wording import first_few
 from midus_hf.training.output_lock import check_not_held, hold_output
-from midus_hf.training.resumption import check_same_run, find_checkpoint, settle_resumption
+from midus_hf.training.resumption import check_same_run, find_checkpoint, settle_resumption, tell_passed_over
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.written_files import foreign_files, remove_written
 
@@ -23,7 +23,7 @@ _NAMED = 5
 
 
 def check_output(config: RunOptions) -> Path | None:
-    """See that the run may write its output; nothing is written yet.
+    """See that the run may write its output, and tell which checkpoints it passes over; nothing is written yet.
 
     Returns:
         The checkpoint to resume from, or None for a new run.
@@ -43,7 +43,8 @@ def check_output(config: RunOptions) -> Path | None:
                 f"output_on_failure is {config.output_on_failure!r}, which exists; choose another folder."
             )
     if config.resume:
-        checkpoint = find_checkpoint(config)
+        checkpoint, passed_over = find_checkpoint(config)
+        tell_passed_over(passed_over)
         check_same_run(config, checkpoint)
         return checkpoint
     if output.exists() and any(output.iterdir()):
@@ -96,7 +97,7 @@ def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
     lock = hold_output(output)
-    if settle_resumption(asked or config) != config or (config.resume and find_checkpoint(config) != checkpoint):
+    if settle_resumption(asked or config) != config or (config.resume and find_checkpoint(config)[0] != checkpoint):
         raise ValueError(
             f"output is {config.output!r}, in which another run has begun or gone on since this one was asked for; start it again to "
             "go on from what is there now, or choose another folder."

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from midus_config.checkpoint_files import CONFIG_FILE, RUN_CONFIG, TRAINER_STATE
-from midus_hf.training.run_checkpoints import is_complete, last_checkpoint
+from midus_hf.training.run_checkpoints import UNFINISHED, damage_of, is_of_earlier_version, whole_checkpoint
 from midus_hf.training.run_options import AUTO, RunOptions
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -69,6 +71,9 @@ def settle_resumption(config: Options) -> Options:
     Args:
         config: The options as they were given.
 
+    Where checkpoints were written to their end and none is whole any more, `find_checkpoint` refuses: a run never begins again over
+    what a person may want to repair.
+
     Raises:
         ValueError: If what lies in the output has no checkpoint and is another run's, or a trained model's.
     """
@@ -76,7 +81,8 @@ def settle_resumption(config: Options) -> Options:
     goes_on = restarted and isinstance(config.resume, bool) and not _is_of_before(output)
     if config.resume != AUTO and not goes_on:
         return config
-    if last_checkpoint(output) is not None:
+    whole, passed_over = whole_checkpoint(output)
+    if whole is not None or any(damage != UNFINISHED for damage in passed_over.values()):
         return dataclasses.replace(config, resume=True, overwrite=False)
     # What died before its first checkpoint has left its options and the beginning of a log.
     has_died = (output / RUN_CONFIG).exists() and not (output / CONFIG_FILE).exists()
@@ -98,29 +104,58 @@ def _is_of_before(output: Path) -> bool:
         return False  # there is no run, or this machine has joined since
 
 
-def find_checkpoint(config: RunOptions) -> Path:
-    """The checkpoint that a run is to be resumed from.
+def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = None) -> tuple[Path, dict[Path, str]]:
+    """Return the checkpoint that a run is to be resumed from, and what is wrong with later ones.
 
     Args:
         config: The options of the run, with `resume`.
+        skipped: Checkpoints that are not considered, and why. Default: none.
 
     Raises:
-        ValueError: If there is none that is whole.
+        ValueError: If there is none that is whole, or `resume` names one that is not. A checkpoint of a version that wrote no
+            manifests is gone on from where `resume` names it, and passed over otherwise.
     """
+    skipped = skipped or {}
     if isinstance(config.resume, str):
         checkpoint = Path(config.resume)
-        if not is_complete(checkpoint):
+        damage = skipped.get(checkpoint) or (None if is_of_earlier_version(checkpoint) else damage_of(checkpoint))
+        if damage is not None:
             raise ValueError(
-                f"resume is {config.resume!r}, which is no complete checkpoint; expected a folder checkpoint-N."
+                f"resume is {config.resume!r}, which is no whole checkpoint ({damage}); expected a folder checkpoint-N with all that "
+                "a run wrote there. Name another one, or set resume: true for the latest that is whole."
             )
-        return checkpoint
-    latest = last_checkpoint(config.output)
-    if latest is None:
+        return checkpoint, {}
+    checkpoint_or_none, passed_over = whole_checkpoint(config.output, skipped)
+    if checkpoint_or_none is not None:
+        return checkpoint_or_none, passed_over
+    passed_over = {**skipped, **passed_over}
+    if all(damage == UNFINISHED for damage in passed_over.values()):
         raise ValueError(
             f"resume is true, but output {config.output!r} holds no complete checkpoint; "
             "start the run again with overwrite: true, and save_every to have checkpoints."
         )
-    return latest
+    earlier = next(filter(is_of_earlier_version, passed_over), None)
+    hint = "" if earlier is None else f"resume: {earlier} goes on from that one without a check of its files, or "
+    raise ValueError(
+        f"output {config.output!r} holds no whole checkpoint ({'; '.join(_reasons(passed_over))}); {hint}put back what is missing, "
+        "or start the run again with resume: false and overwrite: true."
+    )
+
+
+def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
+    """Let the main process tell a person, in one line on standard error, which checkpoints are passed over and why.
+
+    This may be called before processes know of each other.
+
+    Args:
+        passed_over: What is wrong with each; nothing is told if there are none.
+    """
+    if passed_over and int(os.environ.get("RANK", 0)) == 0:
+        print("; ".join(_reasons(passed_over, " is passed over")), file=sys.stderr, flush=True)
+
+
+def _reasons(passed_over: Mapping[Path, str], verb: str = "") -> list[str]:
+    return [f"{path.name}{verb}: {damage}" for path, damage in passed_over.items()]
 
 
 def check_same_run(config: RunOptions, checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ def train(config: TrainConfig) -> TrainResult:
 
     Raises:
         ValueError: If the request is wrong; nothing but cached tokens has been written then.
-        FloatingPointError: If the loss stops being finite.
+        FloatingPointError: If the loss, a gradient or what trains stops being finite.
     """
     return prepare(config).execute()
 

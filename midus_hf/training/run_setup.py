@@ -33,7 +33,7 @@ from midus_hf.training.output_folder import check_output, made_for_nothing, star
 from midus_hf.training.precision import hold_for_training
 from midus_hf.training.rates import Rates
 from midus_hf.training.reporting import check_reporting
-from midus_hf.training.resumption import describe_resumption, passes_of_a_step
+from midus_hf.training.resumption import describe_resumption, find_checkpoint, passes_of_a_step, tell_passed_over
 from midus_hf.training.run_options import RunOptions
 from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
@@ -173,16 +173,15 @@ def make_run(
             usage_every=config.usage_every,
             **trainer_options,
         )
-        if request.checkpoint is not None:
-            trainer.check_checkpoint(request.checkpoint)
+        checkpoint = None if request.checkpoint is None else _finite_checkpoint(config, trainer)
         # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
         lock = _open_output(config, asked, request.checkpoint)
     if PartialState().is_main_process:
-        resumption_lines = describe_resumption(config, request.checkpoint, request.passes)
+        resumption_lines = describe_resumption(config, checkpoint, request.passes)
         print_start(rates, report, model, [*data_lines, *resumption_lines])
     return TrainingRun(
         config,
-        request.checkpoint,
+        checkpoint,
         model,
         request.tokenizer,
         trainer,
@@ -192,6 +191,24 @@ def make_run(
         room,
         lock,
     )
+
+
+def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
+    """Return the checkpoint to resume from: the latest that is whole and in which all that trains is finite.
+
+    Raises:
+        ValueError: If there is none, or the run cannot go on from it.
+    """
+    not_finite: dict[Path, str] = {}
+    while True:
+        checkpoint, _ = find_checkpoint(config, not_finite)
+        found = trainer.first_not_finite_in(checkpoint)
+        if found is None:
+            break
+        not_finite[checkpoint] = found
+    tell_passed_over(not_finite)
+    trainer.check_checkpoint(checkpoint)
+    return checkpoint
 
 
 def _open_output(config: RunOptions, asked: RunOptions, checkpoint: Path | None) -> Lock | None:

@@ -1,7 +1,7 @@
 """The Trainer of a run: its table, its held-out text, and its checkpoints, which may fail to be written."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
-from midus_config.checkpoint_files import TRAINER_STATE
+from midus_config.checkpoint_files import BLOCK_STATES
 from midus_hf.evaluation.fetching import fetches_blocks
+from midus_hf.training.finite import error_of, first_not_finite, first_not_finite_in, trained_tensors
 from midus_hf.training.held_out import (
     HeldOut,
     HeldOutEvents,
@@ -26,7 +27,15 @@ from midus_hf.training.interruption import Interruption
 from midus_hf.training.memory_aids import AidsMemory
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.resumption import StepSize
-from midus_hf.training.run_checkpoints import checkpoints, is_complete, last_checkpoint, remove_old_checkpoints
+from midus_hf.training.run_checkpoints import (
+    begin_checkpoint,
+    checkpoints,
+    damage_of,
+    finish_checkpoint,
+    is_complete,
+    last_checkpoint,
+    remove_old_checkpoints,
+)
 from midus_hf.training.run_costs import peak_memory_bytes, trained_parameters
 from midus_hf.training.saving import say, write_failure
 from midus_hf.training.training_clock import TrainingClock
@@ -146,17 +155,25 @@ class InRun(AidsMemory):
         """Losses of the first held-out text by step, as `held_out.held_out_losses` gives them."""
         return held_out_losses(self.state.log_history, self.held_out)
 
-    def load_best(self) -> int:
-        """Give the model the weights of the step whose held-out text was best, of those whose checkpoint was kept.
+    def load_best(self, damaged: frozenset[int] = frozenset()) -> int:
+        """Give the model the weights of the step whose held-out text was best, of those whose checkpoint was kept and is whole.
+
+        Args:
+            damaged: Steps whose checkpoints are known not to be. Default: none.
 
         Returns:
             That step. For the last step nothing is loaded.
         """
         losses, last = self.held_out_losses(), self.state.global_step
-        kept = {step: path for step, path in checkpoints(str(self.args.output_dir)).items() if is_complete(path)}
+        found = checkpoints(str(self.args.output_dir))
+        kept = {step: path for step, path in found.items() if step not in damaged and is_complete(path)}
         step = best_step({step: loss for step, loss in losses.items() if step == last or step in kept})
         assert step is not None, "the last step is always measured"
         if step != last:
+            damage = damage_of(kept[step])
+            if damage is not None:
+                say(f"{kept[step].name}, the best, is passed over: {damage}")
+                return self.load_best(frozenset((*damaged, step)))
             self.load_checkpoint(kept[step])
         overall = best_step(losses)
         assert overall is not None
@@ -201,24 +218,59 @@ class InRun(AidsMemory):
         if self.save_failure is not None:
             raise OSError(self.save_failure)
 
+    def refuse_not_finite(self) -> None:
+        """End the run if a tensor or block that trains is not finite, before it is saved; all processes call it.
+
+        Raises:
+            FloatingPointError: If one is not, in whichever process.
+        """
+        assert isinstance(self.model, nn.Module)
+        found = next(
+            filter(None, (first_not_finite(trained_tensors(self.model)), *(bank.first_not_finite() for bank in self.trained_banks))),
+            None,
+        )
+        if self._largest(found is not None):
+            raise error_of(found or "what another process trains is not finite", self.state.global_step)
+
+    def first_not_finite_in(self, checkpoint: Path) -> str | None:
+        """Return what in a checkpoint trains and is not finite, as "NAME holds nan", or None.
+
+        Args:
+            checkpoint: Its folder, which is whole.
+        """
+        assert isinstance(self.model, nn.Module)
+        frozen = (name for name, parameter in self.model.named_parameters() if not parameter.requires_grad)
+        found = first_not_finite_in(checkpoint, frozen)
+        states = ((bank, checkpoint / BLOCK_STATES / str(number)) for number, bank in enumerate(self.trained_banks))
+        return found or next(filter(None, (bank.first_not_finite_in(folder) for bank, folder in states)), None)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """As `Trainer._save_checkpoint`; where a file cannot be written, what there is of the checkpoint is removed."""
+        """As `Trainer._save_checkpoint`; where a file cannot be written, what there is of the checkpoint is removed.
+
+        The checkpoint is whole with its manifest, which is written when every process has written its part and all of these are on
+        the disk. Only then older checkpoints go.
+
+        Raises:
+            FloatingPointError: If what trains is not finite; nothing is written then.
+        """
+        self.refuse_not_finite()
         step = self.state.global_step
         folder = Path(self._get_output_dir(trial), f"checkpoint-{step}")
-        failure, self._parts_failed = None, False
-        try:
-            if self.args.should_save:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / TRAINER_STATE).unlink(missing_ok=True)  # written last: with it a checkpoint is whole
-                self.tokenizer.save_pretrained(folder)
-            super()._save_checkpoint(model, trial)
-        except Exception as error:
-            failure = write_failure(error)
-            if failure is None:
-                raise
-        # What is asked here is answered there where a process has not come so far as `_save_rng_state`.
-        failed = self._parts_failed or self._largest(failure is not None)
-        self.save_failure = (failure or _OF_ANOTHER_PROCESS) if failed else None
+        self.save_failure, self._parts_failed = None, False
+        beside: list[Path] = []
+
+        def begin() -> None:
+            beside.extend(begin_checkpoint(folder))
+            self.tokenizer.save_pretrained(folder)
+
+        def write() -> None:
+            super(InRun, self)._save_checkpoint(model, trial)
+
+        def finish() -> None:
+            finish_checkpoint(folder, beside)
+
+        parts = (begin if self.args.should_save else _nothing, write, finish if self.args.should_save else _nothing)
+        failed = any(self._cannot_write(part) for part in parts)
         if not self.args.should_save:
             return
         if failed:
@@ -231,6 +283,21 @@ class InRun(AidsMemory):
         else:
             best = best_step(self.held_out_losses()) if self.keep_best else None
             remove_old_checkpoints(folder.parent, step, self.keep_checkpoints, best)
+
+    def _cannot_write(self, part: Callable[[], None]) -> bool:
+        """Do a part of saving; return whether a file could not be written in any process, which `save_failure` tells. All call it."""
+        failure = None
+        try:
+            part()
+        except Exception as error:
+            failure = write_failure(error)
+            if failure is None:
+                raise
+        # What is asked here is answered there where a process has not come so far as `_save_rng_state`.
+        failed = self._parts_failed or bool(self._largest(failure is not None))
+        if failed:
+            self.save_failure = failure or _OF_ANOTHER_PROCESS
+        return failed
 
     def _save_rng_state(self, output_dir: str) -> None:
         """As `Trainer._save_rng_state`; it ends when all processes have written theirs: then the checkpoint is said to be whole.
@@ -255,6 +322,10 @@ class InRun(AidsMemory):
             return int(number)
         numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
         return int(numbers.max())
+
+
+def _nothing() -> None:
+    """Do what a process does while the main one writes."""
 
 
 def _has_adapters(model: Any) -> bool:

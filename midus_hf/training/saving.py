@@ -19,6 +19,10 @@ _SECONDS_BETWEEN_TRIES = 30
 _SECONDS_TO_WAIT = 24 * 3600
 
 
+_OF_A_FILE_CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")
+"""Words of the errors that `torch.save` raises; the last comes where only the end of a file did not fit."""
+
+
 class SaveError(RuntimeError):
     """What was trained could be written nowhere."""
 
@@ -45,7 +49,7 @@ def write_failure(error: BaseException) -> str | None:
     if isinstance(error, SafetensorError) and "I/O error" in text:
         return text.partition("I/O error: ")[2] or text
     # torch.save knows only that its file was cut short.
-    if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text):
+    if isinstance(error, RuntimeError) and any(words in text for words in _OF_A_FILE_CUT_SHORT):
         return "a file could not be written to its end"
     return None
 

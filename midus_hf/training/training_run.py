@@ -71,6 +71,7 @@ class TrainingRun:
         """Train, save the model, and say what was done.
 
         Raises:
+            FloatingPointError: If the loss, a gradient or what trains stops being finite; nothing is saved of it.
             RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
             SaveError: If the trained model could not be saved anywhere.
         """
@@ -152,6 +153,7 @@ class TrainingRun:
             self.trainer.saved_dtypes = self.dtypes
         else:
             restore_dtypes(self.model, self.dtypes)
+        self.trainer.refuse_not_finite()
         self.trainer.merge_adapters()
         self.model.config.use_cache = self.use_cache
         try:

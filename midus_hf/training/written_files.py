@@ -16,6 +16,8 @@ from midus_config.checkpoint_files import (
     EVENTS,
     EVENTS_FOLDER,
     INDEX_FILE,
+    MANIFEST,
+    MANIFEST_FILE,
     PARTIAL_MODEL,
     RECORD,
     RESUMED,
@@ -27,6 +29,7 @@ from midus_config.checkpoint_files import (
     TOKENIZER,
     TRAINER_STATE,
     UNFINISHED_BANKS,
+    UNFINISHED_MANIFEST,
     UNFINISHED_RUN,
     UNFINISHED_STATES,
     WEIGHTS,
@@ -40,12 +43,12 @@ ACCOMPANYING = (*RECORD, *CARD, *TERMS)
 
 _MODEL = (WEIGHTS, CONFIG, TOKENIZER, CODE, BANKS, ACCOMPANYING, ARGUMENTS, UNFINISHED_BANKS)
 _OUTPUT = (*_MODEL, RUN, EVENTS, UNFINISHED_RUN)
-_CHECKPOINT = (*_MODEL, ADAPTERS, STATE, RESUMED, UNFINISHED_STATES)
+_CHECKPOINT = (*_MODEL, ADAPTERS, STATE, MANIFEST, RESUMED, UNFINISHED_MANIFEST, UNFINISHED_STATES)
 
 _FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
 
-_VOUCHING = (CONFIG_FILE, TRAINER_STATE, BANK_DESCRIPTION)
-"""With these something is whole, so they are removed first."""
+_VOUCHING = (MANIFEST_FILE, CONFIG_FILE, TRAINER_STATE, BANK_DESCRIPTION)
+"""With these something is whole, so they are removed first, in this order."""
 
 _TELLING = (INDEX_FILE, RUN_CONFIG)
 """By these other files are known as a run's, so they are removed last."""
@@ -72,6 +75,15 @@ def foreign_files(output: str | os.PathLike) -> list[str]:
             continue
         foreign += [str(entry.relative_to(output)) for entry in inside if not _is_ours(entry, output, shards)]
     return foreign
+
+
+def is_of_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether a run calls a file of its checkpoints so.
+
+    Args:
+        path: Relative to the folder of the checkpoint.
+    """
+    return is_of(Path(path), *_CHECKPOINT)
 
 
 def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
@@ -103,8 +115,9 @@ def _remove(path: Path, output: Path, shards: Collection[str]) -> bool:
     return not os.path.lexists(path)
 
 
-def _rank(path: Path) -> tuple[bool, bool, str]:
-    return path.name in _TELLING, path.name not in _VOUCHING, path.name
+def _rank(path: Path) -> tuple[bool, int, str]:
+    vouching = _VOUCHING.index(path.name) if path.name in _VOUCHING else len(_VOUCHING)
+    return path.name in _TELLING, vouching, path.name
 
 
 def _is_folder(path: Path) -> bool:
@@ -117,7 +130,7 @@ def _is_ours(path: Path, output: Path, shards: Collection[str]) -> bool:
     if any(output.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts) + 1)):
         return False
     if CHECKPOINT_NAME.fullmatch(parts[0]):
-        return is_of(Path(*parts[1:]), *_CHECKPOINT)
+        return is_of_checkpoint(Path(*parts[1:]))
     if parts[0] == PARTIAL_MODEL:
         return True
     return is_of(Path(*parts), *_OUTPUT) or (len(parts) == 1 and parts[0] in shards)

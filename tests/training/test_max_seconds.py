@@ -20,7 +20,7 @@ from midus_hf.config_file import from_mapping
 from midus_hf.training import TrainConfig, train, training_clock
 from midus_hf.training.progress import ProgressTable
 from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import last_checkpoint
+from midus_hf.training.run_checkpoints import finish_checkpoint, last_checkpoint
 from midus_hf.training.training_clock import TrainingClock
 from midus_hf.training.training_log import read_log
 
@@ -103,6 +103,7 @@ def test_a_checkpoint_that_does_not_know_its_seconds_begins_to_count_them(a_seco
     state = json.loads(path.read_text())
     assert state["stateful_callbacks"].pop("TrainingClock") == {"args": {}, "attributes": {"seconds": 4.0}}
     path.write_text(json.dumps(state))
+    finish_checkpoint(path.parent, ())
     config = tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_seconds=3, resume=True, **options)
     assert train(config).steps == 7
 

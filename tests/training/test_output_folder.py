@@ -12,7 +12,7 @@ from midus_config.checkpoint_files import PARTIAL_MODEL
 from midus_hf.training import run, train
 from midus_hf.training.output_folder import check_output, publish
 from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import last_checkpoint, remove_old_checkpoints
+from midus_hf.training.run_checkpoints import finish_checkpoint, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.run_trainer import RunTrainer
 from midus_hf.training.written_files import foreign_files
 
@@ -22,6 +22,7 @@ def checkpoint(output: Path, step: int, state: str | None = "{}") -> Path:
     folder.mkdir(parents=True)
     if state is not None:
         (folder / "trainer_state.json").write_text(state)
+        finish_checkpoint(folder, ())
     return folder
 
 
@@ -34,7 +35,7 @@ def test_the_latest_checkpoint_is_the_highest_one_that_is_whole(tmp_path):
     expected = checkpoint(tmp_path, 10)
     checkpoint(tmp_path, 9)
     checkpoint(tmp_path, 20, state=None)
-    checkpoint(tmp_path, 30, state='{"global_st')
+    (checkpoint(tmp_path, 30) / "manifest.json").write_text('{"trainer_st')
     assert last_checkpoint(tmp_path) == expected
 
 
@@ -149,7 +150,7 @@ def test_old_checkpoints_are_removed_but_not_what_a_person_put_into_them(tmp_pat
     checkpoint(tmp_path, 4, state=None)
     (tmp_path / "checkpoint-1" / "notes.txt").touch()
     remove_old_checkpoints(tmp_path, step=3, keep=None)
-    assert len(names(tmp_path)) == 5 + 4 + 1
+    assert len(names(tmp_path)) == 5 + 2 * 4 + 1
     remove_old_checkpoints(tmp_path, step=3, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     remove_old_checkpoints(tmp_path, step=3, keep=1)
@@ -157,6 +158,7 @@ def test_old_checkpoints_are_removed_but_not_what_a_person_put_into_them(tmp_pat
         "checkpoint-1",
         "checkpoint-1/notes.txt",
         "checkpoint-3",
+        "checkpoint-3/manifest.json",
         "checkpoint-3/trainer_state.json",
     ]
 
@@ -185,7 +187,7 @@ def test_resuming_needs_a_whole_checkpoint(tmp_path):
         ValueError, match=r"resume is true, but output '.*' holds no complete checkpoint; start the run"
     ):
         check_output(config(tmp_path, resume=True))
-    with pytest.raises(ValueError, match=r"which is no complete checkpoint; expected a folder checkpoint-N."):
+    with pytest.raises(ValueError, match=r"which is no whole checkpoint \(it was not written to its end\); expected a folder"):
         check_output(config(tmp_path, resume=str(tmp_path / "out" / "checkpoint-5")))
 
 

@@ -16,6 +16,7 @@ from midus_hf.training import run_setup, train
 from midus_hf.training.output_folder import as_yaml, check_output, start_output
 from midus_hf.training.resumption import passes_of_a_step, settle_resumption
 from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import finish_checkpoint
 from midus_hf.training.tied_tensors import really_missing
 
 STEP_OF_2 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 2}}}}'
@@ -122,6 +123,7 @@ def test_a_checkpoint_of_a_run_that_did_not_say_the_size_of_its_steps_is_resumed
     state = json.loads(state_file.read_text())
     assert state["stateful_callbacks"].pop("StepSize")["attributes"] == {"sequences": 2}
     state_file.write_text(json.dumps(state))
+    finish_checkpoint(state_file.parent, ())
     before = exact_log(tmp_path / "out")
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", resume=str(state_file.parent), **options))
     assert exact_log(tmp_path / "out") == before
@@ -145,6 +147,7 @@ def test_tied_embeddings_are_not_told_to_be_missing_and_what_is_missing_is(
         tensors = load_file(first / "model.safetensors")
         del tensors["model.norm.weight"]
         save_file(tensors, first / "model.safetensors", {"format": "pt"})
+        finish_checkpoint(first, ())
         train(tiny_config(model, corpus, output, **options, resume=str(first)))
     (told,) = {record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()}
     assert "['model.norm.weight']" in told

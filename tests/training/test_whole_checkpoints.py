@@ -1,0 +1,251 @@
+"""A checkpoint is believed by its manifest: what is damaged is passed over, said, and never costs the one that is whole."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from training.test_run import exact_log
+from training.tiny_run import tiny_config
+
+from midus_hf.training import run_checkpoints, train
+from midus_hf.training.output_folder import check_output
+from midus_hf.training.resumption import settle_resumption
+from midus_hf.training.run_checkpoints import damage_of, finish_checkpoint, is_complete, last_checkpoint
+
+OPTIONS = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None}
+
+
+@pytest.fixture(scope="module")
+def whole(upscaled, corpus, tmp_path_factory) -> Path:
+    """The output of a run that nobody disturbed, with all of its checkpoints."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    train(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
+    return output
+
+
+@pytest.fixture
+def output(whole, tmp_path) -> Path:
+    """The same run as it was when it had saved its checkpoint of step 4."""
+    left_out = ("config.json", "model.safetensors", "checkpoint-6")
+    shutil.copytree(whole, tmp_path / "out", ignore=lambda folder, _: left_out if Path(folder) == whole else ())
+    return tmp_path / "out"
+
+
+def asked(upscaled, corpus, output, **changes):
+    return tiny_config(upscaled("llama"), corpus, output, **{**OPTIONS, "resume": "auto", **changes})
+
+
+def flip(path: Path, place: int = -100) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+CONTENTS = "{} does not have the contents that were written"
+DAMAGES = {
+    **{
+        f"no-{name}": (Path.unlink, name, "{} is missing")
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "config.json")
+    },
+    **{f"flipped-{name}": (flip, name, CONTENTS) for name in ("model.safetensors", "optimizer.pt", "scheduler.pt")},
+    **{f"cut-{name}": (cut, name, "{} has ") for name in ("model.safetensors", "optimizer.pt", "trainer_state.json")},
+    "a-folder": (lambda path: (path.unlink(), path.mkdir()), "optimizer.pt", "{} has "),
+    "garbage": (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "trainer_state.json", CONTENTS),
+    "no-manifest": (Path.unlink, "manifest.json", "it has no {}, as those of earlier versions"),
+    "unfinished": (lambda path: path.rename(path.with_name(".manifest.json.partial")), "manifest.json", "it was not written"),
+    **{
+        f"manifest-{number}": (lambda path, text=text: path.write_text(text), "manifest.json", "its {} is damaged")
+        for number, text in enumerate(("", "{}", "[]", "{" * 100_000, "[" * 100_000, '{"trainer_state.json": 3}', "null"))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, upscaled, corpus, output, capsys):
+    damage, file, reason = DAMAGES[name]
+    damage(output / "checkpoint-4" / file)
+    config = settle_resumption(asked(upscaled, corpus, output))
+    assert config.resume is True and not config.overwrite
+    assert check_output(config) == output / "checkpoint-2"
+    (line,) = capsys.readouterr().err.splitlines()
+    if file == "manifest.json" and "damaged" in reason:
+        reason = "its manifest" if name == "manifest-5" else reason
+    assert line.startswith(f"checkpoint-4 is passed over: {reason.format(file)}")
+
+
+@pytest.mark.parametrize("name", ["no-optimizer.pt", "flipped-model.safetensors"])
+def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(name, upscaled, corpus, output, whole, capsys):
+    damage, file, _ = DAMAGES[name]
+    damage(output / "checkpoint-4" / file)
+    train(asked(upscaled, corpus, output))
+    told = capsys.readouterr()
+    assert told.err.count("is passed over") == 1 and f"going on from {output / 'checkpoint-2'}\n" in told.out
+    assert exact_log(output) == exact_log(whole)
+    for folder in ("", "checkpoint-4", "checkpoint-6"):
+        of_one, of_other = (load_file(run / folder / "model.safetensors") for run in (output, whole))
+        assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[key], of_other[key]) for key in of_one)
+    states = [torch.load(run / "checkpoint-6" / "optimizer.pt")["state"] for run in (output, whole)]
+    assert all(torch.equal(states[0][key][part], states[1][key][part]) for key in states[0] for part in states[0][key])
+    assert all(damage_of(output / f"checkpoint-{step}") is None for step in (2, 4, 6))
+
+
+def test_all_that_are_passed_over_stand_in_one_line(upscaled, corpus, output, capsys):
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-5")
+    (output / "checkpoint-5" / "rng_state.pth").unlink()
+    flip(output / "checkpoint-4" / "optimizer.pt")
+    assert check_output(asked(upscaled, corpus, output, resume=True)) == output / "checkpoint-2"
+    assert capsys.readouterr().err == (
+        "checkpoint-5 is passed over: rng_state.pth is missing; "
+        "checkpoint-4 is passed over: optimizer.pt does not have the contents that were written\n"
+    )
+
+
+def test_a_run_never_begins_again_over_checkpoints_of_which_none_is_whole(upscaled, corpus, output):
+    for step in (2, 4):
+        flip(output / f"checkpoint-{step}" / "optimizer.pt")
+    before = sorted(output.rglob("*"))
+    with pytest.raises(
+        ValueError,
+        match=r"output '.*out' holds no whole checkpoint \(checkpoint-4: optimizer\.pt does not have the contents that were written; "
+        r"checkpoint-2: .*\); put back what is missing, or start the run again with resume: false and overwrite: true\.",
+    ):
+        train(asked(upscaled, corpus, output))
+    assert sorted(output.rglob("*")) == before
+    train(asked(upscaled, corpus, output, resume=False, overwrite=True, max_steps=1))
+
+
+def test_a_run_that_died_in_its_first_checkpoint_begins_again(upscaled, corpus, output):
+    shutil.rmtree(output / "checkpoint-4")
+    manifest = output / "checkpoint-2" / "manifest.json"
+    manifest.rename(manifest.with_name(".manifest.json.partial"))
+    decided = settle_resumption(asked(upscaled, corpus, output))
+    assert (decided.resume, decided.overwrite) == (False, True)
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(upscaled, corpus, output):
+    named = output / "checkpoint-4"
+    (named / "scheduler.pt").unlink()
+    with pytest.raises(
+        ValueError,
+        match=r"resume is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder checkpoint-N "
+        r"with all that a run wrote there\. Name another one, or set resume: true for the latest that is whole\.",
+    ):
+        check_output(asked(upscaled, corpus, output, resume=str(named)))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(upscaled, corpus, output, whole):
+    for step in (2, 4):
+        (output / f"checkpoint-{step}" / "manifest.json").unlink()
+    with pytest.raises(
+        ValueError, match=rf"resume: {output}/checkpoint-4 goes on from that one without a check of its files, or put back"
+    ):
+        train(asked(upscaled, corpus, output))
+    train(asked(upscaled, corpus, output, resume=str(output / "checkpoint-4")))
+    assert exact_log(output) == exact_log(whole)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(value, upscaled, corpus, output, whole, capsys):
+    """As versions left them that looked at logged losses alone; what is frozen may be what it is."""
+    weights = output / "checkpoint-4" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.4.self_attn.q_proj.weight"].view(-1)[3] = float(value)
+    save_file(tensors, weights, {"format": "pt"})
+    finish_checkpoint(output / "checkpoint-4", ())
+    with pytest.raises(ValueError, match=rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"):
+        train(asked(upscaled, corpus, output, resume=str(output / "checkpoint-4")))
+    train(asked(upscaled, corpus, output))
+    line = f"checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds {value}\n"
+    assert capsys.readouterr().err.count(line) == 1
+    assert exact_log(output) == exact_log(whole)
+
+
+def test_what_a_person_puts_beside_a_checkpoint_is_ignored(upscaled, corpus, output, whole):
+    """Both beside one that is whole, and where one is written."""
+    (output / "checkpoint-4" / "notes.txt").write_text("mine")
+    assert damage_of(output / "checkpoint-4") is None
+    (output / "checkpoint-6").mkdir()
+    (output / "checkpoint-6" / "notes.txt").write_text("mine")
+    train(asked(upscaled, corpus, output))
+    manifests = [json.loads((run / "checkpoint-6" / "manifest.json").read_text()) for run in (output, whole)]
+    assert manifests[0].keys() == manifests[1].keys()
+    (output / "checkpoint-6" / "notes.txt").unlink()
+    assert damage_of(output / "checkpoint-6") is None
+
+
+def test_a_checkpoint_is_read_once_as_long_as_it_does_not_change(output, monkeypatch):
+    folder, read = output / "checkpoint-4", []
+    first_damage = run_checkpoints.first_damage
+    monkeypatch.setattr(run_checkpoints, "first_damage", lambda *given: read.append(given) or first_damage(*given))
+    assert damage_of(folder) is None and damage_of(folder) is None and len(read) == 1
+    flip(folder / "optimizer.pt")
+    assert damage_of(folder) == CONTENTS.format("optimizer.pt") and len(read) == 2
+
+
+def test_all_files_are_on_the_disk_before_the_manifest_is_there(upscaled, corpus, tmp_path, monkeypatch):
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def replaced(source, target):
+        events.append(("replace", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    output = tmp_path / "out"
+    train(tiny_config(upscaled("llama"), corpus, output, max_steps=2, save_every=2))
+    folder = output / "checkpoint-2"
+    appears = events.index(("replace", str(folder / "manifest.json")))
+    before, after = ({path for kind, path in part if kind == "fsync"} for part in (events[:appears], events[appears:]))
+    files = {str(path) for path in folder.rglob("*") if path.name != "manifest.json"}
+    assert len(files) > 10 and files | {str(folder), str(output), str(folder / ".manifest.json.partial")} <= before
+    assert str(folder) in after
+
+
+def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(upscaled, corpus, tmp_path, monkeypatch, capsys):
+    whole_file = run_checkpoints.whole_file
+
+    @contextlib.contextmanager
+    def spoiling(path):
+        with whole_file(path) as partial:
+            yield partial
+        if path.parent.name == "checkpoint-4":
+            cut(path.with_name("optimizer.pt"))
+
+    monkeypatch.setattr(run_checkpoints, "whole_file", spoiling)
+    output = tmp_path / "out"
+    train(tiny_config(upscaled("llama"), corpus, output, max_steps=4, save_every=2, keep_checkpoints=1))
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert last_checkpoint(output) == output / "checkpoint-2" and is_complete(output / "checkpoint-2")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "was not saved" in line)
+    assert line.startswith(f"checkpoint-4 was not saved in {output}: optimizer.pt has ") and line.endswith("is checkpoint-2.")
+
+
+def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(upscaled, corpus, tmp_path, capsys, monkeypatch):
+    text, output = tmp_path / "held-out.txt", tmp_path / "out"
+    text.write_text(" ".join(f"w{3 + i % 9}" for i in range(200)))
+    options = {**OPTIONS, "eval_text": str(text), "eval_every": 2, "keep_best": True, "resume": False}
+    monkeypatch.setattr("midus_hf.training.run_trainer.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0})
+
+    def spoil(self, *_):
+        flip(output / "checkpoint-4" / "model.safetensors")
+
+    monkeypatch.setattr("midus_hf.training.progress.ProgressTable.close", spoil)
+    result = train(tiny_config(upscaled("llama"), corpus, output, **options))
+    assert result.best_step == 2
+    expected = load_file(output / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(output / "model.safetensors").items())
+    assert f"checkpoint-4, the best, is passed over: {CONTENTS.format('model.safetensors')}" in capsys.readouterr().err
