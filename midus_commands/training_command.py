@@ -27,7 +27,7 @@ def run_training_command(
         name: The program's name, as help has it.
 
     Returns:
-        Exit status: 0 done, 1 the trained model is not in the output, 2 the request is wrong, 130 or 143 interrupted
+        Exit status: 0 done, 1 the trained model is not in the output, or was not finite, 2 the request is wrong, 130 or 143 interrupted
         by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -71,6 +71,7 @@ def _train(
     from midus_hf.config_file import read_config
     from midus_hf.documents import DocumentError
     from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.training.finite import NotFiniteError
     from midus_hf.training.interruption import RunInterrupted
     from midus_hf.training.saving import SaveError
 
@@ -86,7 +87,7 @@ def _train(
         return Ending(128 + interrupted.signal_number, str(interrupted))
     except DocumentError as error:
         return Ending(WRONG_REQUEST, str(error))
-    except SaveError as error:
+    except (SaveError, NotFiniteError) as error:
         return Ending(FAILED, str(error))
     if is_main_process():
         speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"

@@ -12,14 +12,18 @@ from torch import nn
 from midus_config.checkpoint_files import ADAPTERS, WEIGHTS, globs
 
 
-def error_of(what: str, step: int) -> FloatingPointError:
+class NotFiniteError(FloatingPointError):
+    """A run has come to numbers that are not finite, and ends without saving them."""
+
+
+def error_of(what: str, step: int) -> NotFiniteError:
     """Return the error with which a run ends.
 
     Args:
         what: What is not finite, as the beginning of a sentence: "loss is nan".
         step: The optimizer step at which it was seen.
     """
-    return FloatingPointError(
+    return NotFiniteError(
         f"{what} at step {step}; expected a finite number. Lower the learning rates, and resume from a checkpoint before that "
         "step."
     )
@@ -42,16 +46,20 @@ def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
 
 
 def first_gradient_not_finite(model: nn.Module) -> str | None:
-    """Return "the gradient of NAME holds nan" of the first parameter whose gradient does not have finite numbers alone, or None.
+    """Return the name of the first parameter whose gradient has numbers that are not finite.
+
+    None if there is none, or if all gradients have some, as after clipping by a norm that is nan: then nobody knows which was first.
 
     Args:
         model: The model, after a backward pass.
     """
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
-    return first_not_finite(
-        (f"the gradient of {name}", _share(gradient.coalesce().values() if gradient.is_sparse else gradient))
+    shares = [
+        (name, _share(gradient.coalesce().values() if gradient.is_sparse else gradient))
         for name, gradient in gradients
-    )
+    ]
+    not_finite = [name for name, share in shares if first_not_finite([(name, share)]) is not None]
+    return not_finite[0] if 0 < len(not_finite) < len(shares) else None
 
 
 def trained_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

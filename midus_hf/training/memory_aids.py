@@ -97,8 +97,8 @@ class AidsMemory(TrainsMemory):
         step, loss = self.state.global_step + 1, self._tr_loss.item()  # of all steps since the last event
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
-        gradient = first_gradient_not_finite(model)
-        raise error_of(f"gradient norm is {float(norm)}{f' ({gradient})' if gradient else ''}", step)
+        name = first_gradient_not_finite(model)
+        raise error_of(f"gradient norm is {float(norm)}{f' (that of {name} is)' if name else ''}", step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group.

@@ -143,7 +143,9 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / UNFINISHED_MANIFEST[0]).touch()
     return frozenset(
-        path for path in checkpoint.rglob("*") if not path.is_dir() and not is_of_checkpoint(path.relative_to(checkpoint))
+        path
+        for path in checkpoint.rglob("*")
+        if not path.is_dir() and not is_of_checkpoint(path.relative_to(checkpoint))
     )
 
 

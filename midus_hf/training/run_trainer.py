@@ -226,7 +226,13 @@ class InRun(AidsMemory):
         """
         assert isinstance(self.model, nn.Module)
         found = next(
-            filter(None, (first_not_finite(trained_tensors(self.model)), *(bank.first_not_finite() for bank in self.trained_banks))),
+            filter(
+                None,
+                (
+                    first_not_finite(trained_tensors(self.model)),
+                    *(bank.first_not_finite() for bank in self.trained_banks),
+                ),
+            ),
             None,
         )
         if self._largest(found is not None):

@@ -48,6 +48,8 @@ def write_failure(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, SafetensorError) and "I/O error" in text:
         return text.partition("I/O error: ")[2] or text
+    if type(error) is Exception and "(os error " in text:  # of tokenizers
+        return text.partition(" (os error ")[0]
     # torch.save knows only that its file was cut short.
     if isinstance(error, RuntimeError) and any(words in text for words in _OF_A_FILE_CUT_SHORT):
         return "a file could not be written to its end"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
 from training.test_run import exact_log
 from training.tiny_run import save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
@@ -279,6 +280,10 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path):
     assert path.read_text() == '{"step": 1}\n' and read_log(path) == [{"step": 1}]
 
 
+def long_tokenizer() -> Tokenizer:
+    return Tokenizer(models.WordLevel({f"word{i}": i for i in range(2_000)}, unk_token="word0"))
+
+
 def test_what_the_libraries_raise_on_a_full_disk_is_known(tmp_path):
     """A limit on the size of files fails as a full disk does."""
     resource = pytest.importorskip("resource")
@@ -293,12 +298,20 @@ def test_what_the_libraries_raise_on_a_full_disk_is_known(tmp_path):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
             reasons = []
-            for save in (save_file, torch.save, lambda _, path: Path(path).write_bytes(b"x" * 20_000)):
+            last_bytes = {"a": torch.zeros(2_300)}  # of which the beginning fits
+            for save, value in (
+                (save_file, tensors),
+                (torch.save, tensors),
+                (torch.save, last_bytes),
+                (lambda _, path: Path(path).write_bytes(b"x" * 20_000), tensors),
+                (lambda _, path: long_tokenizer().save(path), tensors),
+            ):
                 try:
-                    save(tensors, str(tmp_path / "file"))
+                    save(value, str(tmp_path / "file"))
                 except Exception as error:
-                    reasons.append(write_failure(error) or "")
-            known = ["File too large", "a file could not be written to its end", "File too large"]
+                    reasons.append(write_failure(error) or repr(error))
+            cut_short = "a file could not be written to its end"
+            known = ["File too large", cut_short, cut_short, "File too large", "File too large"]
             status = 0 if [reason.partition(" (")[0] for reason in reasons] == known else 2
         finally:
             os._exit(status)

@@ -61,7 +61,12 @@ def runs(models, assigned, tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, HELPER.parents[1:3])), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, HELPER.parents[1:3])),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert process.returncode == 0, process.stderr
     expected = [-signal.SIGKILL if asked["kill"] else 0 for asked in list_]

@@ -187,7 +187,9 @@ def test_resuming_needs_a_whole_checkpoint(tmp_path):
         ValueError, match=r"resume is true, but output '.*' holds no complete checkpoint; start the run"
     ):
         check_output(config(tmp_path, resume=True))
-    with pytest.raises(ValueError, match=r"which is no whole checkpoint \(it was not written to its end\); expected a folder"):
+    with pytest.raises(
+        ValueError, match=r"which is no whole checkpoint \(it was not written to its end\); expected a folder"
+    ):
         check_output(config(tmp_path, resume=str(tmp_path / "out" / "checkpoint-5")))
 
 

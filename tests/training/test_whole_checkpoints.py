@@ -83,7 +83,9 @@ def test_what_is_damaged_is_passed_over_for_what_is_whole_beside_it(name, upscal
 
 
 @pytest.mark.parametrize("name", ["no-optimizer.pt", "flipped-model.safetensors"])
-def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(name, upscaled, corpus, output, whole, capsys):
+def test_what_goes_on_from_the_whole_one_is_the_run_that_nobody_disturbed(
+    name, upscaled, corpus, output, whole, capsys
+):
     damage, file, _ = DAMAGES[name]
     damage(output / "checkpoint-4" / file)
     train(asked(upscaled, corpus, output))
@@ -146,7 +148,8 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(up
     for step in (2, 4):
         (output / f"checkpoint-{step}" / "manifest.json").unlink()
     with pytest.raises(
-        ValueError, match=rf"resume: {output}/checkpoint-4 goes on from that one without a check of its files, or put back"
+        ValueError,
+        match=rf"resume: {output}/checkpoint-4 goes on from that one without a check of its files, or put back",
     ):
         train(asked(upscaled, corpus, output))
     train(asked(upscaled, corpus, output, resume=str(output / "checkpoint-4")))
@@ -154,14 +157,18 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(up
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(value, upscaled, corpus, output, whole, capsys):
+def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(
+    value, upscaled, corpus, output, whole, capsys
+):
     """As versions left them that looked at logged losses alone; what is frozen may be what it is."""
     weights = output / "checkpoint-4" / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.layers.4.self_attn.q_proj.weight"].view(-1)[3] = float(value)
     save_file(tensors, weights, {"format": "pt"})
     finish_checkpoint(output / "checkpoint-4", ())
-    with pytest.raises(ValueError, match=rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"):
+    with pytest.raises(
+        ValueError, match=rf"no whole checkpoint \(model\.layers\.4\.self_attn\.q_proj\.weight holds {value}\)"
+    ):
         train(asked(upscaled, corpus, output, resume=str(output / "checkpoint-4")))
     train(asked(upscaled, corpus, output))
     line = f"checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds {value}\n"
@@ -215,7 +222,9 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_there(upscaled, corpus
     assert str(folder) in after
 
 
-def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(upscaled, corpus, tmp_path, monkeypatch, capsys):
+def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(
+    upscaled, corpus, tmp_path, monkeypatch, capsys
+):
     whole_file = run_checkpoints.whole_file
 
     @contextlib.contextmanager
@@ -231,7 +240,9 @@ def test_older_checkpoints_stay_where_the_new_one_is_not_what_was_written(upscal
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert last_checkpoint(output) == output / "checkpoint-2" and is_complete(output / "checkpoint-2")
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "was not saved" in line)
-    assert line.startswith(f"checkpoint-4 was not saved in {output}: optimizer.pt has ") and line.endswith("is checkpoint-2.")
+    assert line.startswith(f"checkpoint-4 was not saved in {output}: optimizer.pt has ") and line.endswith(
+        "is checkpoint-2."
+    )
 
 
 def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(upscaled, corpus, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,239 @@
+"""What is not finite ends a run before it spoils anything: gradients before the step, tensors before they are saved."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from training.block_runs import config_of
+from training.tiny_run import tiny_config
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from midus_commands.train import main
+from midus_hf.training import MemoryTrainer
+from midus_hf.training.finite import first_gradient_not_finite, first_not_finite
+from midus_hf.training.run import prepare
+from midus_hf.training.run_checkpoints import last_checkpoint
+
+
+class Spoil(TrainerCallback):
+    """Before the optimizer's step of a number, or after it, write a value into what training left there."""
+
+    def __init__(self, step, spoil, after=False):
+        self.step, self.spoil, self.after = step, spoil, after
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.hook = None
+        if state.global_step + 1 == self.step and not self.after:
+            self.hook = self.spoil(kwargs["model"])
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self.hook is not None:
+            self.hook.remove()
+        if state.global_step + 1 == self.step and self.after:
+            self.spoil(kwargs["model"])
+
+
+def of_gradient(value):
+    """Let one number of one gradient be another, in all passes of a step."""
+
+    def spoil(model):
+        parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+        def changed(gradient):
+            gradient = gradient.clone()
+            gradient.view(-1)[0] = value
+            return gradient
+
+        return parameter.register_hook(changed)
+
+    return spoil
+
+
+def files_of(output):
+    return sorted(path.name for path in output.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "changes"),
+    [
+        (math.inf, 4, {}),  # that saves
+        (math.inf, 6, {}),  # the last, that saves too
+        (math.inf, 5, {"max_steps": 5}),  # the last
+        (math.nan, 3, {"max_grad_norm": 0.0}),
+        (-math.inf, 4, {"log_every": 5, "gradient_accumulation": 2, "trainable": "all"}),
+    ],
+)
+def test_a_gradient_that_is_not_finite_ends_the_run(value, step, changes, upscaled, corpus, tmp_path):
+    options = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None, **changes}
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", **options))
+    run.trainer.add_callback(Spoil(step, of_gradient(value)))
+    with pytest.raises(
+        FloatingPointError,
+        match=rf"gradient norm is (inf|nan).* at step {step}; expected a finite number\. Lower the learning rates, and resume from a "
+        r"checkpoint before that step\.",
+    ):
+        run.execute()
+    whole = [f"checkpoint-{saved}" for saved in range(2, step, 2)]
+    assert files_of(tmp_path / "out") == [*whole, "log.jsonl", "train_config.yaml"]
+    for name in whole:
+        assert all(
+            tensor.isfinite().all() for tensor in load_file(tmp_path / "out" / name / "model.safetensors").values()
+        )
+
+
+def test_the_first_gradient_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True))
+    model[0].weight.grad = torch.ones(2, 2)
+    model[1](torch.tensor([1, 1])).sum().backward()
+    assert first_gradient_not_finite(model) is None
+    model[1].weight.grad *= math.inf
+    assert first_gradient_not_finite(model) == "1.weight"
+    model[0].weight.grad[0, 1] = math.nan
+    assert first_gradient_not_finite(model) is None, "clipping by a norm that is nan leaves all of them so"
+    model[0].bias.grad = torch.ones(2)
+    assert first_gradient_not_finite(model) == "0.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_finite_number_is_finite(dtype):
+    largest = torch.full([1000], torch.finfo(dtype).max, dtype=dtype)
+    named = [("empty", torch.empty(0)), ("whole", torch.ones(3, dtype=torch.int64)), ("a", largest), ("b", -largest)]
+    assert first_not_finite(named) is None and first_not_finite([]) is None
+    assert first_not_finite([*named, ("c", -2 * largest)]) == "c holds inf"
+    assert first_not_finite([("c", torch.tensor([math.nan, math.inf])), *named]) == "c holds nan"
+
+
+def test_the_command_ends_with_status_1_and_publishes_nothing(upscaled, corpus, tmp_path, monkeypatch, capsys):
+    recipe, output = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text(
+        "max_steps: 4\nsave_every: 2\nsequence_length: 16\nbatch_size: 2\nprecision: fp32\nlog_every: 3\n"
+    )
+    training_step = Trainer.training_step
+
+    def poisoned(self, model, *args, **kwargs):
+        loss = training_step(self, model, *args, **kwargs)
+        if self.state.global_step == 3:
+            next(parameter for parameter in model.parameters() if parameter.grad is not None).grad[0] = math.inf
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", poisoned)
+    words = [str(recipe), f"model={upscaled('llama')}", f"corpus={corpus}", f"output={output}"]
+    assert main(words) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("midus-train: "))
+    assert line.startswith("midus-train: gradient norm is inf (that of model.layers.1.")
+    assert " is) at step 4; expected a finite number." in line
+    assert last_checkpoint(output) == output / "checkpoint-2" and not (output / "config.json").exists()
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+    assert main([*words, "resume=auto"]) == 0
+    assert all(tensor.isfinite().all() for tensor in load_file(output / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("save_every", [2, None], ids=["checkpoint", "model"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tensors_that_are_not_finite_are_never_saved(save_every, value, upscaled, corpus, tmp_path):
+    """Whatever made them so: here it is no gradient."""
+
+    def spoil(model):
+        model.model.layers[4].self_attn.q_proj.weight.data[1, 2] = value
+
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=4, save_every=save_every))
+    run.trainer.add_callback(Spoil(4, spoil, after=True))
+    with pytest.raises(
+        FloatingPointError, match=rf"layers\.4\.self_attn\.q_proj\.weight holds {value} at step 4; expected a"
+    ):
+        run.execute()
+    checkpoints = ["checkpoint-2"] if save_every else []
+    assert files_of(tmp_path / "out") == [*checkpoints, "log.jsonl", "train_config.yaml"]
+
+
+def test_a_number_that_the_dtype_of_the_model_cannot_hold_is_not_saved(upscaled, corpus, tmp_path):
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1))
+    name = "model.layers.4.self_attn.q_proj.weight"
+    run.dtypes[name] = torch.float16
+
+    def spoil(model):
+        model.get_parameter(name).data[0, 0] = 1e6
+
+    run.trainer.add_callback(Spoil(1, spoil, after=True))
+    with pytest.raises(FloatingPointError, match=r"q_proj\.weight holds inf at step 1"):
+        run.execute()
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_what_is_frozen_may_be_what_it_is(upscaled, corpus, tmp_path):
+    """A model may hold infinite numbers that nothing reads, and does not train them."""
+    run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=1))
+    run.execute()
+    frozen, trained = (
+        run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
+    )
+    frozen.data[2] = math.inf
+    run.trainer.save_checkpoint_in(tmp_path)
+    assert load_file(tmp_path / "checkpoint-1" / "model.safetensors")["model.embed_tokens.weight"][2].isinf().all()
+    assert run.trainer.first_not_finite_in(tmp_path / "checkpoint-1") is None
+    trained.data[2] = math.inf
+    with pytest.raises(FloatingPointError):
+        run.trainer.save_checkpoint_in(tmp_path)
+
+
+def test_blocks_of_banks_are_looked_at_too(models, assigned, tmp_path):
+    run = prepare(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=2, trainable="new"))
+    (bank,) = run.trainer.trained_banks
+    leaves, left = bank.leaves, [3]
+
+    def spoiled():
+        left[0] -= 1
+        found = leaves()
+        if left[0] == 0:
+            found[0].grad[7] = math.inf
+        return found
+
+    bank.leaves = spoiled
+    with pytest.raises(FloatingPointError, match=r"gradient norm is inf at step 3; expected a finite number"):
+        run.execute()
+    assert files_of(tmp_path / "out") == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
+
+
+def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
+    models, assigned, tmp_path, monkeypatch, capsys
+):
+    output, spoiled = tmp_path / "out", []
+
+    def spoil(model):
+        (bank,) = spoiled
+        level, index = bank.touched()[0]
+        bank._states[level, index].master.data[5] = math.nan
+
+    run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2))
+    spoiled += run.trainer.trained_banks
+    run.trainer.add_callback(Spoil(4, spoil, after=True))
+    with pytest.raises(
+        FloatingPointError, match=r"block \d+ of level \d holds nan at step 4; expected a finite number"
+    ):
+        run.execute()
+    assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
+    run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2, resume=True))
+    spoiled[:] = run.trainer.trained_banks
+    monkeypatch.setattr(type(run.trainer), "refuse_not_finite", lambda self: None)
+    run.trainer.add_callback(Spoil(4, spoil, after=True))
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):
+        run.execute()
+    monkeypatch.undo()
+    run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2, resume="auto"))
+    assert run.checkpoint == output / "checkpoint-2"
+    assert "checkpoint-4 is passed over: block" in capsys.readouterr().err
+
+
+def test_a_script_of_ones_own_ends_as_well(upscaled, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    ids = torch.arange(3, 19)
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=3, save_steps=1, report_to="none", use_cpu=True, remove_unused_columns=False
+    )
+    trainer = MemoryTrainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
+    trainer.add_callback(Spoil(3, of_gradient(math.inf)))
+    with pytest.raises(FloatingPointError, match=r"gradient norm is inf .* at step 3"):
+        trainer.train()
+    assert files_of(tmp_path / "out") == ["checkpoint-1", "checkpoint-2"]
