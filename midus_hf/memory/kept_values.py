@@ -1,4 +1,4 @@
-"""Values that each head has expanded beforehand, for as long as somebody says that weights stand still (MIDUS, C.2)."""
+"""What memories derive from their parameters alone, kept for as long as somebody says that weights stand still (MIDUS, C.2)."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,8 @@ class LendsTables(Protocol):
 def kept_values(model: nn.Module) -> Iterator[None]:
     """Expand the values of every memory in `model` once, and read the expanded ones in the passes within.
 
-    What is expanded is what a memory derives from its parameters alone: the values of each head, or the keys and values of chapters.
+    What is expanded is what a memory derives from its parameters alone: the values of each head, the keys and values of chapters, or
+    the normalised keys of UltraMemV2 and the singular vectors of its cores.
 
     `generate` of a model with memory does this for the length of one call. Nothing else does it by itself: whether
     weights have changed cannot be told from outside (fused optimizers, `.data` and compiled steps leave no trace), so
@@ -54,20 +55,24 @@ def kept_values(model: nn.Module) -> Iterator[None]:
 
 
 class KeptValues:
-    """A tensor derived from parameters of a module, filled and cleared by `kept_values` alone.
+    """Tensors derived from parameters of a module, filled and cleared by `kept_values` alone.
 
-    It is neither copied nor saved with the module.
+    They are neither copied nor saved with the module.
 
     Args:
-        parameters: Names of the parameters that it is derived from, of the module, of its linear layers, or of tables that it shares.
-        derive: Makes it from them, cast to one dtype.
+        parameters: Names of the parameters that they are derived from, of the module, of its linear layers, or of tables that it
+            shares.
+        derive: Makes them from these: one tensor, or several of one dtype.
+        as_stored: Whether `derive` takes parameters in the dtype that they are stored in, under `torch.autocast` too. Default:
+            false, cast to the dtype that autocast chooses.
     """
 
-    def __init__(self, parameters: tuple[str, ...], derive: Callable[..., torch.Tensor]):
-        self._parameters, self._derive = parameters, derive
+    def __init__(self, parameters: tuple[str, ...], derive: Callable[..., Any], as_stored: bool = False):
+        self._parameters, self._derive, self._as_stored = parameters, derive, as_stored
         self._getters = tuple(map(attrgetter, parameters))
-        self._derived: torch.Tensor | None = None
+        self._derived: Any = None
         self._sources: tuple[torch.Tensor, ...] = ()
+        self._stored_dtype: torch.dtype | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -77,32 +82,34 @@ class KeptValues:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes."""
-        return 0 if self._derived is None else self._derived.nbytes
+        return sum(tensor.nbytes for tensor in _tensors_of(self._derived))
 
     def fill(self, module: nn.Module, tables: Mapping[str, torch.Tensor]) -> None:
-        """Derive the tensor, if the parameters of `module` and the tables that it shares are there to be read."""
+        """Derive the tensors, if the parameters of `module` and the tables that it shares are there to be read."""
         if any(hasattr(part, "_hf_hook") for part in module.modules()) or not self._is_plain(module, tables):
             return
         sources = self._sources_of(module, tables)
         if not all(map(_is_whole, sources)):
             return
         with torch.no_grad():
-            derived = self._derive(*(_as_computed_with(source) for source in sources))
-        if derived.is_cuda:
-            # A captured graph reads it where it lies, as it reads parameters, instead of copying it at every replay.
-            torch._dynamo.mark_static_address(derived, guard=False)
-        self._derived, self._sources = derived, sources
+            derived = self._derive(*(source if self._as_stored else _as_computed_with(source) for source in sources))
+        for tensor in _tensors_of(derived):
+            if tensor.is_cuda:
+                # A captured graph reads it where it lies, as it reads parameters, instead of copying it at every replay.
+                torch._dynamo.mark_static_address(tensor, guard=False)
+        self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
 
     def clear(self) -> None:
-        """Forget it."""
+        """Forget them."""
         self._derived, self._sources = None, ()
 
-    def serve(
-        self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None
-    ) -> torch.Tensor | None:
-        """What is kept, where this pass may read it: without gradients, in the dtype and on the device of `like`."""
+    def serve(self, module: nn.Module, like: torch.Tensor, tables: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """What `derive` made, where this pass may read it: without gradients, in the dtype and on the device of `like`; else None."""
         kept = self._derived
-        if kept is None or torch.is_grad_enabled() or kept.dtype != like.dtype or kept.device != like.device:
+        if kept is None or torch.is_grad_enabled():
+            return None
+        first = kept if isinstance(kept, torch.Tensor) else kept[0]
+        if first.dtype != like.dtype or first.device != like.device or self._sources[0].dtype != self._stored_dtype:
             return None
         if not torch.compiler.is_compiling():
             # `torch.func.functional_call` may have put others in their place for this pass.
@@ -124,6 +131,12 @@ class KeptValues:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_derived": None, "_sources": ()}
+
+
+def _tensors_of(derived: Any) -> tuple[torch.Tensor, ...]:
+    if derived is None:
+        return ()
+    return (derived,) if isinstance(derived, torch.Tensor) else derived
 
 
 def _tables_of_readers(model: nn.Module) -> dict[int, Mapping[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import recomputing
@@ -20,6 +21,8 @@ from midus_hf.ops.product_key import product_key_topk
 from midus_hf.ops.tucker_topk import leading_vectors, tucker_topk
 
 _EPS = 1e-6
+_MOST_KEPT = 1 << 26
+"""Elements of normalised keys that a layer keeps for the length of a generation: 256 MB in float32."""
 _ACTIVATIONS = {"none": lambda products: products, "gelu": nn.functional.gelu, "silu": nn.functional.silu}
 
 
@@ -56,6 +59,11 @@ class UltraMem(MemoryModule):
         self.key_width = options.width("key_width", sizes)
         self.has_pre_values = options.width("pre_value_width", sizes) > 0
         self.table_reading = TableReading()
+        self.kept: KeptValues | None = None
+        if options.scoring == "tucker" and 2 * self.row_keys.numel() <= _MOST_KEPT:
+            self.kept = KeptValues(
+                ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector"), _keys_and_vectors, as_stored=True
+            )
         if not options.has_losses:
             self.asks = ()
 
@@ -147,28 +155,29 @@ class UltraMem(MemoryModule):
         wide = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(hidden_states.device.type):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
-            row_scores, column_scores = (
-                torch.einsum("BThrd,hanrd->BThanr", query[:, :, side], self._normalised_keys(keys, wide))
-                for side, keys in enumerate((self.row_keys, self.column_keys))
-            )  # [B, T, H, h, n, r]
-            row_vector, column_vector = self._leading_vectors(wide, keep_vectors and self.training)
+            keys, row_vector, column_vector = self._keys_and_vectors(query, keep_vectors and self.training)
+            row_scores, column_scores = _scores(query, keys, options.key_pairs)
             if report is not None and self.options.has_losses:
                 self._report(row_scores, column_scores, row_vector, column_vector, report)
             return tucker_topk(
                 row_scores, column_scores, self.core, row_vector, column_vector, options.k, options.side
             )
 
-    def _normalised_keys(self, keys: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-        return _rms_normalised(keys.to(wide), self.key_norm_weight.to(wide))
+    def _keys_and_vectors(self, query: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the function `_keys_and_vectors`, in the dtype of `query`.
 
-    def _leading_vectors(self, wide: torch.dtype, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The leading singular vectors of the cores as they are now; training keeps them, so that signs last."""
-        with torch.no_grad():
-            row, column = leading_vectors(self.core.to(wide), self.row_vector)
-            if keep and not recomputing():
-                self.row_vector.copy_(row)
-                self.column_vector.copy_(column)
-        return row, column
+        Vectors are those of the cores as they are now; with `keep`, as training does, they are kept, so that signs last.
+        """
+        derived = None if self.kept is None or keep else self.kept.serve(self, query)
+        if derived is None:
+            stored = (self.row_keys, self.column_keys, self.key_norm_weight, self.core, self.row_vector)
+            derived = _keys_and_vectors(*stored, wide=query.dtype)
+        keys, row_vector, column_vector = derived
+        if keep and not recomputing():
+            with torch.no_grad():
+                self.row_vector.copy_(row_vector)
+                self.column_vector.copy_(column_vector)
+        return keys, row_vector, column_vector
 
     def _report_sums(
         self, query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, report: RouterReport
@@ -213,12 +222,15 @@ class UltraMem(MemoryModule):
 
     def _rows(self, slots: torch.Tensor, table_rows: int) -> torch.Tensor:
         """The rows of a stored table that virtual slots read."""
+        if self.options.num_virtual_slots == self.num_slots:
+            return self._table_rows(slots, table_rows)
         return self._table_rows(self._shuffled(slots) % self.num_slots, table_rows)
 
     def _table_rows(self, rows: torch.Tensor, table_rows: int) -> torch.Tensor:
         """Rows of those that the layer reads as rows of the stored table."""
         own = self.options.n**2
-        return (rows + self.options.sharing.first(self.index, table_rows // own) * own) % table_rows
+        first = self.options.sharing.first(self.index, table_rows // own) * own
+        return (rows + first) % table_rows if first else rows
 
     def _by_projection(self, weights: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
         """Weights of the slots of each part that has a projection of its own, zero for all others."""
@@ -231,6 +243,54 @@ class UltraMem(MemoryModule):
     def extra_repr(self) -> str:
         names = ("n", "key_pairs", "rank", "k", "heads", "share")
         return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
+
+
+def _keys_and_vectors(
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    key_norm_weight: torch.Tensor,
+    core: torch.Tensor,
+    row_vector: torch.Tensor,
+    wide: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What scores are computed with, of what is stored.
+
+    Args:
+        row_keys: `[H, h, n, r, D_k]`.
+        column_keys: `[H, h, n, r, D_k]`.
+        key_norm_weight: `[D_k]`.
+        core: `[H, h, h, r, r]`.
+        row_vector: `[H, h, h, r]`, left vectors so far.
+        wide: What is computed in. Default: the dtype of keys, float32 at least.
+
+    Returns:
+        Keys of both sides, normalised, `[2 * H * r, h * n, D_k]`, and the left and right singular vectors of cores `[H, h, h, r]`.
+    """
+    wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
+    by_rank = torch.stack(
+        [keys.to(wide).permute(0, 3, 1, 2, 4) for keys in (row_keys, column_keys)]
+    )  # [2, H, r, h, n, D_k]
+    keys = _rms_normalised(by_rank, key_norm_weight.to(wide)).flatten(0, 2).flatten(1, 2)
+    with torch.no_grad():
+        return keys, *leading_vectors(core.to(wide), row_vector)
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of row keys and of column keys.
+
+    Args:
+        query: `[B, T, 2, H, r, D_k]`.
+        keys: `[2 * H * r, h * n, D_k]`.
+        sets: h.
+
+    Returns:
+        Both `[B, T, H, h, n, r]`.
+    """
+    batch, tokens, _, heads, rank, _ = query.shape
+    by_rank = query.flatten(2, 4).flatten(0, 1).transpose(0, 1)  # [2 * H * r, S, D_k]
+    scores = (by_rank @ keys.transpose(1, 2)).view(2, heads, rank, batch, tokens, sets, -1)
+    rows, columns = scores.permute(0, 3, 4, 1, 5, 6, 2)
+    return rows, columns
 
 
 def _rms_normalised(states: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:

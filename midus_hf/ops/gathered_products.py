@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.backend import resolve
+from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
 
@@ -51,7 +52,9 @@ def gathered_products(
         return reference(vectors, bank, slots, sparse_gradient)
     m = slots.shape[-1]
     flat_vectors, flat_slots = vectors.reshape(-1, vectors.shape[-1]), slots.reshape(-1, m)
-    if sparse_gradient:
+    if nobody_watches() and are_plain(flat_vectors, bank, flat_slots):
+        output = weight_gradients(flat_vectors, bank, flat_slots, choices.backend)
+    elif sparse_gradient:
         output = _SparseGatheredProducts.apply(flat_vectors, bank, flat_slots, choices.backend)
     else:
         output = gathered_products_op(flat_vectors, bank, flat_slots, choices.backward, choices.backend)

@@ -64,6 +64,8 @@ def select(
     """The chosen slots `[S, H, k]`, best first; arguments as those of `tucker_topk`, with one leading dimension."""
     heads, sets = rows.shape[1:3]
     stretch = max(1, _MOST_SCORES // (heads * sets**2 * side**2))
+    if len(rows) <= stretch:
+        return _select(rows, columns, core, row_vector, column_vector, k, side)
     parts = zip(rows.split(stretch), columns.split(stretch), strict=True)
     return torch.cat([_select(*part, core, row_vector, column_vector, k, side) for part in parts])
 
@@ -85,6 +87,9 @@ def _select(
     kept_columns = _at(columns.unsqueeze(2), best_columns, rank)
     grid = (kept_rows @ core) @ kept_columns.transpose(-1, -2)  # [S, H, h, h, side, side]
     pairs = grid.flatten(2).topk(k, dim=-1).indices  # [S, H, k]
+    if grid.shape[2:4] == (1, 1):  # one block, and arithmetic of blocks would take a token a while
+        row, column = best_rows.flatten(2).gather(-1, pairs // side), best_columns.flatten(2).gather(-1, pairs % side)
+        return row * n + column
     block, within = pairs // side**2, pairs % side**2
     row = best_rows.flatten(2).gather(-1, block * side + within // side)
     column = best_columns.flatten(2).gather(-1, block * side + within % side)
@@ -100,14 +105,16 @@ def _at(scores: torch.Tensor, keys: torch.Tensor, rank: int) -> torch.Tensor:
 def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The exact scores of slots `[S, H, k]`, in the dtype of `rows`; differentiable in rows, columns and core."""
     sets, n, rank = rows.shape[2:]
+    if sets == 1:
+        row = rows.squeeze(2).gather(2, (slots // n).unsqueeze(-1).expand(*slots.shape, rank))  # [S, H, k, r]
+        column = columns.squeeze(2).gather(2, (slots % n).unsqueeze(-1).expand(*slots.shape, rank))
+        return ((row @ core[:, 0, 0]) * column).sum(-1)
     block = slots // n**2
     row_places = (block // sets) * n + slots // n % n
     column_places = (block % sets) * n + slots % n
     row = rows.flatten(2, 3).gather(2, row_places.unsqueeze(-1).expand(*slots.shape, rank))  # [S, H, k, r]
     column = columns.flatten(2, 3).gather(2, column_places.unsqueeze(-1).expand(*slots.shape, rank))
     cores = core.flatten(1, 2)  # [H, h * h, r, r]
-    if sets == 1:
-        return torch.einsum("shkr,hrq,shkq->shk", row, cores[:, 0], column)
     every = torch.einsum("shkr,hbrq,shkq->shkb", row, cores, column)  # [S, H, k, h * h]
     return every.gather(-1, block.unsqueeze(-1)).squeeze(-1)
 

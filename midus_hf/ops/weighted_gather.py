@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.backend import chosen_gathering, resolve
+from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
 from midus_hf.ops.rows_by_product import gradients_of_product, product_of_rows, product_takes_less
@@ -52,8 +53,10 @@ def weighted_gather(
     if sparse_gradient:
         output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, choices.backend)
     else:
-        way = chosen_gathering()
-        output = weighted_gather_op(bank, flat_slots, flat_weights, choices.backward, choices.backend, way)
+        given = (bank, flat_slots, flat_weights)
+        direct = nobody_watches() and are_plain(*given)
+        body = _sums if direct else weighted_gather_op
+        output = body(*given, choices.backward, choices.backend, chosen_gathering())
     return output.reshape(*leading, bank.shape[-1])
 
 
@@ -72,6 +75,12 @@ def weighted_gather_op(
     bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backward: str, backend: str, gathering: str
 ) -> torch.Tensor:
     """`[R, v]`, `[S, m]`, `[S, m]` to `[S, v]`; names of bodies are resolved, and `gathering` is as in `OpChoices`."""
+    return _sums(bank, slots, weights, backward, backend, gathering)
+
+
+def _sums(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backward: str, backend: str, gathering: str
+) -> torch.Tensor:
     if multiplies_all(bank, slots, backward, backend, gathering):
         return product_of_rows(bank, slots, weights, backend)
     return weighted_rows(bank, slots, weights, backend)
