@@ -34,7 +34,7 @@ def joined(
     """
     mask = call.attn_mask
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, float("-inf"))
+        mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, kernel.excluded)
     return _Joined.apply(
         kernel,
         call.is_causal,
