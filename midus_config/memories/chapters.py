@@ -22,6 +22,7 @@ from midus_config.options import option
 
 Routing = Literal["chunk", "prompt", "token", "sequence"]
 Weighting = Literal["released", "logit_bias", "paper"]
+Balance = Literal["routed", "per-choice", "released"]
 
 PAPER = {
     "memory_tokens": 262208,
@@ -46,7 +47,7 @@ class ChaptersOptions(MemoryOptions):
     """Size of the bank, how chapters are chosen, and how what they hold is mixed.
 
     The output projection starts at zero, so that the memory adds zero; everything else is as the release starts it. The router
-    has a logit for shared chapters as well, which takes part in its losses.
+    has a logit for shared chapters as well, as the release has, which takes part in its losses only where `balance` is `released`.
     """
 
     sites = ("behind-attention", "behind-layer")
@@ -105,8 +106,11 @@ class ChaptersOptions(MemoryOptions):
     )
     router_aux_loss_coef: float = option(0.01, "of the load-balance loss, which the model adds to its own in training")
     router_z_loss_coef: float = option(0.001, "of the mean squared log-sum-exp of router logits, likewise")
-    balance: Literal["released", "per-choice"] = option(
-        "released", "scale of the load-balance loss: k where chapters are chosen evenly, or, divided by k, 1"
+    balance: Balance = option(
+        "routed",
+        "the logits and the scale of the router's losses. routed: over the logits of routed chapters alone, so that the load-balance "
+        "loss is k where chapters are chosen evenly; per-choice: the same with the load-balance loss divided by k, so 1; released: "
+        "over all logits, as the release has it, where probability on shared chapters hides that few routed ones are chosen",
     )
     addressing: Addressing = option(
         "content",

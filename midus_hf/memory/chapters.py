@@ -242,8 +242,11 @@ class Chapters(MemoryModule):
             routing.chosen.flatten(0, 1),
             routing.pooled.counts.flatten(),
         )
-        balance = balance_loss(logits, chosen, counts, self.options.balance == "per-choice")
-        loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * z_loss(logits, counts)
+        first = 0 if self.options.balance == "released" else self.options.shared_chapters
+        candidates = logits[:, first:]  # [N, C - S]: what nothing is chosen by must not change what a choice costs
+        balance = balance_loss(candidates, chosen - first, counts, self.options.balance == "per-choice")
+        squares = z_loss(candidates, counts)
+        loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
         report.tell(logits, loss)
 
     def extra_repr(self) -> str:

@@ -11,8 +11,11 @@ def balance_loss(
     `C * sum_i f_i P_i`: `f_i` is the share of tokens for which chapter i is among the k chosen, a constant; `P_i` is the mean of
     its probability. Where chapters are chosen evenly it is k, as the `f_i` add up to k; divided by k, it is 1.
 
+    The C chapters have to be those that can be chosen. With a logit for another one the loss no longer falls by choosing evenly
+    alone: probability that moves to what is never chosen takes the loss to 0, whatever the router chooses.
+
     Args:
-        logits: `[S, C]`, of each stretch of tokens that is routed as one.
+        logits: `[S, C]`, of each stretch of tokens that is routed as one, for the chapters that can be chosen.
         chosen: `[S, k]`, int64, the chapters that it reads.
         counts: `[S]`, its tokens that are no padding.
         per_choice: Whether to divide by k. Default: false, as the release has it.

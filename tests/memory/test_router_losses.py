@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from memory.chapter_layers import WIDTH, by_loops, indices, layer, places_of, states
 
 from midus_hf.memory.router_losses import balance_loss, router_entropy, z_loss
@@ -73,18 +75,18 @@ def test_half_precision_is_summed_in_float32():
 
 def test_gradients_pass_a_numerical_check_and_frequencies_are_constants():
     logits = LOGITS.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda given: balance_loss(given, CHOSEN, counts(1, 2, 1)), logits)
-    assert torch.autograd.gradcheck(lambda given: z_loss(given, counts(1, 2, 1)), logits)
+    assert torch.autograd.gradcheck(lambda logits: balance_loss(logits, CHOSEN, counts(1, 2, 1)), logits)
+    assert torch.autograd.gradcheck(lambda logits: z_loss(logits, counts(1, 2, 1)), logits)
     # d/dz_j of C * sum_i f_i p_i, with f fixed, is C * p_j * (f_j - sum_i f_i p_i).
     (gradient,) = torch.autograd.grad(balance_loss(logits[:1], CHOSEN[:1], counts(1)), logits)
     expected = [4 * p * (f - 0.75) for p, f in zip(PROBABILITIES[0].tolist(), (0, 0, 1, 1), strict=True)]
     assert gradient[0].tolist() == pytest.approx(expected)
 
 
-def told(memory, hidden_states, **given):
+def told(memory, hidden_states, **inputs):
     """What a layer tells of its router: logits and loss."""
     reports = RouterReports(needs_gradient=True)
-    memory(hidden_states, report=reports.of("chapters", 0), **given)
+    memory(hidden_states, report=reports.of("chapters", 0), **inputs)
     (logits,) = reports.logits()
     return logits, reports.loss()
 
@@ -92,15 +94,17 @@ def told(memory, hidden_states, **given):
 def loss_by_loops(memory, reads) -> float:
     """The loss of a layer, one token and one chapter at a time."""
     options, tokens = memory.options, len(reads)
-    chosen, probability = [0.0] * options.chapters, [0.0] * options.chapters
+    candidates = range(0 if options.balance == "released" else options.shared_chapters, options.chapters)
+    chosen, probability = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0.0)
     squares = 0.0
     for read in reads.values():
-        powers = [math.exp(logit) for logit in read.logits.tolist()]
-        squares += math.log(sum(powers)) ** 2 / tokens
-        for chapter in range(options.chapters):
+        powers = {chapter: math.exp(read.logits[chapter].item()) for chapter in candidates}
+        total = sum(powers.values())
+        squares += math.log(total) ** 2 / tokens
+        for chapter in candidates:
             chosen[chapter] += (chapter in read.chosen) / tokens
-            probability[chapter] += powers[chapter] / sum(powers) / tokens
-    balance = options.chapters * sum(f * p for f, p in zip(chosen, probability, strict=True))
+            probability[chapter] += powers[chapter] / total / tokens
+    balance = len(candidates) * sum(chosen[chapter] * probability[chapter] for chapter in candidates)
     balance /= options.k if options.balance == "per-choice" else 1
     return options.router_aux_loss_coef * balance + options.router_z_loss_coef * squares
 
@@ -112,7 +116,11 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"balance": "per-choice"}, {"shared_chapters": 0, "k": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"balance": "per-choice"}, {"balance": "released"}, {"shared_chapters": 2}, {"shared_chapters": 0, "k": 3}],
+    ids=str,
+)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_layer_tells_the_loss_of_its_tokens(routing, mask, options):
@@ -128,6 +136,58 @@ def test_a_layer_tells_the_loss_of_its_tokens(routing, mask, options):
     loss.backward()
     assert memory.router_weight.grad.any() and memory.router_bias.grad.any() and hidden_states.grad.any()
     assert memory.bank.grad is None
+
+
+EVEN, COLLAPSED = torch.arange(6).view(3, 2), torch.tensor([[0, 1]] * 3)
+
+
+def loss_of_choices(choices: torch.Tensor, shared_logit: float, **options) -> float:
+    """The load-balance loss of a layer with one shared chapter and six routed ones, whose router chooses these, one token each."""
+    memory = layer(
+        routing="token", memory_tokens=14, chapters=7, router_aux_loss_coef=1.0, router_z_loss_coef=0.0, **options
+    )
+    wanted = torch.zeros(len(choices), 7, dtype=torch.float64).scatter_(1, choices + 1, 4.0)
+    wanted[:, 0] = shared_logit
+    hidden_states = states(1, len(choices)).detach()
+    memory.router_weight.data = torch.linalg.lstsq(hidden_states[0], wanted).solution.T.contiguous()
+    memory.router_bias.data.zero_()
+    return told(memory, hidden_states)[1].item()
+
+
+@given(shared_logit=st.floats(-20, 20))
+def test_a_collapsed_router_costs_more_than_an_even_one_whatever_the_shared_logit(shared_logit):
+    for balance, even in (("routed", 2.0), ("per-choice", 1.0)):
+        assert loss_of_choices(EVEN, shared_logit, balance=balance) == pytest.approx(even)
+        collapsed = loss_of_choices(COLLAPSED, shared_logit, balance=balance)
+        assert collapsed > 2.5 * even
+        assert collapsed == pytest.approx(loss_of_choices(COLLAPSED, 0.0, balance=balance))
+
+
+def test_the_loss_of_the_release_lets_a_collapsed_router_cost_less_than_an_even_one():
+    """Where it puts its probability on the shared chapter: so the test above would have told."""
+    assert loss_of_choices(EVEN, 0.0, balance="released") < loss_of_choices(COLLAPSED, 0.0, balance="released")
+    assert loss_of_choices(COLLAPSED, 10.0, balance="released") < 0.1 * loss_of_choices(EVEN, 0.0, balance="released")
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_training_takes_no_probability_to_shared_chapters(shared):
+    """Their logits get no gradient. Each of N tokens gives k / C or more to the k chapters that it chose, so the loss is k / N or more."""
+    memory = layer(shared_chapters=shared, routing="token", router_aux_loss_coef=1.0, router_z_loss_coef=0.0)
+    hidden_states = states(1, 4).detach()
+    optimizer = torch.optim.SGD([memory.router_weight, memory.router_bias], lr=1.0)
+    before = memory.router_weight[:shared].clone(), memory.router_bias[:shared].clone()
+    losses = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        _, loss = told(memory, hidden_states)
+        loss.backward()
+        for parameter in (memory.router_weight, memory.router_bias):
+            assert not parameter.grad[:shared].any() and parameter.grad[shared:].any()
+        optimizer.step()
+        losses.append(loss.item())
+    assert torch.equal(memory.router_weight[:shared], before[0])
+    assert torch.equal(memory.router_bias[:shared], before[1])
+    assert min(losses) >= memory.options.k / 4
 
 
 @pytest.mark.parametrize("routing", ["chunk", "token", "sequence"])

@@ -33,13 +33,14 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how) -> float:
 
 
 def router_loss(router_logits: torch.Tensor, stretches: list[int], shared: int = 1, k: int = 2) -> float:
-    """The loss of one router, of the tokens of its stretches, by loops."""
+    """The loss of one router over the chapters that it chooses among, of the tokens of its stretches, by loops."""
+    router_logits = router_logits[:, shared:]
     chapters, tokens = router_logits.shape[-1], sum(stretches)
     frequency, probability, squares = [0.0] * chapters, [0.0] * chapters, 0.0
     for logits, size in zip(router_logits.tolist(), stretches, strict=True):
         total = sum(map(math.exp, logits))
         squares += size / tokens * math.log(total) ** 2
-        for chapter in sorted(range(shared, chapters), key=lambda chapter, logits=logits: -logits[chapter])[:k]:
+        for chapter in sorted(range(chapters), key=lambda chapter, logits=logits: -logits[chapter])[:k]:
             frequency[chapter] += size / tokens
         for chapter in range(chapters):
             probability[chapter] += size / tokens * math.exp(logits[chapter]) / total
