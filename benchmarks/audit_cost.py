@@ -24,11 +24,13 @@ from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_config.fetched_blocks import BankLayout
 from midus_config.memory_entries import read_memories
 from midus_config.model_sizes import ModelSizes
+from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.documents import RowPlace
 from midus_hf.training.clustered_corpus import ClusteredDataset
 from midus_hf.training.sequence_audit import CorpusDocuments, SequenceAudit
+from midus_hf.training.trains_blocks import draw_generic
 
 AUDIT_RESULTS = RESULTS / "audit.csv"
 DOCUMENTS, SEQUENCE_LENGTH, SEQUENCES_A_STEP = 200_000, 2048, 128
@@ -93,7 +95,7 @@ def _measured(run: Run) -> Row:
     paths = np.stack([leaves // 16 ** (4 - level) for level in layout.levels], axis=1)
     tokens: Any = MadeUpTokens(generator)
     corpus: Any = MadeUpCorpus()
-    dataset = ClusteredDataset(tokens, paths, SEQUENCE_LENGTH, fill=0, generic_share=1 / 17)
+    dataset = ClusteredDataset(tokens, paths, SEQUENCE_LENGTH, fill=0)
     started = time.perf_counter()
     audit = SequenceAudit(dataset, CorpusDocuments([(corpus, "id")]))
     prepared = time.perf_counter() - started
@@ -103,7 +105,9 @@ def _measured(run: Run) -> Row:
         audit.follow([bank])
         seconds = []
         for sequences in torch.from_numpy(generator.permutation(len(dataset))).split(SEQUENCES_A_STEP):
-            audit.see(sequences)
+            fetched = torch.from_numpy(np.stack([dataset.path(number) for number in sequences.tolist()]))
+            generic = draw_generic(0, SEQUENCES_A_STEP * len(seconds), len(sequences), 1 / 17)
+            audit.see(sequences, fetched.masked_fill(generic[:, None], GENERIC))
             started = time.perf_counter()
             audit.step()
             seconds.append(time.perf_counter() - started)

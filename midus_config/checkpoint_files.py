@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path, PurePath
 
-from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER
+from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
 
 Kind = tuple[str, ...]
 
@@ -98,7 +98,7 @@ CARD: Kind = (CARD_FILE,)
 """The model card, written by `upscale`, edits and training, and by libraries that train."""
 
 BANKS: Kind = tuple(
-    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, BANK_AUDIT, "level-#.safetensors")
+    f"{BANKS_FOLDER}/*/{name}" for name in (BANK_DESCRIPTION, BANK_AUDIT, *TREE_FILES, "level-#.safetensors")
 )  # fmt: skip
 """Blocks that texts fetch, written by `upscale`, edits of banks and training."""
 

@@ -17,6 +17,12 @@ BANK_DESCRIPTION = "bank.json"
 BANK_AUDIT = "audit.sqlite3"
 """The file of a bank that tells which documents trained its blocks; not every bank has it."""
 
+TREE_FILES = ("tree.safetensors", "tree.json")
+"""The files of a tree of topics, the one that vouches for the other last. A bank that was trained with a tree has a copy of it."""
+
+TREE_COLUMN = "memory_tree"
+"""The column of documents that have paths which holds the fingerprint of the tree by which the paths were found."""
+
 _CHECKSUM_BYTES = 4
 """What each record of a bank has beside its block."""
 
@@ -86,11 +92,13 @@ class BankLayout:
         memory_type: Of the memory.
         layers: That have it, ascending.
         blocks: Of each layer.
+        base: SHA-256 of the weights that the model was upscaled from, as its config has it. Default: nobody knows it.
     """
 
     memory_type: str
     layers: tuple[int, ...]
     blocks: FetchedBlocks
+    base: str | None = None
 
     @property
     def num_levels(self) -> int:
@@ -138,12 +146,35 @@ class BankLayout:
         """As plain data, to tell the bank of one model from that of another."""
         return {
             "type": self.memory_type,
-            "layers": len(self.layers),
+            "layers": list(self.layers),
+            "base": self.base,
             "branching": self.blocks.branching,
             "levels": [
                 {name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in self.blocks.levels
             ],
         }
+
+    def difference(self, found: Any) -> str | None:
+        """Return the first thing in which the plain data of another layout differ from this layout's; None if they fit.
+
+        A base that one of the two does not know is not compared.
+
+        Args:
+            found: What `to_dict` gave for the other layout.
+        """
+        if not isinstance(found, dict):
+            return f"its layout is {found!r}"
+        for key, value in self.to_dict().items():
+            other = found.get(key)
+            if other == value or (key == "base" and None in (other, value)):
+                continue
+            if key == "base":
+                return (
+                    f"its base, the weights that its model was upscaled from, has the digest {str(other)[:16]}...; expected "
+                    f"{str(value)[:16]}..."
+                )
+            return f"its {key} is {other!r}; expected {value!r}"
+        return None
 
     def _record(self, level: int) -> tuple[BlockPlace, ...]:
         places, start = [], 0

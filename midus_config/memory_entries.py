@@ -20,6 +20,9 @@ from midus_config.memory_types import (
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import read_options
 
+BASE_DIGEST = "base_sha256"
+"""The key of a config's `upscale` entry that holds the SHA-256 of the weights which the model was upscaled from."""
+
 INSERTED, ATTACHED, TABLES = "memory", "memories", "memory_tables"
 """What the names of tensors begin with: of an inserted memory and of attached ones, within their layer, each with its name; and of
 tables that layers share, within the stack of layers, each with the name of its memory and a number."""
@@ -76,10 +79,12 @@ class Memories:
     Args:
         entries: In the order of the config.
         sizes: Of the model.
+        base: SHA-256 of the weights that the model was upscaled from; None where the config does not have it.
     """
 
     entries: tuple[MemoryEntry, ...]
     sizes: ModelSizes
+    base: str | None = None
 
     @cached_property
     def inserted(self) -> dict[int, MemoryEntry]:
@@ -126,7 +131,7 @@ class Memories:
         """How the bank of each memory lies in files that fetches blocks from one, by the name of the memory."""
         fetched = {name: entry.options.fetched(self.sizes) for name, entry in self.attached.items()}
         return {
-            name: BankLayout(self.attached[name].type, self.attached[name].layers, blocks)
+            name: BankLayout(self.attached[name].type, self.attached[name].layers, blocks, self.base)
             for name, blocks in fetched.items()
             if blocks is not None
         }
@@ -164,7 +169,17 @@ def inserted_options(entry: MemoryEntry) -> InsertedOptions:
     return entry.options
 
 
-def read_memories(entries: Any, sizes: ModelSizes) -> Memories:
+def base_digest(upscale_entry: Any) -> str | None:
+    """Return the SHA-256 of the weights that a model was upscaled from.
+
+    Args:
+        upscale_entry: What the model's config has under `upscale`; None or anything else where it has no such entry.
+    """
+    digest = upscale_entry.get(BASE_DIGEST) if isinstance(upscale_entry, Mapping) else None
+    return digest if isinstance(digest, str) else None
+
+
+def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:
     """Read the `memory` list of a config.
 
     Args:
@@ -172,6 +187,7 @@ def read_memories(entries: Any, sizes: ModelSizes) -> Memories:
             `site`, which is then the usual one of its type, its `name`, which is then its type, and options, which then have
             their defaults.
         sizes: Of the model.
+        base: As in `Memories`. Default: None.
 
     Raises:
         ValueError: If it is no list of mappings, a type, a site or an option is unknown or a value refused, layers are absent,
@@ -179,7 +195,7 @@ def read_memories(entries: Any, sizes: ModelSizes) -> Memories:
     """
     if not isinstance(entries, list | None):
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
-    memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes)
+    memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
     _check_layers(memories)
     for name in memories.attached:
         _check_tables(name, memories.tables(name))

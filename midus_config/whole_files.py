@@ -1,9 +1,15 @@
 """Files that appear whole or not at all, whenever a process ends and whenever the power fails."""
 
 import contextlib
+import ctypes
 import os
+import shutil
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""Of Linux's fallocate: the file stays as long as it is, and bytes become a hole."""
 
 
 def sync(path: Path) -> None:
@@ -36,6 +42,33 @@ def whole_file(path: Path) -> Iterator[Path]:
         put_in_place(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Give a file that nobody changes in place another name, or copy it where the file system has no links between the two.
+
+    Args:
+        source: The file, which is only ever replaced as a whole.
+        path: The other name; a file that is there is replaced.
+    """
+    with whole_file(path) as partial:
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)
+
+
+def punch_hole(descriptor: int, start: int, count: int) -> None:
+    """Give the room of bytes that are zeros back to the disk, where the system and the file system can; nothing else changes.
+
+    Args:
+        descriptor: Of a file that is open for writing.
+        start: The first byte.
+        count: How many.
+    """
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None) if sys.platform == "linux" else None
+    if fallocate is not None:
+        fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(count))
 
 
 def put_in_place(written: Path, path: Path) -> None:

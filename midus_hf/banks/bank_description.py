@@ -13,13 +13,53 @@ _FORMAT = 2
 
 
 def describe(layout: BankLayout, seed: int) -> dict[str, Any]:
-    """The description of a bank.
+    """Return the description of a bank that was trained with no tree yet.
 
     Args:
         layout: Of the bank.
         seed: What blocks start as that were never written.
     """
-    return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed}
+    return {"format": _FORMAT, "layout": layout.to_dict(), "seed": seed, "tree": None}
+
+
+def described_again(description: dict[str, Any], layout: BankLayout, tree: str | None) -> dict[str, Any]:
+    """Return the description of a copy of a bank.
+
+    Args:
+        description: Of the bank.
+        layout: That the model's config implies, which may not know the digest of its base.
+        tree: Fingerprint of the tree by whose paths the copy was trained; None if nobody knows it.
+    """
+    base = layout.base or description["layout"].get("base")
+    return {**description, "layout": {**layout.to_dict(), "base": base}, "tree": tree}
+
+
+def tree_of(description: dict[str, Any]) -> str | None:
+    """Return the fingerprint of the tree by whose paths a bank was trained; None if nobody knows it, as before training."""
+    return description.get("tree")
+
+
+def check_same_tree(own: str | None, other: str | None, whose: str, remedy: str) -> str | None:
+    """Refuse a tree by whose paths a bank was not trained.
+
+    Args:
+        own: Fingerprint of the tree by whose paths the bank was trained; None if nobody knows it.
+        other: Fingerprint of the tree that is to be used with the bank; None if nobody knows it.
+        whose: What a message calls whatever has the other tree.
+        remedy: What a message says last: a sentence.
+
+    Returns:
+        The fingerprint of the tree of both; None if nobody knows it.
+
+    Raises:
+        ValueError: If both are known and differ.
+    """
+    if None not in (own, other) and own != other:
+        raise ValueError(
+            f"{whose} is of the tree with the fingerprint {str(other)[:16]}..., and the model's bank was trained with "
+            f"{str(own)[:16]}...; expected one tree, since a node has another topic in another tree. {remedy}"
+        )
+    return own if other is None else other
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
@@ -46,24 +86,18 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
         raise BankError(f"{path} is no JSON; expected the description of a bank. Copy the bank again.") from None
     if not isinstance(description, dict) or description.get("format") != _FORMAT:
         raise BankError(f"{path} has another format than {_FORMAT}; expected a bank that this version reads.")
-    difference = _difference(description.get("layout"), layout.to_dict())
+    difference = layout.difference(description.get("layout"))
     if difference:
         raise BankError(
             f"the memory bank in {folder} belongs to another model: {difference}. Put the model's own there."
         )
     if type(description.get("seed")) is not int:
         raise BankError(f"{path} has the seed {description.get('seed')!r}; expected an integer. Copy the bank again.")
+    if not isinstance(description.get("tree"), str | None):
+        raise BankError(
+            f"{path} has the tree {description['tree']!r}; expected the fingerprint of a tree, or null. Copy the bank again."
+        )
     return description
-
-
-def _difference(found: Any, expected: dict[str, Any]) -> str | None:
-    """The first thing that two layouts disagree in; None if they agree."""
-    if not isinstance(found, dict):
-        return f"its layout is {found!r}"
-    for key, value in expected.items():
-        if found.get(key) != value:
-            return f"its {key} is {found.get(key)!r}; expected {value!r}"
-    return None
 
 
 def lock(folder: Path) -> Lock | None:

@@ -1,6 +1,7 @@
 """Whether the paths of documents are ones that a model's banks have blocks for."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +17,8 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
         text: What a message calls the documents.
 
     Raises:
-        ValueError: If paths have another number of levels than the banks, or a node that is not there.
+        ValueError: If paths have another number of levels than the banks, a node that is not there, or a node that is no child of
+            the one before it.
     """
     layout = next(iter(banks.values()))
     if len(paths) and paths.shape[1] != layout.num_levels:
@@ -24,9 +26,34 @@ def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -
             f"{text} has paths of {paths.shape[1]} levels, and the model's banks have {layout.num_levels}; expected one tree. "
             f"Assign {text} by the tree that the model is for."
         )
+    paths = paths[(paths >= 0).all(1)]  # the others are those of the generic memory
     for level, nodes in enumerate(paths.T, 1):
         if len(paths) and int(nodes.max()) >= layout.blocks.nodes(level):
             raise ValueError(
                 f"{text} has node {int(nodes.max())} of level {level}, where the model's banks have "
                 f"{layout.blocks.nodes(level)} blocks; expected one tree."
             )
+    k = layout.blocks.branching
+    strays = np.flatnonzero((paths[:, 1:] // k != paths[:, :-1]).any(1))
+    if len(strays):
+        stray = first_stray(paths[strays[0]].tolist(), k)
+        assert stray is not None
+        level, node, parent = stray
+        raise ValueError(
+            f"{text} has the path {paths[strays[0]].tolist()}, whose node {node} of level {level} is no child of node {parent}; "
+            f"expected {k * parent} to {k * parent + k - 1}, the children of that node. Assign {text} by the tree that the model "
+            "is for."
+        )
+
+
+def first_stray(path: Sequence[int], branching: int) -> tuple[int, int, int] | None:
+    """Return the level, counted from 1, the node and the node before it where a path leaves its way down; None if it does not.
+
+    Args:
+        path: The node of each level.
+        branching: Children of each node.
+    """
+    for level, (parent, node) in enumerate(itertools.pairwise(path), 2):
+        if node // branching != parent:
+            return level, node, parent
+    return None

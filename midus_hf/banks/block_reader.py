@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from midus_config.fetched_blocks import BankLayout
+from midus_hf.banks.bank_paths import first_stray
 from midus_hf.banks.tiers import BlockKey, TierStatistics
 from midus_hf.memory.fetched import FetchedBatch
 
@@ -75,7 +76,7 @@ class BlockReader(ABC):
             dtype: To cast them to. Default: that of the bank.
 
         Raises:
-            ValueError: If the shape is another, or a number out of range.
+            ValueError: If the shape is another, a number is out of range, or a node is no child of the one before it.
         """
         paths = self._checked(memory_ids)
         keys = self._keys(paths)
@@ -152,6 +153,14 @@ class BlockReader(ABC):
                         f"memory_ids has {number} for level {level} in row {row}; expected 0 to {nodes - 1}, or a row of -1 for the "
                         "generic memory."
                     )
+            stray = first_stray(path, self.layout.blocks.branching)
+            if stray is not None:
+                level, number, parent = stray
+                first = self.layout.blocks.branching * parent
+                raise ValueError(
+                    f"memory_ids has {number} for level {level} in row {row}, which is no child of node {parent}; expected {first} "
+                    f"to {first + self.layout.blocks.branching - 1}. Take a path that the tree has."
+                )
         return paths
 
 

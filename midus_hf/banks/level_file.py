@@ -7,12 +7,14 @@ import os
 import struct
 import weakref
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from midus_config.whole_files import punch_hole
 from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces
 
@@ -20,6 +22,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PAGE = 4096
 _MARKS_AT_ONCE = 2**20
+_ZEROS_AT_ONCE = 2**22
 
 
 class BankError(ValueError):
@@ -98,13 +101,17 @@ class LevelFile:
         """Return the checksum of one record, or the mark in its place; 0 where it was lost."""
         return struct.unpack("<I", os.pread(self._file, 4, self._checksums_at + 4 * index))[0]
 
-    def written(self) -> list[int]:
+    def written(self, without: Collection[int] = ()) -> list[int]:
         """Return the indices of the records that were written, ascending.
+
+        Args:
+            without: Indices that are left out, whatever there is of them. Default: none.
 
         Raises:
             BankError: If the checksum of a record was lost, or a record is half written.
         """
-        checksums = self.checksums()
+        checksums = self.checksums().copy()
+        checksums[list(without)] = UNWRITTEN
         for index in numpy.isin(checksums, (0, HALF_WRITTEN)).nonzero()[0].tolist():
             self._check_mark(index, int(checksums[index]))
         return (~numpy.isin(checksums, (UNWRITTEN, DELETED))).nonzero()[0].tolist()
@@ -219,7 +226,19 @@ class LevelFile:
         self._put_checksum(index, self._checksum(data))
 
     def forget(self, index: int) -> None:
-        """Mark a record as deleted: it reads as one that was never written."""
+        """Delete a record: its bytes are overwritten with zeros, and it reads as one that was never written.
+
+        The zeros are on the disk before the mark says that the record was deleted. Where a process or a machine ends in between,
+        the record is either what it was or is refused when it is read, until it is deleted again. The room goes back to the disk
+        where the file system can make holes.
+        """
+        if self.checksum(index) not in (UNWRITTEN, DELETED):
+            start, zeros = self._blocks_at + index * self.record_bytes, bytes(min(self.record_bytes, _ZEROS_AT_ONCE))
+            for place in range(0, self.record_bytes, _ZEROS_AT_ONCE):
+                self._write_at(start + place, zeros[: self.record_bytes - place])
+            self.sync()
+            punch_hole(self._file, start, self.record_bytes)
+            self.sync()
         self._put_checksum(index, DELETED)
 
     def sync(self) -> None:

@@ -5,16 +5,23 @@ import functools
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BankLayout, level_file
-from midus_config.whole_files import sync, whole_file
-from midus_hf.banks.bank_description import describe, lock, read_description, write_description
+from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
+from midus_config.whole_files import link_or_copy, sync, whole_file
+from midus_hf.banks.bank_description import (
+    describe,
+    described_again,
+    lock,
+    read_description,
+    tree_of,
+    write_description,
+)
 from midus_hf.banks.block_reader import BlockReader, stacked
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import LevelFile, create_level_file
@@ -81,6 +88,11 @@ class MemoryBank(BlockReader):
     def dtype(self) -> torch.dtype:
         """That blocks are stored in."""
         return next(iter(self._files.values())).dtype
+
+    @property
+    def tree(self) -> str | None:
+        """Fingerprint of the tree by whose paths blocks were trained; None if nobody knows it, as before training."""
+        return tree_of(self.description)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryBank":
         """Itself: copies of a model read the same bank."""
@@ -197,7 +209,7 @@ class MemoryBank(BlockReader):
         self._drop(level, index)
 
     def forget(self, level: int, index: int) -> None:
-        """Mark a block as deleted: it starts again as one that was never written, which adds zero."""
+        """Delete a block: its bytes are overwritten on the disk, and it starts again as one that was never written: it adds zero."""
         assert self._writable, "the bank was opened to be read"
         self._files[level].forget(index)
         self._drop(level, index)
@@ -209,6 +221,10 @@ class MemoryBank(BlockReader):
             BankError: If the checksum of a record was lost, or a record is half written.
         """
         return self._files[level].written()
+
+    def has_record(self, level: int, index: int) -> bool:
+        """Whether there is anything of a block in its file, be it damaged."""
+        return self.checksum(level, index) != UNWRITTEN
 
     def deleted(self, level: int) -> list[int]:
         """Return the indices of the records of a level that were deleted and not written since, ascending."""
@@ -229,6 +245,9 @@ class MemoryBank(BlockReader):
         folder: str | os.PathLike,
         trained: Iterable[tuple[int, int, torch.Tensor]] = (),
         save_audit: Callable[[Path], None] | None = None,
+        tree: str | None = None,
+        tree_folder: Path | None = None,
+        deleted: Collection[BlockKey] = (),
     ) -> None:
         """Write the bank into another folder: what was never written, or was deleted, is a hole there.
 
@@ -236,6 +255,9 @@ class MemoryBank(BlockReader):
             folder: Made if need be; one that has this very bank is left as it is.
             trained: Level, index and record of blocks that are others than in this bank. Default: none are.
             save_audit: Writes the record of what trained blocks to a file. Default: if this bank has one, it is copied.
+            tree: Fingerprint of the tree by whose paths `trained` was trained. Default: that which this bank was trained with.
+            deleted: Level and index of blocks that are deleted in the copy; they are not read. Default: those that are deleted here.
+            tree_folder: The folder with the files of this tree, which go along. Default: that of this bank, which may have none.
 
         Raises:
             BankError: If somebody else writes to a bank there, or a block is not what was written.
@@ -256,9 +278,10 @@ class MemoryBank(BlockReader):
                 create_level_file(path, file.num_records, file.numel, file.dtype)
                 copies[level] = LevelFile(path, file.num_records, file.numel, writable=True)
                 opened.callback(copies[level].close)
-                for index in self.deleted(level):
+                left_out = {index for of_level, index in deleted if of_level == level}
+                for index in left_out.union(self.deleted(level)):
                     copies[level].forget(index)
-                for index in self.written(level):
+                for index in file.written(left_out):
                     record = file.read(index)
                     assert record is not None
                     copies[level].write(index, record)
@@ -272,7 +295,24 @@ class MemoryBank(BlockReader):
         elif (self.folder / BANK_AUDIT).exists():
             with whole_file(folder / BANK_AUDIT) as partial:
                 shutil.copyfile(self.folder / BANK_AUDIT, partial)
-        write_description(folder, self.description)
+        self.save_tree(folder, tree_folder)
+        write_description(folder, described_again(self.description, self.layout, tree or self.tree))
+
+    def save_tree(self, folder: Path, tree_folder: Path | None = None) -> None:
+        """Give a folder the files of the tree that blocks are trained with, and no other tree's.
+
+        Args:
+            folder: Of a bank.
+            tree_folder: That has the files. Default: that of this bank, which may have none.
+        """
+        source = self.folder if tree_folder is None else tree_folder
+        if folder.resolve() == source.resolve():
+            return
+        for name in TREE_FILES:
+            (folder / name).unlink(missing_ok=True)
+        if all((source / name).is_file() for name in TREE_FILES):
+            for name in TREE_FILES:
+                link_or_copy(source / name, folder / name)
 
     def lies_in(self, folder: str | os.PathLike) -> bool:
         """Whether a folder is that of this very bank."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from midus_config.fetched_blocks import BANK_AUDIT, level_file
 from midus_config.whole_files import whole_file
+from midus_hf.banks.bank_description import described_again, write_description
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
@@ -85,9 +86,15 @@ class TrainedBank(BlockReader):
     audit: Audit | None = None
     """What is saved and loaded with blocks, if a run records what trains them."""
 
+    tree: str | None
+    """Fingerprint of the tree by whose paths blocks are trained; at first that of the bank. None if nobody knows it."""
+
+    tree_folder: Path | None = None
+    """The folder with the files of this tree, which are saved with the bank. None: those of the bank, which may have none."""
+
     def __init__(self, bank: MemoryBank, bytes_in_memory: int = _BYTES_IN_MEMORY):
         super().__init__(bank.layout)
-        self.bank = bank
+        self.bank, self.tree = bank, bank.tree
         self._states: collections.OrderedDict[tuple[int, int], BlockState] = collections.OrderedDict()
         self._bytes_in_memory = bytes_in_memory
         self._waiting: dict[int, LevelFile] = {}
@@ -203,12 +210,14 @@ class TrainedBank(BlockReader):
         trained = ((level, index, self._read_state(level, index).master) for level, index in self.touched())
         if not self.bank.lies_in(folder):
             save_audit = (_save_nothing if self.touched() else None) if self.audit is None else self.audit.save
-            self.bank.save(folder, trained, save_audit)
+            self.bank.save(folder, trained, save_audit, self.tree, self.tree_folder)
             return
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
             for level, index, record in trained:
                 itself.write(level, index, record)
             itself.sync()
+            itself.save_tree(itself.folder, self.tree_folder)
+        write_description(self.bank.folder, described_again(self.bank.description, self.layout, self.tree))
         (self.bank.folder / BANK_AUDIT).unlink(missing_ok=True)
         if self.audit is not None:
             self.audit.save(self.bank.folder / BANK_AUDIT)

@@ -1,31 +1,64 @@
 """Paths of documents in a tree of topics, as columns of their files have them."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from midus_config.fetched_blocks import TREE_COLUMN
 from midus_hf.documents.document_error import DocumentError
+from midus_hf.documents.file_rows import value_of_row
 
 
-def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> np.ndarray:
-    """The paths of documents, `[documents, p]`, int64.
+@dataclass(frozen=True)
+class DocumentPaths:
+    """The paths of documents, and the tree that they are paths of.
+
+    Args:
+        paths: `[documents, p]`, int64, the node of each level; a row of -1 is the path of the generic memory.
+        tree: Fingerprint of the tree; None where the documents do not say which it is.
+    """
+
+    paths: np.ndarray
+    tree: str | None
+
+
+def read_paths(rows: Iterable[tuple[str, Any]], column: str) -> DocumentPaths:
+    """Read the paths of documents.
 
     Args:
         rows: Of the documents, each with where it is, for messages.
         column: That holds the paths.
 
     Raises:
-        DocumentError: If a row has none, or one of another length.
+        DocumentError: If a row has no path, one of another length, or one of another tree than the rows before it.
     """
     paths: list[list[int]] = []
+    tree: str | None = None
     for place, row in rows:
-        path = row.get(column)
-        is_path = isinstance(path, list) and path and all(type(node) is int and node >= 0 for node in path)
-        if not is_path or (paths and len(path) != len(paths[0])):
+        path = value_of_row(row, column)
+        if not _is_path(path) or (paths and len(path) != len(paths[0])):
             raise DocumentError(
                 f"{place} has {path!r} under {column!r}; expected its node of each level of the tree, as midus-cluster assign writes "
-                "it, such as [3, 52, 840]."
+                "it, such as [3, 52, 840], or -1 for each level, the path of the generic memory."
             )
+        of_row = value_of_row(row, TREE_COLUMN)
+        if paths and of_row != tree:
+            raise DocumentError(
+                f"{place} has {_named(of_row)} under {TREE_COLUMN!r}, and the rows before it have {_named(tree)}; expected paths of "
+                "one tree. Assign all documents by the same tree."
+            )
+        tree = of_row
         paths.append(path)
-    return np.array(paths, dtype=np.int64).reshape(len(paths), -1)
+    return DocumentPaths(np.array(paths, dtype=np.int64).reshape(len(paths), -1), tree)
+
+
+def _is_path(path: Any) -> bool:
+    if not isinstance(path, list) or not path or any(type(node) is not int for node in path):
+        return False
+    return all(node >= 0 for node in path) or all(node == -1 for node in path)
+
+
+def _named(tree: Any) -> str:
+    return "nothing" if tree is None else f"{str(tree)[:16]}..."

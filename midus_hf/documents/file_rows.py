@@ -69,6 +69,21 @@ def text_of_row(row: Any, column: str, place: str) -> str:
     return row[column]
 
 
+def value_of_row(row: Any, column: str) -> Any:
+    """Return what a row has in a column, of its own or within its `metadata`; None where it has nothing.
+
+    Pipelines of datatrove keep what they find out about a document in a mapping of that name, and write it as one column.
+
+    Args:
+        row: A mapping from columns to values, if all is well.
+        column: Its name.
+    """
+    if not isinstance(row, dict):
+        return None
+    metadata = row.get("metadata")
+    return metadata.get(column) if row.get(column) is None and isinstance(metadata, dict) else row.get(column)
+
+
 def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
     """Whether a row of a file, or of the files of a folder, has a column; plain text has none.
 
@@ -81,9 +96,7 @@ def has_column(path: str | Path, column: str, encoding: str = "utf-8") -> bool:
         DocumentError: If a file cannot be read.
     """
     return any(
-        isinstance(row, dict) and column in row
-        for file in find_files(path)
-        for _, row in rows_of(file, encoding) or ()
+        value_of_row(row, column) is not None for file in find_files(path) for _, row in rows_of(file, encoding) or ()
     )
 
 

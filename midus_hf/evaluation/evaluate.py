@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from midus_config.usable_device import usable_device
 from midus_hf.banks.bank_paths import check_nodes
 from midus_hf.documents import document_rows, find_files, read_documents
-from midus_hf.documents.document_paths import read_paths
+from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks
 from midus_hf.evaluation.perplexity import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
@@ -40,14 +39,14 @@ class _Finders:
         of_text: By documents of the text.
         of_tasks: By what tasks ask.
         tree: That paths are found by. Default: rows have them.
-        written: The paths that rows have, `[documents, p]`. Default: they are found.
+        written: The paths that rows have. Default: they are found.
         find_documents: Finds the document that a question is asked behind. Default: nothing does.
     """
 
     of_text: PathFinder | None = None
     of_tasks: PathFinder | None = None
     tree: "ClusterTree | None" = None
-    written: np.ndarray | None = None
+    written: DocumentPaths | None = None
     find_documents: "DocumentFinder | None" = None
 
 
@@ -97,7 +96,7 @@ def evaluate(models: list[str], settings: EvaluationSettings, quiet: bool = Fals
     finders = _Finders()
     if settings.path_column is not None:
         written = _written_paths(settings, settings.path_column)
-        of_text = torch.from_numpy(written)
+        of_text = torch.from_numpy(written.paths)
         finders = _Finders(of_text=lambda documents: of_text, written=written)
     if settings.retriever is not None:
         from midus_hf.retrieval.memory_retriever import MemoryRetriever
@@ -184,7 +183,8 @@ def _measure(
         check_tree(finders.tree, model)
     elif finders.written is not None:
         banks: Any = model.banks
-        check_nodes(finders.written, banks.layouts, "the text")
+        check_nodes(finders.written.paths, banks.layouts, "the text")
+        banks.check_tree(finders.written.tree, "the text", "Assign the text by the tree of the model.")
     measured |= {
         "model_type": model.config.model_type,
         "parameters": model.num_parameters(),
@@ -231,8 +231,8 @@ def _reads_ahead(model: PreTrainedModel) -> bool:
     return memories is not None and (memories.reads_ahead or memories.reads_prompts)
 
 
-def _written_paths(settings: EvaluationSettings, column: str) -> np.ndarray:
-    """The paths that rows of the text have, in the order of its documents, `[documents, p]`."""
+def _written_paths(settings: EvaluationSettings, column: str) -> DocumentPaths:
+    """The paths that rows of the text have, in the order of its documents."""
     assert settings.text is not None, "paths are those of a text"
     rows = document_rows(find_files(settings.text), settings.column, settings.encoding)
     return read_paths(rows, column)

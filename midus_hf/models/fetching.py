@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.banks.bank_description import check_same_tree
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.tiers import TIERS, TierStatistics
@@ -32,6 +33,8 @@ class Banks:
         self.layouts = dict(layouts)
         self._open: dict[str, MemoryBank | TrainedBank] = {}
         self._serves = False
+        self._tree: str | None = None
+        self._tree_folder: Path | None = None
         self.trainable = False
         """Whether a Trainer trains their blocks; `set_trainable` says so."""
 
@@ -69,8 +72,19 @@ class Banks:
         for name in self.layouts:
             bank = self.of(name)
             trained[name] = bank if isinstance(bank, TrainedBank) else TrainedBank(bank)
+            trained[name].tree = self._tree or trained[name].tree
+            trained[name].tree_folder = self._tree_folder
         self._open |= trained
         return trained
+
+    def train_with_tree(self, tree: str | None, folder: Path | None) -> None:
+        """Let banks that `train` makes know the tree by whose paths they are trained.
+
+        Args:
+            tree: Its fingerprint; None if nobody knows it: then banks keep what they know.
+            folder: That has the files of the tree, which are saved with the banks; None where they are not at hand.
+        """
+        self._tree, self._tree_folder = tree, folder
 
     def of(self, name: str) -> MemoryBank | TrainedBank:
         """The bank of a memory.
@@ -84,6 +98,20 @@ class Banks:
                 "from its folder. Call open_banks(folder) on a model that was made otherwise."
             )
         return self._open[name]
+
+    def check_tree(self, tree: str | None, whose: str, remedy: str) -> None:
+        """Refuse a tree by whose paths an open bank was not trained.
+
+        Args:
+            tree: Its fingerprint; None if nobody knows it.
+            whose: What a message calls whatever has the tree.
+            remedy: What a message says last: a sentence.
+
+        Raises:
+            ValueError: If the tree is another than that of a bank, and both are known.
+        """
+        for bank in self._open.values():
+            check_same_tree(bank.tree, tree, whose, remedy)
 
     @property
     def are_open(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from midus_config.memory_entries import Memories, read_memories
+from midus_config.memory_entries import Memories, base_digest, read_memories
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.fetched import FetchedBatch
@@ -76,7 +76,7 @@ class MemoryConfig:
         Raises:
             ValueError: If the list is not one that `read_memories` takes.
         """
-        return read_memories(self.memory, ModelSizes.of(self))
+        return read_memories(self.memory, ModelSizes.of(self), base_digest(getattr(self, "upscale", None)))
 
 
 class HostsMemory:

@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from midus_config.fetched_blocks import BANKS_FOLDER, TREE_FILES
 from midus_config.whole_files import whole_file
 from midus_hf.documents import first_line
 
 FORMAT_VERSION = 1
-CENTROIDS_FILE = "tree.safetensors"
-RECORD_FILE = "tree.json"
+CENTROIDS_FILE, RECORD_FILE = TREE_FILES
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ def read_tree(folder: str | Path) -> TreeContents:
     """Read both files and hold one against the other.
 
     Args:
-        folder: As in `write_tree`.
+        folder: As in `write_tree`, or that of a model whose bank was trained with a tree and has its files.
 
     Raises:
         ValueError: If a file is absent, of another version, truncated or altered; it names the file.
     """
-    path = Path(folder).expanduser() / RECORD_FILE
+    path = _folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
     record = _read_record(path)
     if record.get("format_version") != FORMAT_VERSION:
         raise ValueError(
@@ -143,6 +143,13 @@ def read_tree(folder: str | Path) -> TreeContents:
     if fingerprint_of(branching, centroids) != fingerprint:
         raise _altered(file, f"its fingerprint is not that of {RECORD_FILE}")
     return TreeContents(branching, centroids, origin, sizes)
+
+
+def _folder_of_tree(folder: Path) -> Path:
+    """The folder itself or, where it is a model's, that of its first bank which has a tree: all of them have the same one."""
+    if (folder / RECORD_FILE).exists():
+        return folder
+    return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)
 
 
 def _name(level: int) -> str:

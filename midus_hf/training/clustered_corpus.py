@@ -8,7 +8,6 @@ from torch.utils.data import Dataset
 
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.banks.bank_paths import check_nodes
-from midus_hf.banks.block_reader import GENERIC
 from midus_hf.documents import DocumentError
 from midus_hf.training.mapped_tokens import MappedTokens
 from midus_hf.training.packing import IGNORED_LABEL, PackedSequence, check_length, training_example
@@ -28,8 +27,7 @@ class ClusteredDataset(Dataset):
         fill: The token that sequences are filled up with.
         depth: Levels of the path down to the deepest that has blocks. Default: all.
         document_mask: As in `training_example`. Default: false.
-        generic_share: Share of sequences that come with the path of the generic memory instead. Default: 0.
-        seed: What decides which they are. Default: 0.
+        tree: Fingerprint of the tree that the paths are of. Default: None, nobody knows it.
 
     Raises:
         DocumentError: If the corpus is empty, or paths are not as many as documents.
@@ -43,8 +41,7 @@ class ClusteredDataset(Dataset):
         fill: int,
         depth: int | None = None,
         document_mask: bool = False,
-        generic_share: float = 0.0,
-        seed: int = 0,
+        tree: str | None = None,
     ):
         check_length(tokens.num_documents, tokens.num_tokens, 0)
         if len(paths) != tokens.num_documents:
@@ -53,7 +50,7 @@ class ClusteredDataset(Dataset):
                 "changed while it was read: start again."
             )
         self.tokens, self.paths, self.sequence_length = tokens, paths, sequence_length
-        self.fill, self.document_mask, self.generic_share, self.seed = fill, document_mask, generic_share, seed
+        self.fill, self.document_mask, self.tree = fill, document_mask, tree
         self.num_documents, self.num_tokens = tokens.num_documents, tokens.num_tokens
         self._bounds = tokens.document_bounds()
         # Documents leaf by leaf, in the order of the corpus within each; where each begins in that order.
@@ -89,21 +86,16 @@ class ClusteredDataset(Dataset):
             starts[length] = True
         example = training_example(PackedSequence(tokens, starts), self.document_mask)
         example["labels"][length:] = IGNORED_LABEL
-        return {**example, "memory_ids": self._path(index)}
+        return {**example, "memory_ids": torch.from_numpy(self.path(index))}
 
-    def path(self, index: int) -> list[int]:
-        """The path that a sequence comes with, `[p]`."""
-        return self._path(index).tolist()
+    def path(self, index: int) -> np.ndarray:
+        """Return the path of the leaf that a sequence is of, `[p]`."""
+        return self._leaf_paths[self._leaf[index]].copy()
 
     def documents(self, index: int) -> list[tuple[int, int]]:
         """The documents in a sequence, by their place in the corpus, and how many tokens it has of each."""
         stretches = self._stretches(int(self._sequence_begins[index]), int(self._sequence_ends[index]))
         return [(document, end - begin) for document, begin, end in stretches]
-
-    def _path(self, index: int) -> torch.Tensor:
-        path = torch.from_numpy(self._leaf_paths[self._leaf[index]].copy())
-        is_generic = np.random.default_rng([self.seed, index]).random() < self.generic_share
-        return torch.full_like(path, GENERIC) if is_generic else path
 
     def _parts(self, begin: int, end: int) -> Iterator[PackedSequence]:
         """The pieces of documents between two places in the order of leaves."""

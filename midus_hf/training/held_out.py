@@ -17,7 +17,7 @@ from transformers import (
 
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.documents import document_rows, find_files, has_column, read_documents
-from midus_hf.documents.document_paths import read_paths
+from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measure, prepare_text
 from midus_hf.training.clustered_corpus import check_paths
 from midus_hf.training.options import CorpusOptions
@@ -31,10 +31,12 @@ class HeldOut:
     Args:
         text: As it is measured.
         paths: The node of each level that each document is in, `[documents, p]`, int64: by it blocks are fetched. Default: none are.
+        tree: Fingerprint of the tree that these are paths of. Default: nobody knows it.
     """
 
     text: PreparedText
     paths: torch.Tensor | None = None
+    tree: str | None = None
 
     def measure(self, model: Any) -> PerplexityResult:
         """Measure a model, each document with the blocks of its path if it has one.
@@ -116,25 +118,25 @@ def prepare_held_out(
         read_as = CorpusOptions(path=path) if corpus is None else corpus
         documents = read_documents(path, read_as.column, read_as.encoding)
         try:
-            paths = _paths_of(path, read_as, banks or {})
+            found = _paths_of(path, read_as, banks or {})
             # A document that has a path of its own is measured by itself, as midus-eval does with a retriever.
             text = prepare_text(
-                tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=paths is not None
+                tokenizer, documents, model_config, max_tokens=config.eval_max_tokens, apart=found is not None
             )
         except ValueError as error:
             raise ValueError(f"{text_option(name)} is {path!r}, which cannot be measured: {error}") from error
-        texts[name] = HeldOut(text, paths)
+        texts[name] = HeldOut(text) if found is None else HeldOut(text, torch.from_numpy(found.paths), found.tree)
     return texts
 
 
-def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout]) -> torch.Tensor | None:
-    """The paths of held-out documents, `[documents, p]`; None if no document has one."""
+def _paths_of(path: str, corpus: CorpusOptions, banks: Mapping[str, BankLayout]) -> DocumentPaths | None:
+    """The paths of held-out documents; None if no document has one."""
     column = corpus.path_column
     if column is None or not has_column(path, column, corpus.encoding):
         return None
-    paths = read_paths(document_rows(find_files(path), corpus.column, corpus.encoding), column)
-    check_paths(paths, banks, column, "it")
-    return torch.from_numpy(paths)
+    documents = read_paths(document_rows(find_files(path), corpus.column, corpus.encoding), column)
+    check_paths(documents.paths, banks, column, "it")
+    return documents
 
 
 def describe_held_out(held_out: Mapping[str, HeldOut], corpus: CorpusOptions | None = None) -> list[str]:

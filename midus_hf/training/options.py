@@ -93,8 +93,10 @@ class TrainConfig(Rates, RunOptions):
         corpus: The keys of `CorpusOptions`; in a file, a path or dataset id may stand for all of them. Or a list of
             corpora, each with the same keys and a `weight`, its share of the sequences: see `WeightedCorpus`.
         sequence_length: T, tokens per sequence. Default: 2048.
+        tree: Folder of the tree of topics by which the paths of the corpus were found. The tree is saved beside the model, and paths
+            of another tree are refused. Default: the tree that the corpus names, without its files.
         generic_share: Of a corpus with `path_column`, share of sequences that read the generic memory instead of the blocks of
-            their path (section 4 of hierarchical memories). Default: 1 / 17.
+            their path (section 4 of hierarchical memories); which these are is drawn anew in each epoch. Default: 1 / 17.
         audit: Whether to record which documents train each block that is fetched, in a file beside the bank that `midus-bank
             audit` reads; every corpus then has a `path_column`. Default: false.
         document_mask: Whether tokens attend only within their document. Default: false, as in the paper: documents
@@ -107,6 +109,7 @@ class TrainConfig(Rates, RunOptions):
     corpus: CorpusOptions | list[WeightedCorpus]
     sequence_length: int = 2048
     document_mask: bool = False
+    tree: str | None = None
     generic_share: float = 1 / 17
     audit: bool = False
 
@@ -117,6 +120,11 @@ class TrainConfig(Rates, RunOptions):
             raise ValueError(f"sequence_length is {self.sequence_length}; expected at least 2 tokens.")
         if not 0 <= self.generic_share <= 1:
             raise ValueError(f"generic_share is {self.generic_share}; expected a share from 0 to 1.")
+        if self.tree is not None and all(corpus.path_column is None for corpus in self.corpora):
+            raise ValueError(
+                f"tree is {self.tree!r}, and no corpus has a path_column; expected the column with the paths of its documents. "
+                "Leave tree out, or give the column."
+            )
         if not self.corpora:
             raise ValueError("corpus is an empty list; expected one or more corpora, each with a weight.")
         for corpus in self.corpora:
@@ -144,4 +152,5 @@ class TrainConfig(Rates, RunOptions):
     def to_share(self, label: Callable[[str], str]) -> Self:
         corpora = [dataclasses.replace(corpus, path=label(corpus.path), cache_dir=None) for corpus in self.corpora]
         corpus: Any = corpora if isinstance(self.corpus, list) else corpora[0]
-        return dataclasses.replace(super().to_share(label), corpus=corpus)
+        tree = None if self.tree is None else label(self.tree)
+        return dataclasses.replace(super().to_share(label), corpus=corpus, tree=tree)

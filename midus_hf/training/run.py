@@ -1,8 +1,6 @@
 """One run of pretraining, from its options to the trained model."""
 
-from functools import partial
-
-from transformers import default_data_collator
+from transformers import PreTrainedModel, default_data_collator
 
 from midus_config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
@@ -10,8 +8,9 @@ from midus_hf.training.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.mixture import Mixture
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.resumption import settle_resumption
-from midus_hf.training.run_setup import check_request, choose_what_trains, make_run
+from midus_hf.training.run_setup import Chosen, check_request, choose_what_trains, make_run
 from midus_hf.training.run_trainer import RunTrainer
+from midus_hf.training.run_tree import describe_tree, tree_of_run, use_tree
 from midus_hf.training.sequence_audit import NumberedSequences
 from midus_hf.training.trainer_arguments import training_arguments
 from midus_hf.training.training_data import audit_of, build_dataset, describe_corpus, open_corpora
@@ -62,7 +61,13 @@ def prepare(config: TrainConfig) -> TrainingRun:
     corpus = config.corpora[0]
     held_out = prepare_held_out(config, request.tokenizer, request.model_config, corpus, banks)
 
+    tree = tree_of_run(config, dataset, held_out)
+
     audit = None if not config.audit else audit_of(dataset, config)
+
+    def choose(model: PreTrainedModel) -> Chosen:
+        use_tree(model, tree)
+        return choose_what_trains(config, model)
 
     return make_run(
         config,
@@ -71,10 +76,15 @@ def prepare(config: TrainConfig) -> TrainingRun:
         request,
         arguments,
         dataset if audit is None else NumberedSequences(dataset),
-        data_lines=[*describe_corpus(config, dataset), *describe_held_out(held_out, corpus)],
+        data_lines=[
+            *describe_corpus(config, dataset),
+            *describe_tree(tree, dataset),
+            *describe_held_out(held_out, corpus),
+        ],
         held_out=held_out,
-        choose=partial(choose_what_trains, config),
+        choose=choose,
         trainer_class=RunTrainer,
         data_collator=default_data_collator,
         audit=audit,
+        generic_share=config.generic_share,
     )

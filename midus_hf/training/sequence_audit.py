@@ -21,6 +21,10 @@ SEQUENCE = "sequence"
 """What an example carries beside what a model takes: its number in the dataset."""
 
 
+Seen = tuple[int, tuple[int, ...]]
+"""The number of a sequence, and the path whose blocks it fetched."""
+
+
 class NumberedSequences(Dataset):
     """Sequences that say which they are, under `SEQUENCE`, whoever shuffles them or deals them out.
 
@@ -89,7 +93,7 @@ class SequenceAudit:
         self.dataset, self.documents = dataset, documents
         self._layouts: list[BankLayout] = []
         self._audits: list[BankAudit] = []
-        self._seen: list[torch.Tensor] = []
+        self._seen: list[Seen] = []
 
     def follow(self, banks: Sequence[TrainedBank]) -> None:
         """Record from now on what trains banks; the first process alone calls it.
@@ -107,24 +111,23 @@ class SequenceAudit:
             self._layouts.append(bank.layout)
             self._audits.append(audit)
 
-    def see(self, sequences: torch.Tensor) -> None:
-        """Note the numbers `[B]` of sequences of a pass with gradients."""
-        self._seen.append(sequences)
+    def see(self, sequences: torch.Tensor, paths: torch.Tensor) -> None:
+        """Note the numbers `[B]` of sequences of a pass with gradients, and the paths `[B, p]` whose blocks they fetch."""
+        self._seen += zip(sequences.tolist(), map(tuple, paths.tolist()), strict=True)
 
     def step(self) -> None:
         """Record what was seen since the last step, which has updated blocks; all processes call it."""
-        seen: list[int] = torch.cat(self._seen).tolist() if self._seen else []
-        self._seen.clear()
+        seen, self._seen = self._seen, []
         if dist.is_initialized() and dist.get_world_size() > 1:
-            of_all: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+            of_all: list[list[Seen]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(of_all, seen)
-            seen = [number for numbers in of_all for number in numbers]
+            seen = [each for of_process in of_all for each in of_process]
         if not self._audits:
             return
         sequences: Counter[tuple[Document, tuple[int, ...]]] = Counter()
         tokens: Counter[tuple[Document, tuple[int, ...]]] = Counter()
-        for number, times in Counter(seen).items():
-            for document, path, count in self._in_sequence(number):
+        for (number, path), times in Counter(seen).items():
+            for document, count in self._in_sequence(number):
                 sequences[document, path] += times
                 tokens[document, path] += times * count
         for layout, audit in zip(self._layouts, self._audits, strict=True):
@@ -134,14 +137,13 @@ class SequenceAudit:
                 for level in layout.levels
             )
 
-    def _in_sequence(self, number: int) -> Iterator[tuple[Document, tuple[int, ...], int]]:
-        """Its documents, the path that it comes with, and its tokens of each."""
+    def _in_sequence(self, number: int) -> Iterator[tuple[Document, int]]:
+        """Its documents, and its tokens of each."""
         assert self.documents is not None
         find = self.documents
         corpus, place = self.dataset.place(number) if isinstance(self.dataset, Mixture) else (0, number)
         part = self.dataset.parts[corpus] if isinstance(self.dataset, Mixture) else self.dataset
-        path = tuple(part.path(place))
-        return ((find(corpus, document), path, count) for document, count in part.documents(place))
+        return ((find(corpus, document), count) for document, count in part.documents(place))
 
 
 def _index(layout: BankLayout, level: int, path: Sequence[int]) -> int:

@@ -119,13 +119,20 @@ def _open(
         return CorpusPass(corpus.documents(), tokenizer, config.sequence_length, vocab_size)
 
     if options.path_column is not None:
-        paths = read_paths(corpus.rows(), options.path_column)
-        check_paths(paths, banks, options.path_column)
+        documents = read_paths(corpus.rows(), options.path_column)
+        check_paths(documents.paths, banks, options.path_column)
         import_datasets("a corpus that is packed within the leaves of a tree")
         tokens = cached_tokens(corpus, tokenizer, vocab_size, options.cache_dir)
-        length, mask, share = config.sequence_length, config.document_mask, config.generic_share
         depth = max(max(layout.levels) for layout in banks.values())
-        return ClusteredDataset(tokens, paths, length, tokenizer.eos_token_id, depth, mask, share, config.seed)
+        return ClusteredDataset(
+            tokens,
+            documents.paths,
+            config.sequence_length,
+            tokenizer.eos_token_id,
+            depth,
+            config.document_mask,
+            documents.tree,
+        )
     if options.streaming:
         stream = PackedStream(start_pass, config.document_mask)
         next(iter(stream))

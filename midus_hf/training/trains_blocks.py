@@ -4,11 +4,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from midus_config.checkpoint_files import BLOCK_STATES
+from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
-from midus_hf.models.fetching import Banks
+from midus_hf.models.fetching import IDS, Banks
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.sequence_audit import SEQUENCE, SequenceAudit
 from midus_hf.training.trains_sharded import TrainsSharded
@@ -28,6 +30,9 @@ class TrainsBlocks(TrainsSharded):
     Args:
         args: What the Trainer takes.
         audit: Records which documents train blocks; examples are then `NumberedSequences`. Default: none.
+        generic_share: Share of sequences that fetch the blocks of the generic memory in place of those of their path (section 4 of
+            hierarchical memories). Which these are follows from the seed and from the place of a sequence among all that the run
+            trains on: others in each epoch, and the same where a run is resumed. Default: 0.
         kwargs: What the Trainer takes.
 
     Raises:
@@ -35,8 +40,10 @@ class TrainsBlocks(TrainsSharded):
             recorded, and none train.
     """
 
-    def __init__(self, *args: Any, audit: SequenceAudit | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, audit: SequenceAudit | None = None, generic_share: float = 0.0, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.generic_share = generic_share
+        self._pass = (-1, 0)  # the step, and the number of the pass within it
         assert self.model is not None
         banks = banks_that_train(self.model)
         if banks and (self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.fp16):
@@ -63,10 +70,24 @@ class TrainsBlocks(TrainsSharded):
     ) -> torch.Tensor:
         """As `Trainer.training_step`; which sequences they are is no business of the model."""
         sequences = inputs.pop(SEQUENCE, None)
+        if IDS in inputs:
+            inputs[IDS] = self._with_generic(inputs[IDS])
         if self.audit is not None:
             assert sequences is not None, "examples of a run that is recorded say which they are"
-            self.audit.see(sequences)
+            self.audit.see(sequences, inputs[IDS])
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def _with_generic(self, memory_ids: torch.Tensor) -> torch.Tensor:
+        """Let a share of the rows `[B, p]` of a pass fetch the generic memory."""
+        args, step = self.args, self.state.global_step
+        self._pass = (step, self._pass[1] + 1 if self._pass[0] == step else 0)
+        first_of_pass = (
+            step * args.gradient_accumulation_steps + self._pass[1]
+        ) * args.world_size + args.process_index
+        is_generic = draw_generic(
+            args.seed, first_of_pass * args.train_batch_size, len(memory_ids), self.generic_share
+        )
+        return memory_ids.masked_fill(is_generic[:, None].to(memory_ids.device), GENERIC)
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Update blocks whenever the optimizer updates parameters, with the rate and the decay of its group of blocks."""
@@ -113,6 +134,19 @@ class TrainsBlocks(TrainsSharded):
         """Blocks belong to the model as its weights do: whoever goes back to a checkpoint gets those of that step."""
         for number, bank in enumerate(self.trained_banks):
             bank.load_state(Path(checkpoint, BLOCK_STATES, str(number)))
+
+
+def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tensor:
+    """Draw which of some sequences that follow one another in a run fetch the generic memory, `[count]`, bool.
+
+    Args:
+        seed: Of the run.
+        first: The place of the first of them among all that the run trains on, from 0.
+        count: How many they are.
+        share: The probability of each.
+    """
+    drawn = [np.random.default_rng([seed, place]).random() < share for place in range(first, first + count)]
+    return torch.tensor(drawn, dtype=torch.bool)
 
 
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:

@@ -1,10 +1,11 @@
 """Banks and ids that do not fit a model are refused, and it is said why."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
-from banks.small_bank import layout_of
+from banks.small_bank import layout_of, made
 
 from midus_config.memories.hierarchical import HierFFNOptions, HierKVOptions
 from midus_config.model_sizes import ModelSizes
@@ -40,10 +41,33 @@ def test_a_bank_of_another_model_is_refused(options, difference, folder):
     assert message.endswith(". Put the model's own there.")
 
 
-def test_a_bank_of_a_model_with_other_layers_is_refused_and_one_whose_layers_have_moved_is_not(folder):
-    assert "its layers is 2; expected 3" in refused(folder, layout_of(layers=(0, 1, 2)))
-    moved = MemoryBank(folder, layout_of(layers=(1, 4)))
-    moved.close()
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2)], ids=str)
+def test_a_bank_of_other_layers_is_refused(layers, folder):
+    message = refused(folder, layout_of(layers=layers))
+    assert f"its layers is [0, 2]; expected {list(layers)}. Put the model's own there." in message
+
+
+def test_a_bank_of_another_base_is_refused_and_one_whose_base_nobody_knows_is_not(tmp_path):
+    known = [dataclasses.replace(layout_of(), base=digit * 64) for digit in "ab"]
+    made(tmp_path / "bank", known[0])
+    message = refused(tmp_path / "bank", known[1])
+    assert (
+        "belongs to another model: its base, the weights that its model was upscaled from, has the digest aaaaaaaaaaaaaaaa...; "
+        "expected bbbbbbbbbbbbbbbb.... Put the model's own there."
+    ) in message
+    for layout in (known[0], layout_of()):
+        opened = MemoryBank(tmp_path / "bank", layout)
+        opened.save(tmp_path / f"copy-{layout.base}")
+        opened.close()
+        assert "expected bbbb" in refused(tmp_path / f"copy-{layout.base}", known[1]), "copies keep the digest"
+
+
+def test_a_description_with_a_tree_that_is_no_fingerprint_is_refused(folder):
+    path = folder / "bank.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tree": 5}))
+    assert refused(folder) == (
+        f"{path} has the tree 5; expected the fingerprint of a tree, or null. Copy the bank again."
+    )
 
 
 def test_a_bank_of_other_widths_is_refused(folder):
@@ -100,6 +124,14 @@ def test_a_description_without_a_seed_is_refused(seed, folder):
             "memory_ids has 16 for level 2 in row 0; expected 0 to 15, or a row of -1 for the generic memory.",
         ),
         (
+            torch.tensor([[0, 1, 5], [0, 15, 5]]),
+            "memory_ids has 15 for level 2 in row 1, which is no child of node 0; expected 0 to 3. Take a path that the tree has.",
+        ),
+        (
+            torch.tensor([[0, 1, 8]]),
+            "memory_ids has 8 for level 3 in row 0, which is no child of node 1; expected 4 to 7. Take a path that the tree has.",
+        ),
+        (
             torch.tensor([[-1, -1, 3]]),
             "memory_ids has -1 for level 1 in row 0; expected 0 to 3, or a row of -1 for the generic memory.",
         ),
@@ -108,7 +140,17 @@ def test_a_description_without_a_seed_is_refused(seed, folder):
             "memory_ids has -2 for level 1 in row 0; expected 0 to 3, or a row of -1 for the generic memory.",
         ),
     ],
-    ids=["flat", "levels", "floats", "beyond", "level without blocks", "partly generic", "minus two"],
+    ids=[
+        "flat",
+        "levels",
+        "floats",
+        "beyond",
+        "level without blocks",
+        "stray",
+        "stray leaf",
+        "partly generic",
+        "minus two",
+    ],
 )
 def test_ids_that_name_no_blocks_are_refused(ids, message, bank):
     with pytest.raises(ValueError) as raised:

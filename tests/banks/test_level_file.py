@@ -1,6 +1,8 @@
 """The file of a level: records come back as they were written, the rest is a hole, and whatever is wrong with it is said."""
 
+import contextlib
 import json
+import os
 import struct
 import zlib
 
@@ -94,6 +96,79 @@ def test_what_was_forgotten_is_deleted_until_it_is_written_again(file):
     assert file.deleted() == [2] and file.written() == [6] and not file.is_written(2)
     file.write(2, record(9))
     assert torch.equal(file.read(2), record(9)) and file.deleted() == []
+
+
+class Killed(BaseException):
+    """The end of a process, at the call where it is raised."""
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["between", "within"])
+@pytest.mark.parametrize("calls", range(5))
+def test_a_deletion_that_is_killed_at_any_moment_never_says_deleted_while_bytes_remain(
+    calls, half, file, path, monkeypatch
+):
+    """After so many writes and syncs that were done, nothing more is; `half`: but half of the one at which the process ends."""
+    expected, begun = record(2), []
+    real_write, real_sync = os.pwrite, os.fsync
+
+    def is_killed() -> bool:
+        begun.append(1)
+        return len(begun) > calls
+
+    def write(descriptor, data, place):
+        if not is_killed():
+            return real_write(descriptor, data, place)
+        if half:
+            real_write(descriptor, data[: len(data) // 2], place)
+        raise Killed
+
+    def sync(descriptor):
+        if is_killed():
+            raise Killed
+        real_sync(descriptor)
+
+    monkeypatch.setattr("midus_hf.banks.level_file.os.pwrite", write)
+    monkeypatch.setattr("midus_hf.banks.level_file.os.fsync", sync)
+    with contextlib.suppress(Killed):
+        file.forget(2)
+    monkeypatch.undo()
+    again = LevelFile(path, RECORDS, NUMEL, writable=True)
+    remains = any(expected[place : place + 2].numpy().tobytes() in path.read_bytes() for place in range(NUMEL - 1))
+    if again.deleted() == [2]:
+        assert not remains and again.read(2) is None
+    elif calls == 0 and not half:
+        assert torch.equal(again.read(2), expected)
+    else:
+        with pytest.raises(BankError, match="delete the block"):
+            again.read(2)
+    again.forget(2)
+    again.close()
+    assert not any(expected[place : place + 2].numpy().tobytes() in path.read_bytes() for place in range(NUMEL - 1))
+    assert torch.equal(file.read(6), record(6)) and file.deleted() == [2], "repeated, the deletion is done"
+
+
+def test_zeros_are_on_the_disk_before_the_mark_says_that_a_record_was_deleted(file, monkeypatch):
+    order, real_write, real_sync = [], os.pwrite, os.fsync
+    monkeypatch.setattr(
+        "midus_hf.banks.level_file.os.pwrite", lambda *args: [order.append(bytes(args[1])), real_write(*args)][1]
+    )
+    monkeypatch.setattr(
+        "midus_hf.banks.level_file.os.fsync", lambda *args: [order.append("sync"), real_sync(*args)][1]
+    )
+    file.forget(2)
+    assert order[:2] == [bytes(4 * NUMEL), "sync"] and order[-1] == b"gone"
+
+
+def test_a_deletion_gives_the_room_back(tmp_path):
+    numel = 2**18  # 1 MB
+    path = made(tmp_path / "large", numel=numel)
+    file = LevelFile(path, RECORDS, numel, writable=True)
+    file.write(3, record(3, numel))
+    file.sync()
+    before = path.stat().st_blocks
+    file.forget(3)
+    file.close()
+    assert path.stat().st_blocks <= before - 2**20 // 512 + 2 * 4096 // 512
 
 
 @pytest.mark.parametrize(

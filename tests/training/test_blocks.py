@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable, train
 from midus_hf.training.run import prepare
+from midus_hf.training.trains_blocks import draw_generic
 from upscalers.banks.editing import BankRequest
 from upscalers.banks.merging import merge
 
@@ -57,7 +58,41 @@ def test_the_model_trains_as_well_where_everything_does(models, assigned, tmp_pa
     assert bank_of(tmp_path / "out").written(2) == LEAVES
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2, "batch_size": 2}], ids=str)
+def fetched_by_sequence(config) -> list[tuple[tuple, bool]]:
+    """Every sequence of a run, in order, and whether it fetched the generic memory."""
+    run, seen = prepare(config), []
+
+    def look(module, args, kwargs):
+        generic = (kwargs["memory_ids"] == -1).all(1).tolist()
+        seen.extend(zip(map(tuple, kwargs["input_ids"].tolist()), generic, strict=True))
+
+    run.trainer.model.register_forward_pre_hook(look, with_kwargs=True)
+    run.execute()
+    return seen
+
+
+def test_other_sequences_fetch_the_generic_memory_in_each_epoch(models, assigned, tmp_path):
+    seen = fetched_by_sequence(
+        config_of(models / "hier-ffn", assigned, tmp_path / "out", generic_share=0.5, epochs=4, max_steps=None)
+    )
+    sequences = sorted({tokens for tokens, _ in seen})
+    of_epoch = [seen[start : start + len(seen) // 4] for start in range(0, len(seen), len(seen) // 4)]
+    assert [len({tokens for tokens, _ in epoch}) for epoch in of_epoch] == [len(sequences)] * 4
+    drawn = [tuple(generic for _, generic in sorted(epoch)) for epoch in of_epoch]
+    assert len(set(drawn)) == 4
+
+
+def test_the_generic_memory_is_drawn_by_the_place_in_the_run_alone():
+    drawn = draw_generic(3, 0, 20_000, 1 / 17)
+    assert drawn.float().mean().item() == pytest.approx(1 / 17, abs=0.006)  # 3.6 standard deviations
+    assert torch.equal(draw_generic(3, 700, 50, 1 / 17), drawn[700:750])
+    assert not torch.equal(draw_generic(4, 0, 20_000, 1 / 17), drawn)
+    assert draw_generic(3, 0, 9, 1.0).all() and not draw_generic(3, 0, 9, 0.0).any()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation": 2, "batch_size": 2}, {"generic_share": 0.5}], ids=str
+)
 def test_a_resumed_run_is_the_uninterrupted_one(models, assigned, tmp_path, changes):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config_of(models / "hier-ffn", assigned, whole, **changes))
@@ -98,7 +133,7 @@ def test_activation_checkpointing_changes_nothing(models, assigned, tmp_path):
 
 
 def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_path):
-    train(config_of(models / "hier-ffn", assigned, tmp_path / "one", audit=True))
+    train(config_of(models / "hier-ffn", assigned, tmp_path / "one", audit=True, generic_share=0.4))
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "two"
     recipe.write_text(
         f"corpus: {{path: {assigned}, path_column: memory_ids, cache_dir: {assigned.parent / 'cache'}}}\nlearning_rate: 1e-2\n"
@@ -111,7 +146,7 @@ def test_two_processes_agree_on_blocks_and_train_as_one(models, assigned, tmp_pa
         "max_steps": 6,
         "precision": "fp32",
         "log_every": 1,
-        "generic_share": 0,
+        "generic_share": 0.4,
         "save_every": 3,
         "audit": "true",
     }

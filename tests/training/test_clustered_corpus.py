@@ -37,7 +37,7 @@ def corpus(tmp_path):
 
 def dataset(corpus, tmp_path, **options):
     tokens = cached_tokens(corpus, tiny_tokenizer(), 128, str(tmp_path / "cache"))
-    return ClusteredDataset(tokens, read_paths(corpus.rows(), "memory_ids"), T, EOS, **options)
+    return ClusteredDataset(tokens, read_paths(corpus.rows(), "memory_ids").paths, T, EOS, **options)
 
 
 def expected_sequences() -> list[tuple[list[int], list[int]]]:
@@ -93,16 +93,31 @@ def test_positions_restart_with_each_document_and_where_a_sequence_is_filled_up(
     assert last_of_first_leaf["position_ids"].tolist() == [0, 1, 0, 1, 2]
 
 
-def test_a_share_of_sequences_reads_the_generic_memory_always_the_same(corpus, tmp_path):
-    generic = [
-        [
-            bool((example["memory_ids"] == -1).all())
-            for example in dataset(corpus, tmp_path, generic_share=share, seed=seed)
-        ]
-        for share, seed in ((0.5, 0), (0.5, 0), (0.5, 1), (0.0, 0), (1.0, 0))
-    ]
-    assert generic[0] == generic[1] != generic[2]
-    assert not any(generic[3]) and all(generic[4]) and 0 < sum(generic[0]) < 8
+def rows_of(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": "w3", **row}) + "\n" for row in rows))
+    return find_corpus(CorpusOptions(path=str(path), path_column="memory_ids")).rows()
+
+
+def test_documents_near_no_topic_are_a_leaf_of_their_own_and_fetch_the_generic_memory(tmp_path):
+    paths = read_paths(rows_of(tmp_path, {"memory_ids": [0, 1]}, {"memory_ids": [-1, -1]}), "memory_ids")
+    assert paths.paths.tolist() == [[0, 1], [-1, -1]] and paths.tree is None
+    check_paths(paths.paths, layout(), "memory_ids")
+
+
+def test_paths_are_found_where_datatrove_writes_them_and_name_their_tree(tmp_path):
+    rows = [{"memory_ids": [0, 1], "memory_tree": "ab"}, {"metadata": {"memory_ids": [1, 2], "memory_tree": "ab"}}]
+    paths = read_paths(rows_of(tmp_path, *rows), "memory_ids")
+    assert paths.paths.tolist() == [[0, 1], [1, 2]] and paths.tree == "ab"
+
+
+@pytest.mark.parametrize("other, named", [({"memory_tree": "c" * 64}, "cccccccccccccccc..."), ({}, "nothing")])
+def test_paths_of_several_trees_are_refused(other, named, tmp_path):
+    rows = rows_of(tmp_path, {"memory_ids": [0, 1], "memory_tree": "ab"}, {"memory_ids": [0, 1], **other})
+    with pytest.raises(
+        DocumentError, match=rf"line 2 .* has {named} under 'memory_tree', and the rows before it have ab"
+    ):
+        read_paths(rows, "memory_ids")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +156,13 @@ def layout(branching=2, levels=2):
         ([[0, 0, 0]], layout(), "paths of 3 levels, and the model's banks have 2; expected one tree"),
         ([[0, 0], [1, 4]], layout(), "node 4 of level 2, where the model's banks have 4 blocks"),
         ([[2, 0]], layout(), "node 2 of level 1, where the model's banks have 2 blocks"),
+        (
+            [[0, 1], [1, 1]],
+            layout(),
+            r"has the path \[1, 1\], whose node 1 of level 2 is no child of node 1; expected 2 to 3, the children of that node",
+        ),
     ],
-    ids=["no-banks", "levels", "leaf", "root"],
+    ids=["no-banks", "levels", "leaf", "root", "stray"],
 )
 def test_paths_of_another_tree_are_refused(paths, banks, message):
     with pytest.raises(ValueError, match=message):

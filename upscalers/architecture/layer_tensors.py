@@ -1,6 +1,6 @@
 """The tensors that the layers of a model have, by its raw config: those of its family, and those of its memories."""
 
-from midus_config.memory_entries import NO_MEMORIES, Memories, inserted_options, read_memories
+from midus_config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
 from midus_config.memory_types import InsertedOptions
 from upscalers.architecture.families import (
     ATTENTION_OUTPUT_ROLES,
@@ -22,7 +22,7 @@ def memories_of(family: Family, config: Config) -> Memories:
     if config.get("memory") in (None, []):
         return NO_MEMORIES
     with refusing_requests():
-        return read_memories(config.get("memory"), family.sizes(config))
+        return read_memories(config.get("memory"), family.sizes(config), base_digest(config.get("upscale")))
 
 
 def kept_roles(options: InsertedOptions) -> frozenset[str]:

@@ -19,31 +19,36 @@ _KEY = "midus_blocks"
 
 @dataclass(frozen=True)
 class BlockFile:
-    """A safetensors file with a tensor for each block, `LEVEL.NODE`, and the layout of their bank.
+    """A safetensors file with a tensor for each block, `LEVEL.NODE`, the layout of their bank, and the tree it was trained with.
 
     Args:
         path: Where it lies.
         nodes: Whose blocks it has, ascending.
+        tree: Fingerprint of the tree by whose paths the blocks were trained; None if nobody knows it.
     """
 
     path: Path
     nodes: tuple[Node, ...]
+    tree: str | None
 
     @classmethod
-    def write(cls, path: Path, layout: BankLayout, blocks: Mapping[Node, "torch.Tensor"]) -> "BlockFile":
+    def write(
+        cls, path: Path, layout: BankLayout, tree: str | None, blocks: Mapping[Node, "torch.Tensor"]
+    ) -> "BlockFile":
         """Make one.
 
         Args:
             path: Where to.
             layout: Of the bank that they are from.
+            tree: As in the class.
             blocks: Records `[numel]`.
         """
         from safetensors.torch import save_file
 
         tensors = {f"{level}.{index}": record for (level, index), record in blocks.items()}
         with whole_file(path) as partial:
-            save_file(tensors, partial, metadata={_KEY: json.dumps(layout.to_dict())})
-        return cls(path, tuple(sorted(blocks)))
+            save_file(tensors, partial, metadata={_KEY: json.dumps({**layout.to_dict(), "tree": tree})})
+        return cls(path, tuple(sorted(blocks)), tree)
 
     @classmethod
     def read(cls, path: Path, layout: BankLayout) -> "BlockFile":
@@ -54,7 +59,7 @@ class BlockFile:
             layout: Of the bank that its blocks are to fit.
 
         Raises:
-            RequestError: If it is none, or of another model or tree.
+            RequestError: If it is none, or of a model with other sizes, other layers or another base.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -64,14 +69,12 @@ class BlockFile:
                 pairs = [tuple(map(int, name.split("."))) for name in file.keys()]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise RequestError(f"{path} is no file of blocks that midus-bank export wrote ({error}).") from None
-        expected = layout.to_dict()
-        different = [key for key, value in expected.items() if found.get(key) != value]
-        if different:
-            key = different[0]
+        difference = layout.difference(found)
+        if difference is not None:
             raise RequestError(
-                f"{path} has blocks of another model: their {key} is {found.get(key)!r}; expected {expected[key]!r}."
+                f"{path} has blocks of another model: {difference}. Export them from a model that began from the same weights."
             )
-        return cls(path, tuple(sorted((level, index) for level, index in pairs)))
+        return cls(path, tuple(sorted((level, index) for level, index in pairs)), found.get("tree"))
 
     def records(self) -> Iterator[tuple[Node, "torch.Tensor"]]:
         """Each node, and the record of its block."""

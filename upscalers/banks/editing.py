@@ -2,11 +2,12 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from midus_config.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
 from upscalers.banks.audit import record_of
 from upscalers.banks.block_file import BlockFile
@@ -16,7 +17,7 @@ from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
 from upscalers.landing.output_folder import OutputFolder
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank
@@ -42,6 +43,9 @@ class BankRequest:
 def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) -> dict[str, Any]:
     """Let blocks be as if they were never written: what they learned is gone, and they add zero.
 
+    Nothing of them is in any file of the output: not in the bank, into which they are not copied, nor in states to resume training
+    from, which are left out with the checkpoints that have them, nor in files that `export` wrote into the folder.
+
     Args:
         request: From what to what.
         nodes: Each `LEVEL:NODE`.
@@ -54,17 +58,19 @@ def delete(request: BankRequest, nodes: Sequence[str], subtree: bool = False) ->
         RequestError: If a node is not there, or the output cannot be made.
     """
 
+    deleted: list[Node] = []
+
+    def examine(bank: "MemoryBank") -> list[Node]:
+        deleted.extend(node for node in parse_nodes(nodes, bank.layout, subtree) if bank.has_record(*node))
+        return deleted
+
     def edit(bank: "MemoryBank") -> list[Node]:
-        chosen = set(parse_nodes(nodes, bank.layout, subtree))
-        written = [node for node in _written(bank) if node in chosen]
-        for level, index in written:
-            bank.forget(level, index)
         with record_of(bank.folder) as audit:
             if audit is not None:
-                audit.delete(written)
-        return written
+                audit.delete(deleted)
+        return deleted
 
-    return edit_bank("delete", request, edit, lambda layout: parse_nodes(nodes, layout, subtree))
+    return edit_bank("delete", request, edit, lambda layout: parse_nodes(nodes, layout, subtree), examine)
 
 
 def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
@@ -80,9 +86,20 @@ def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
     Raises:
         RequestError: If the blocks are of another model or tree, or the output cannot be made.
     """
+    from midus_hf.banks.bank_description import check_same_tree
+
+    def tree_of_both(bank: "MemoryBank") -> str | None:
+        tree = BlockFile.read(Path(file), bank.layout).tree
+        with refusing_requests():
+            return check_same_tree(bank.tree, tree, f"the file {file}", "Export blocks of a model of the same tree.")
+
+    def examine(bank: "MemoryBank") -> list[Node]:
+        tree_of_both(bank)
+        return []
 
     def edit(bank: "MemoryBank") -> list[Node]:
         blocks = BlockFile.read(Path(file), bank.layout)
+        bank.description["tree"] = tree_of_both(bank)
         for (level, index), record in blocks.records():
             bank.write(level, index, record)
         with record_of(bank.folder) as audit:
@@ -91,7 +108,7 @@ def import_blocks(request: BankRequest, file: str | Path) -> dict[str, Any]:
                 audit.add_unrecorded(blocks.nodes)
         return list(blocks.nodes)
 
-    return edit_bank("import", request, edit, lambda layout: BlockFile.read(Path(file), layout))
+    return edit_bank("import", request, edit, lambda layout: BlockFile.read(Path(file), layout), examine)
 
 
 def edit_bank(
@@ -99,6 +116,7 @@ def edit_bank(
     request: BankRequest,
     edit: Callable[["MemoryBank"], list[Node]],
     check: Callable[[BankLayout], Any],
+    examine: Callable[["MemoryBank"], list[Node]] = lambda bank: [],
 ) -> dict[str, Any]:
     """Write the checkpoint that an edit of its bank makes of another one.
 
@@ -107,28 +125,34 @@ def edit_bank(
         request: From what to what.
         edit: Changes a bank, which is its own; returns the blocks that it changed.
         check: Refuses what is asked before anything is written.
+        examine: Looks at the bank that is read, before anything is written; returns the blocks that are deleted. Default: none are.
 
     Raises:
         RequestError: If the memory is not there, or the output cannot be made.
     """
+    from midus_hf.banks.bank_description import write_description
+
     started = time.perf_counter()
     with resolve_source(str(request.model)) as source:
         name, layout = find_layout(source.folder, request.memory)
         check(layout)
         memories = open_base(source.folder, needs_weights=False).memories
         folder = OutputFolder(request.output, source.folder, request.overwrite)
-        files = [path for path in sorted(source.folder.rglob("*")) if path.is_file()]
-        files = [path for path in files if BANKS_FOLDER not in path.relative_to(source.folder).parts]
+        files = _files_beside_banks(source.folder)
+        with open_bank(source.folder, name, layout) as bank:
+            deleted = examine(bank)
         folder.check_space(sum(path.stat().st_size for path in files) + bytes_of_banks(source.folder, memories.banks))
         with folder as partial:
             for path in files:
                 place = partial / path.relative_to(source.folder)
                 place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, place)
-            carry_banks(source.folder, partial, memories.banks)
+                if not (deleted and _copied_without(path, place, layout, deleted)):
+                    shutil.copyfile(path, place)
+            carry_banks(source.folder, partial, memories.banks, {name: deleted})
             with open_bank(partial, name, layout, writable=True) as bank:
                 changed = edit(bank)
                 bank.sync()
+            write_description(bank.folder, bank.description)
             folder.commit()
     return {
         "command": command,
@@ -138,6 +162,36 @@ def edit_bank(
         "blocks": [written_node(node, layout) for node in changed],
         "seconds": time.perf_counter() - started,
     }
+
+
+def _files_beside_banks(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint but those of its banks and those that a run resumes from: these have blocks of their own."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    is_resumed = any(is_of(path.relative_to(folder), RESUMED) for path in files)
+    kept = []
+    for path in files:
+        parts = path.relative_to(folder).parts
+        within_run = parts[0] == PARTIAL_MODEL or CHECKPOINT_NAME.fullmatch(parts[0]) or parts[0] == BLOCK_STATES
+        if BANKS_FOLDER in parts or within_run:
+            continue
+        if is_resumed and is_of(path.relative_to(folder), RESUMED, STATE):
+            continue
+        kept.append(path)
+    return kept
+
+
+def _copied_without(path: Path, place: Path, layout: BankLayout, deleted: Collection[Node]) -> bool:
+    """Copy a file of blocks of a bank without some of them; false, and nothing is done, if it is no such file or has none of them."""
+    try:
+        blocks = BlockFile.read(path, layout)
+    except RequestError:
+        return False
+    if not set(blocks.nodes) & set(deleted):
+        return False
+    kept = {node: record for node, record in blocks.records() if node not in deleted}
+    if kept:
+        BlockFile.write(place, layout, blocks.tree, kept)
+    return True
 
 
 def _written(bank: "MemoryBank") -> list[Node]:
@@ -172,7 +226,7 @@ def export(
             written = [node for node in _written(bank) if node in chosen]
             if not written:
                 raise RequestError("none of these blocks was ever written; expected one that was trained or imported.")
-            BlockFile.write(path, layout, {node: bank.block(*node) for node in written})
+            BlockFile.write(path, layout, bank.tree, {node: bank.block(*node) for node in written})
     return {
         "command": "export",
         "model": str(model),

@@ -5,14 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.fetched_blocks import BANK_AUDIT, BankLayout
+from midus_config.fetched_blocks import BANK_AUDIT, TREE_FILES, BankLayout
 from upscalers.banks.audit import record_of
 from upscalers.banks.editing import BankRequest, edit_bank
 from upscalers.banks.nodes import Node, written_node
 from upscalers.banks.opened import find_layout, open_bank
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.safetensors_format import StoredTensor
-from upscalers.request.errors import RequestError
+from upscalers.request.errors import RequestError, refusing_requests
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank
@@ -34,6 +34,8 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
         RequestError: If a run has another model or tree, if its weights are not those that it began from, or two runs have
             trained one block.
     """
+    from midus_hf.banks.bank_description import check_same_tree
+
     if not runs:
         raise RequestError("no run is given; expected the folders of one or more trained models.")
     folders = [Path(run).expanduser() for run in runs]
@@ -54,6 +56,11 @@ def merge(request: BankRequest, runs: Sequence[str | Path]) -> dict[str, Any]:
         for folder in folders:
             name = find_layout(folder, request.memory)[0]
             with open_bank(folder, name, bank.layout) as run:
+                with refusing_requests():
+                    remedy = "Train all runs on texts that were assigned by one tree."
+                    bank.description["tree"] = check_same_tree(bank.tree, run.tree, str(folder), remedy)
+                if not (bank.folder / TREE_FILES[-1]).exists():
+                    bank.save_tree(bank.folder, run.folder)
                 for node in _nodes(run):
                     if run.checksum(*node) == start.get(node):
                         continue

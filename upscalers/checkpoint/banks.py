@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from midus_config.checkpoint_files import BANKS, is_of
-from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
 from upscalers.request.errors import RequestError
 
 
@@ -37,13 +38,19 @@ def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
 
 
-def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -> None:
+def carry_banks(
+    source: Path,
+    folder: Path,
+    layouts: Mapping[str, BankLayout],
+    deleted: Mapping[str, Collection[tuple[int, int]]] | None = None,
+) -> None:
     """Copy banks from one checkpoint to another; what was never written takes no room there either.
 
     Args:
         source: Of the checkpoint that has them.
         folder: Of the other.
         layouts: By the name of the memory.
+        deleted: Level and index of blocks that are not carried along, and are said to be deleted. Default: none.
 
     Raises:
         RequestError: If one is absent or not the model's, or a block is not what was written.
@@ -56,9 +63,26 @@ def carry_banks(source: Path, folder: Path, layouts: Mapping[str, BankLayout]) -
     for name, layout in layouts.items():
         try:
             with contextlib.closing(MemoryBank(source / BANKS_FOLDER / name, layout)) as bank:
-                bank.save(folder / BANKS_FOLDER / name)
+                bank.save(folder / BANKS_FOLDER / name, deleted=(deleted or {}).get(name, ()))
         except BankError as error:
             raise RequestError(str(error)) from None
+
+
+def tie_banks(folder: Path, layouts: Mapping[str, BankLayout]) -> None:
+    """Let the descriptions of banks name the layers and the base of the model that the banks lie beside now.
+
+    Args:
+        folder: Of the checkpoint.
+        layouts: That its config implies, by the name of the memory.
+    """
+    if not layouts:
+        return
+    from midus_hf.banks.bank_description import write_description
+
+    for name, layout in layouts.items():
+        bank = folder / BANKS_FOLDER / name
+        description = json.loads((bank / BANK_DESCRIPTION).read_text(encoding="utf-8"))
+        write_description(bank, {**description, "layout": layout.to_dict()})
 
 
 def bytes_of_banks(folder: Path, names: Collection[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_config.checkpoint_files import RECORD_FILE
-from midus_config.memory_entries import Memories
+from midus_config.memory_entries import BASE_DIGEST, Memories
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
@@ -17,7 +17,7 @@ from upscalers.request.errors import RequestError
 
 CONFIG_KEY = "upscale"
 STRIPPED_KEY = "stripped"
-DIGEST_KEY = "base_sha256"
+DIGEST_KEY = BASE_DIGEST
 EDITS_KEY = "chapter_edits"
 SHUFFLES_KEY = "shuffles"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from upscalers.architecture.families import MEMORY_PREFIX, Config
-from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
+from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
@@ -85,7 +85,7 @@ def strip(
             _restore_tokenizer_config(partial, record)
             config = _base_config(entry, tensors, progress)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            open_base(partial)
+            tie_banks(partial, open_base(partial).memories.banks)
             comparison = compare_with_base(digests.finish(), entry, record)
             if comparison.confirmed is False:
                 progress.warn(comparison.warning)

@@ -10,7 +10,7 @@ from typing import Any
 from midus_config.checkpoint_files import CARD_FILE
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.architecture.layer_tensors import memories_of
-from upscalers.checkpoint.banks import carry_banks, create_banks
+from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
 from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, weight_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
@@ -119,6 +119,11 @@ class Writing:
         if job.new_banks:
             create_banks(partial, job.new_banks, TORCH_NAMES[job.cast(job.base.dtype)], job.seed)
         carry_banks(job.base.folder, partial, job.base.memories.banks)
+        self._tie_banks(partial, job.config)
+
+    def _tie_banks(self, partial: Path, config: Config) -> None:
+        """Let banks name their layers, which may have moved, and the base of the upscaled model as far as its config knows it."""
+        tie_banks(partial, memories_of(self.job.base.family, config).banks)
 
     def _write_siblings(self, partial: Path, config: Config) -> dict[str, Any]:
         """Write what lies beside the weights; returns what `strip` must know of it to undo it."""
@@ -165,6 +170,7 @@ class Writing:
         if digests:
             entry[DIGEST_KEY] = content_sha256(digests)
             _write_config(partial, config)
+            self._tie_banks(partial, config)
         request = {
             "base": job.source.label,
             **({} if job.source.revision is None else {"revision": job.source.revision}),

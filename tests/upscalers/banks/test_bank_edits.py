@@ -163,7 +163,7 @@ def test_blocks_of_another_model_are_refused(made, model, tmp_path, capsys):
     )
     run("export", model, "--node", "1:0", "--output", tmp_path / "f.safetensors", capsys=capsys)
     line = refusal("import", other, "--from", tmp_path / "f.safetensors", "--output", tmp_path / "out", capsys=capsys)
-    assert "has blocks of another model: their levels is" in line
+    assert "has blocks of another model: its levels is" in line
     (tmp_path / "g.safetensors").write_bytes(b"no")
     line = refusal("import", other, "--from", tmp_path / "g.safetensors", "--output", tmp_path / "out", capsys=capsys)
     assert "is no file of blocks that midus-bank export wrote" in line

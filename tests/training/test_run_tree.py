@@ -1,0 +1,213 @@
+"""A bank knows the layers, the base and the tree that it was trained with; whatever brings others is refused by name."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from retrieval.tiny_bert import WIDTH, save_tiny_bert
+from retrieval.trees import random_tree
+from tiny import tiny_model
+from training.block_runs import bank_of, config_of
+from training.tiny_run import tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from midus_commands.evaluate import main as midus_eval
+from midus_hf.banks.level_file import BankError
+from midus_hf.retrieval import ClusterTree, FetchingPipeline, MemoryRetriever, TextEmbedder
+from midus_hf.training import train
+from midus_hf.training.run import prepare
+from tests.upscalers.banks.bank_commands import refusal, run
+from upscalers import strip, upscale
+
+TREE, OTHER = (random_tree(3, 2, width=WIDTH, seed=seed) for seed in (0, 1))
+"""Two trees of the shape that the models of these tests fetch blocks by."""
+
+
+def named(assigned, path, tree):
+    """The same corpus, whose documents say which tree their paths are of."""
+    rows = [json.loads(line) for line in assigned.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "memory_tree": tree.fingerprint}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(models, assigned, tmp_path_factory):
+    """Both trees, a corpus assigned by each, and a model that was trained with the first; nobody may change them."""
+    folder = tmp_path_factory.mktemp("trees")
+    for name, tree in (("tree", TREE), ("other", OTHER)):
+        tree.save(folder / name)
+        named(assigned, folder / f"{name}.jsonl", tree)
+    train(
+        config_of(
+            models / "hier-ffn",
+            folder / "tree.jsonl",
+            folder / "model",
+            tree=str(folder / "tree"),
+            save_every=3,
+            max_steps=3,
+        )
+    )
+    return folder
+
+
+def another_base(folder):
+    """A base of the same sizes with other weights."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def fingerprints(folder) -> tuple[str | None, str | None]:
+    """What the bank says, and the tree beside it is; None where there is none."""
+    bank = folder / "memory_bank" / "hier-ffn"
+    beside = ClusterTree.load(bank).fingerprint if (bank / "tree.json").exists() else None
+    return json.loads((bank / "bank.json").read_text())["tree"], beside
+
+
+def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model_goes(made, models, tmp_path, capsys):
+    assert fingerprints(models / "hier-ffn") == (None, None), "nothing trained this bank"
+    both = (TREE.fingerprint, TREE.fingerprint)
+    assert fingerprints(made / "model") == fingerprints(made / "model" / "checkpoint-3") == both
+    AutoModelForCausalLM.from_pretrained(made / "model").save_pretrained(tmp_path / "saved")
+    run("delete", made / "model", "--node", "2:4", "--output", tmp_path / "deleted", capsys=capsys)
+    run("merge", models / "hier-ffn", made / "model", "--output", tmp_path / "merged", capsys=capsys)
+    upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=1, verify=False)
+    strip(tmp_path / "deeper", tmp_path / "stripped")
+    for name in ("saved", "deleted", "merged", "deeper", "stripped"):
+        assert fingerprints(tmp_path / name) == both, name
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).banks.of("hier-ffn").tree == TREE.fingerprint
+
+
+def test_a_model_is_asked_by_the_tree_beside_it(made, tmp_path):
+    embedder = TextEmbedder(str(save_tiny_bert(tmp_path / "bert")))
+    retriever = MemoryRetriever(ClusterTree.load(made / "model"), embedder)
+    model = AutoModelForCausalLM.from_pretrained(made / "model")
+    assert FetchingPipeline(model, tiny_tokenizer(), retriever)("w1 w2", max_new_tokens=1)[0]["memory_ids"]
+    loaded = MemoryRetriever.load(made / "model", embedding_model=str(tmp_path / "bert"))
+    assert loaded.tree.fingerprint == TREE.fingerprint
+
+
+def test_a_corpus_of_another_tree_than_that_of_the_bank_is_refused(made, tmp_path):
+    message = (
+        f"the corpus is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with "
+        f"{TREE.fingerprint[:16]}...; expected one tree, since a node has another topic in another tree."
+    )
+    for changes in ({}, {"trainable": "all"}, {"tree": str(made / "other")}):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            prepare(config_of(made / "model", made / "other.jsonl", tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tree_that_the_texts_do_not_name_is_refused(made, models, tmp_path):
+    config = config_of(models / "hier-ffn", made / "tree.jsonl", tmp_path / "out", tree=str(made / "other"))
+    with pytest.raises(ValueError, match=rf"corpus .* is of the tree .* {TREE.fingerprint[:16]}.*, and tree .*other"):
+        prepare(config)
+    held_out = config_of(
+        models / "hier-ffn", made / "tree.jsonl", tmp_path / "out", eval_text=str(made / "other.jsonl")
+    )
+    with pytest.raises(ValueError, match=rf"eval_text is of the tree .* {OTHER.fingerprint[:16]}.*expected one tree"):
+        prepare(held_out)
+    random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
+    config = config_of(models / "hier-ffn", made / "tree.jsonl", tmp_path / "out", tree=str(tmp_path / "small"))
+    with pytest.raises(ValueError, match="expected one tree"):
+        prepare(config)
+
+
+def test_a_tree_of_another_shape_is_refused(models, assigned, tmp_path):
+    random_tree(2, 2, width=WIDTH).save(tmp_path / "small")
+    config = config_of(models / "hier-ffn", assigned, tmp_path / "out", tree=str(tmp_path / "small"))
+    with pytest.raises(
+        ValueError, match=r"has 2 levels of 2, and memory 'hier-ffn' fetches blocks by a tree of 2 levels of 3"
+    ):
+        prepare(config)
+
+
+def test_a_run_says_which_tree_it_knows(made, models, assigned, tmp_path, capsys):
+    for corpus, changes, told in (
+        (assigned, {}, "no text says which tree its paths are of, so that nothing ties the bank to one"),
+        (
+            made / "tree.jsonl",
+            {},
+            f"paths are of the tree {TREE.fingerprint[:16]}, which is saved beside the model if tree",
+        ),
+        (
+            assigned,
+            {"tree": str(made / "tree")},
+            f"paths are of the tree {TREE.fingerprint[:16]}, which is saved beside",
+        ),
+    ):
+        prepare(config_of(models / "hier-ffn", corpus, tmp_path / f"out-{len(changes)}-{corpus.name}", **changes))
+        assert told in " ".join(capsys.readouterr().out.split())
+
+
+def test_measuring_and_asking_refuse_another_tree(made, tmp_path, capsys):
+    embedder = TextEmbedder(str(save_tiny_bert(tmp_path / "bert")))
+    MemoryRetriever(OTHER, embedder).save(tmp_path / "retriever")
+    model = AutoModelForCausalLM.from_pretrained(made / "model")
+    words = f"is of the tree with the fingerprint {OTHER.fingerprint[:16]}..., and the model's bank was trained with"
+    with pytest.raises(ValueError, match=re.escape(f"the retriever {words}")):
+        FetchingPipeline(model, tiny_tokenizer(), MemoryRetriever(OTHER, embedder))
+    text = ["--text", str(made / "other.jsonl"), "--sequence-length", "16"]
+    for whose, more in (("retriever", str(tmp_path / "retriever")), ("path-column", "memory_ids")):
+        with pytest.raises(SystemExit):
+            midus_eval([str(made / "model"), *text, f"--{whose}", more])
+        assert words in capsys.readouterr().err
+
+
+def test_blocks_of_another_tree_or_base_are_not_imported(made, models, tmp_path, capsys):
+    file = tmp_path / "blocks.safetensors"
+    run("export", made / "model", "--node", "2:4", "--output", file, capsys=capsys)
+    train(config_of(models / "hier-ffn", made / "other.jsonl", tmp_path / "trained", max_steps=1))
+    line = refusal("import", tmp_path / "trained", "--from", file, "--output", tmp_path / "out", capsys=capsys)
+    assert f"file {file} is of the tree with the fingerprint {TREE.fingerprint[:16]}" in line
+    line = refusal(
+        "merge", models / "hier-ffn", made / "model", tmp_path / "trained", "--output", tmp_path / "out", capsys=capsys
+    )
+    assert "is of the tree with the fingerprint" in line and "assigned by one tree" in line
+    run("import", models / "hier-ffn", "--from", file, "--output", tmp_path / "fresh", capsys=capsys)
+    assert fingerprints(tmp_path / "fresh")[0] == TREE.fingerprint
+    options = {"sizes": [4, 2], "branching": 3}
+    base = another_base(tmp_path / "base")
+    upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)
+    line = refusal("import", tmp_path / "another", "--from", file, "--output", tmp_path / "out", capsys=capsys)
+    assert (
+        "has blocks of another model: its base, the weights that its model was upscaled from, has the digest" in line
+    )
+
+
+def test_a_bank_of_another_base_or_of_other_layers_is_not_opened(made, models, tmp_path):
+    options = {"sizes": [4, 2], "branching": 3}
+    base = another_base(tmp_path / "base")
+    upscale(base=base, method="hier-ffn", output=tmp_path / "another", options=options, verify=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "another")
+    with pytest.raises(BankError, match="belongs to another model: its base, the weights that its model was upscaled"):
+        model.open_banks(made / "model")
+    for name, layers in (("first", [0, 2]), ("second", [1, 3])):
+        upscale(
+            base=base, method="hier-ffn", output=tmp_path / name, options={**options, "layers": layers}, verify=False
+        )
+    shutil.rmtree(tmp_path / "first" / "memory_bank")
+    shutil.copytree(tmp_path / "second" / "memory_bank", tmp_path / "first" / "memory_bank")
+    with pytest.raises(BankError, match=r"its layers is \[1, 3\]; expected \[0, 2\]"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+
+
+def test_layers_that_moved_take_their_bank_along(made, tmp_path):
+    upscale(base=made / "model", method="llama-pro", output=tmp_path / "deeper", num_new_layers=2, verify=False)
+    before, after = bank_of(made / "model"), bank_of(tmp_path / "deeper")
+    assert before.layout.layers != after.layout.layers and before.layout.base is not None
+    assert after.description["layout"]["layers"] == list(after.layout.layers)
+    assert after.description["layout"]["base"] == after.layout.base
+    assert all(torch.equal(before.block(2, index), after.block(2, index)) for index in before.written(2))
+
+
+def test_a_tree_without_paths_is_refused(models, corpus, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"tree is 'x', and no corpus has a path_column; expected the column with the paths"
+    ):
+        config = config_of(models / "hier-ffn", corpus, tmp_path / "out")
+        type(config)(model=config.model, corpus=type(config.corpus)(path="y"), output="o", tree="x")
