@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path, PurePath
 
 from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
+from midus_config.whole_files import unfinished_name
 
 Kind = tuple[str, ...]
 
@@ -38,6 +39,9 @@ TRAINER_STATE = "trainer_state.json"
 MANIFEST_FILE = "manifest.json"
 """What a run writes last of a checkpoint, when all else of it is on the disk: sizes and digests of its other files."""
 
+BEGUN_CHECKPOINT = f".{MANIFEST_FILE}.begun"
+"""The empty file that a checkpoint has from its beginning until its manifest is there."""
+
 BLOCK_STATES = "block_states"
 """The folder of a checkpoint that has a folder with the state of the blocks of each bank, by its number."""
 
@@ -45,7 +49,7 @@ BLOCK_STATES = "block_states"
 def _unfinished(kind: Kind) -> Kind:
     """What `whole_file` calls files of a kind while they are written, and the journal of SQLite beside them."""
     return tuple(
-        f"{folder}{slash}.{name}.partial{end}"
+        f"{folder}{slash}{unfinished_name(name, '@')}{end}"
         for folder, slash, name in (pattern.rpartition("/") for pattern in kind)
         for end in ("", "-journal")
     )
@@ -133,22 +137,19 @@ RUN: Kind = (RUN_CONFIG, RUN_LOG)
 EVENTS: Kind = (f"{EVENTS_FOLDER}/events.out.tfevents.*", f"{EVENTS_FOLDER}/*/events.out.tfevents.*")
 """Written into the output of a run for TensorBoard."""
 
-UNFINISHED_RUN: Kind = (*_unfinished(RUN), f"{RUN_LOG}.partial")
-"""What a run that was killed leaves of its own files; the last is what versions before called it."""
+UNFINISHED_RUN: Kind = _unfinished(RUN)
+"""What a run that was killed leaves of its own files."""
 
-_UNFINISHED_AUDITS = tuple(f"{BANK_AUDIT}{end}" for end in ("-journal", ".partial", ".partial-journal"))
-"""Of an audit that is changed where it lies, and what versions before called half of one."""
+_JOURNAL_OF_AUDIT = f"{BANK_AUDIT}-journal"
+"""Of an audit that is changed where it lies."""
 
-UNFINISHED_MANIFEST: Kind = _unfinished(MANIFEST)
-"""What a checkpoint has while it is being written, from its beginning, and when that was cut short."""
+UNFINISHED_MANIFEST: Kind = (BEGUN_CHECKPOINT, *_unfinished(MANIFEST))
+"""What a checkpoint has that was begun and not finished."""
 
-UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), *(f"{BANKS_FOLDER}/*/{name}" for name in _UNFINISHED_AUDITS))
+UNFINISHED_BANKS: Kind = (*_unfinished(BANKS), f"{BANKS_FOLDER}/*/{_JOURNAL_OF_AUDIT}")
 """The same of banks."""
 
-UNFINISHED_STATES: Kind = (
-    *_unfinished(_STATES_OF_BLOCKS),
-    *(f"{BLOCK_STATES}/*/{name}" for name in ("level-#.partial", *_UNFINISHED_AUDITS)),
-)
+UNFINISHED_STATES: Kind = (*_unfinished(_STATES_OF_BLOCKS), f"{BLOCK_STATES}/*/{_JOURNAL_OF_AUDIT}")
 """The same of the state of blocks."""
 
 HUB: Kind = (".gitattributes",)

@@ -3,13 +3,42 @@
 import contextlib
 import ctypes
 import os
+import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from midus_config.locks import Lock, has_no_locks
+
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 """Of Linux's fallocate: the file stays as long as it is, and bytes become a hole."""
+_UNIQUE = re.compile("[0-9a-f]{8}")
+_JOURNAL = "-journal"
+"""What SQLite appends to the name of a database for the file by which it takes a change back."""
+
+
+def unfinished_name(name: str, unique: str) -> str:
+    """Return what a file or folder is called while it is written: a name that nobody but this package gives.
+
+    Args:
+        name: The name that the file or folder gets when it is complete.
+        unique: What tells this attempt from others; 8 random hexadecimal digits.
+    """
+    return f".{name}.midus-{unique}.partial"
+
+
+def new_unfinished_path(path: Path) -> Path:
+    """Return a path beside another one, of a name under which something may be written that is to be moved there."""
+    return path.with_name(unfinished_name(path.name, secrets.token_hex(4)))
+
+
+def unfinished_paths(path: Path) -> list[Path]:
+    """Return the files and folders beside a path that were to be moved there, by processes that were killed or are at work."""
+    before, _, after = unfinished_name(path.name, "*").rpartition("*")
+    beside = (one for one in path.parent.iterdir() if one.name.startswith(before) and one.name.endswith(after))
+    return [one for one in beside if _UNIQUE.fullmatch(one.name[len(before) : -len(after)])]
 
 
 def sync(path: Path) -> None:
@@ -33,15 +62,49 @@ def whole_file(path: Path) -> Iterator[Path]:
         path: Of the file, in a folder that exists; one that is there is replaced.
 
     Yields:
-        Where to write: the same folder, under the name `.NAME.partial`. After an error nothing is left there.
+        Where to write: an empty file in the same folder, under a name as `unfinished_name` gives it. After an error nothing is left
+        there. What a killed process left is removed by the next one that writes the same file: a process that is still at work
+        holds a lock on what it writes. Where the file system has no locks, nobody can tell, and nothing is removed.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # half of one, by a process that was killed
+    _remove_abandoned(path)
+    partial, lock = _begin(path)
     try:
         yield partial
         put_in_place(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+        if lock is not None:
+            lock.release()
+
+
+def _remove_abandoned(path: Path) -> None:
+    for partial in unfinished_paths(path):
+        if partial.is_symlink() or not partial.is_file():
+            continue
+        with contextlib.suppress(OSError):  # another process holds it, or is faster
+            lock = Lock(partial)
+            partial.with_name(partial.name + _JOURNAL).unlink(missing_ok=True)
+            partial.unlink()
+            lock.release()
+
+
+def _begin(path: Path) -> tuple[Path, Lock | None]:
+    """Make an empty file that is to be moved to a path, and lock it; no lock where the file system has none."""
+    while True:
+        partial = new_unfinished_path(path)
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        try:
+            lock = Lock(partial)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another process took it for one that was abandoned, in the moment before it was locked
+        except OSError as error:
+            if has_no_locks(error):
+                return partial, None
+            partial.unlink(missing_ok=True)
+            raise
+        if lock.is_on(partial):
+            return partial, lock
+        lock.release()
 
 
 def link_or_copy(source: Path, path: Path) -> None:
@@ -51,11 +114,14 @@ def link_or_copy(source: Path, path: Path) -> None:
         source: The file, which is only ever replaced as a whole.
         path: The other name; a file that is there is replaced.
     """
-    with whole_file(path) as partial:
-        try:
-            os.link(source, partial)
-        except OSError:
+    linked = new_unfinished_path(path)
+    try:
+        os.link(source, linked)
+    except OSError:
+        with whole_file(path) as partial:
             shutil.copyfile(source, partial)
+    else:
+        put_in_place(linked, path)
 
 
 def punch_hole(descriptor: int, start: int, count: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from midus_config.locks import Lock, lock_or_warn
-from midus_config.whole_files import sync
+from midus_config.whole_files import new_unfinished_path, sync, unfinished_paths
 from midus_config.wording import first_few
 
 _FILE_TOO_LARGE = frozenset({errno.EFBIG, errno.EINVAL, errno.ENOSPC})
@@ -34,16 +34,8 @@ class Replacing:
 
     @property
     def mark(self) -> str:
-        """A file in folders that are half written or half deleted: the next run to the same place may remove them."""
+        """The file in the folder that a run works in: by it the next run to the same place knows that the folder may be removed."""
         return f".written-by-{self.by}"
-
-    def allows(self, folder: Path) -> bool:
-        """Whether `check` lets a folder pass."""
-        try:
-            self.check(folder)
-        except self.error:
-            return False
-        return True
 
 
 class _HeldByAnotherRun(Exception):
@@ -53,10 +45,11 @@ class _HeldByAnotherRun(Exception):
 class WholeFolder:
     """A folder that appears whole or not at all, also when the process is killed.
 
-    The work goes on in `.NAME.partial`. What a killed run left there is removed by the next run to the same output; a
-    run that is still alive holds a lock on it. An output that is to be replaced is moved aside to `.NAME.replaced` for
-    the moment between two renames, and moved back by the next run should the process be killed in that moment. Folders
-    of these names that no run left are a person's: they are refused and stay as they are.
+    All work goes on in `.NAME.partial`, a folder that has a file of ours, the mark, from its first moment to its last. The output is
+    made in it as `output`. An output that is to be replaced is moved into it, as `replaced`, for the moment between two renames, and
+    moved back by the next run should the process be killed in that moment. Whatever else a killed run left there is removed
+    by the next run to the same output; a run that is still alive holds a lock on it. A folder of that name that has no mark is a
+    person's: it is refused and stays as it is.
 
     Where the file system has no locks the work goes on, and a line on standard error says that nothing guards the folder.
 
@@ -71,8 +64,9 @@ class WholeFolder:
 
     def __init__(self, path: Path, replacing: Replacing, overwrite: bool = False):
         self.path = Path(os.path.realpath(path))
-        self.partial = self.path.parent / f".{self.path.name}.partial"
-        self._replaced = self.path.parent / f".{self.path.name}.replaced"
+        self._workplace = self.path.parent / f".{self.path.name}.partial"
+        self.partial = self._workplace / "output"
+        self._replaced = self._workplace / "replaced"
         self._replacing = replacing
         self._overwrite = overwrite
         self._lock: Lock | None = None
@@ -80,11 +74,8 @@ class WholeFolder:
         self._check()
 
     def _recover(self) -> None:
-        if not self._replaced.exists() or self.path.exists():
-            return
-        if (self._replaced / self._replacing.mark).exists() or not any(self._replaced.iterdir()):
-            self._delete(self._replaced)  # a run was at it when it was killed, with the new output in its place
-        else:
+        """Put an output back that a run moved aside without putting another one in its place."""
+        if self._replaced.exists() and not os.path.lexists(self.path):
             self._replaced.rename(self.path)
 
     def _check(self) -> None:
@@ -93,18 +84,17 @@ class WholeFolder:
             if not self._overwrite:
                 raise error(f"output {self.path} exists; pass --overwrite to replace it, or choose another folder.")
             self._replacing.check(self.path)
-        self._check_siblings()
+        self._check_workplace()
         if not self.disk.is_dir() or not os.access(self.disk, os.W_OK):
             raise error(f"output {self.path} cannot be made: {self.disk} is not a writable folder.")
 
-    def _check_siblings(self) -> None:
-        for sibling in (self.partial, self._replaced):
-            if os.path.lexists(sibling) and not self._is_left_over(sibling):
-                by = self._replacing.by
-                raise self._replacing.error(
-                    f"{sibling} is in the way of output {self.path}: {by} works in folders of that name and deletes them, but "
-                    f"no run of it left this one ({_described(sibling)}). Move it elsewhere, or choose another output."
-                )
+    def _check_workplace(self) -> None:
+        if os.path.lexists(self._workplace) and not self._is_ours(self._workplace):
+            by = self._replacing.by
+            raise self._replacing.error(
+                f"{self._workplace} is in the way of output {self.path}: {by} works in a folder of that name and deletes it, but "
+                f"no run of it left this one ({_described(self._workplace)}). Move it elsewhere, or choose another output."
+            )
 
     def check_space(self, num_bytes: int) -> None:
         """Check that the disk has room for `num_bytes`.
@@ -149,8 +139,11 @@ class WholeFolder:
         try:
             self._recover()
             self._check()  # again, now that no other run can change what it sees
-            self._delete(self._replaced)
-            self._clear(self.partial)
+            self._clear_workplace()
+            for folder in unfinished_paths(self.path):
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder, ignore_errors=True)
+            self.partial.mkdir()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -158,31 +151,43 @@ class WholeFolder:
 
     def _take_lock(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.partial.mkdir(exist_ok=True)
         try:
+            if not os.path.lexists(self._workplace):
+                self._make_workplace()
             self._lock = self._locked()
-            self._check_siblings()
-            (self.partial / self._replacing.mark).touch()
+            self._check_workplace()
         except _HeldByAnotherRun:
             raise self._replacing.error(
                 f"output {self.path} is being written by another run. Wait for it, or choose another folder."
             ) from None
         except BaseException:
-            with contextlib.suppress(OSError):
-                self.partial.rmdir()  # goes only where it is empty
             self._release()
             raise
+
+    def _make_workplace(self) -> None:
+        """Make the folder that the work goes on in, which has its mark when it gets its name."""
+        made = new_unfinished_path(self.path)
+        made.mkdir()
+        try:
+            (made / self._replacing.mark).touch()
+            made.rename(self._workplace)
+        except FileNotFoundError:
+            raise _HeldByAnotherRun from None  # a run that has the lock by now has cleared it away
+        except OSError:
+            shutil.rmtree(made, ignore_errors=True)
+            if not os.path.lexists(self._workplace):
+                raise
 
     def _locked(self) -> Lock | None:
         """The lock on the folder that the work goes on in; None, and a line that says so, where the file system has none."""
         try:
-            lock = lock_or_warn(self.partial, self.path)
+            lock = lock_or_warn(self._workplace, self.path)
         except (BlockingIOError, FileNotFoundError):
             raise _HeldByAnotherRun from None
         if lock is None:
             return None
-        # The run that held it may have moved this very folder to its place in the meantime.
-        if not lock.is_on(self.partial):
+        # The run that held it may have removed this very folder in the meantime.
+        if not lock.is_on(self._workplace):
             lock.release()
             raise _HeldByAnotherRun
         return lock
@@ -197,52 +202,47 @@ class WholeFolder:
         Raises:
             ValueError: If what is at its place has become something that may not be replaced.
         """
-        for file in self.partial.rglob("*"):
+        for file in (*self.partial.rglob("*"), self.partial):
             sync(file)
         self._check()  # again, since the work may have taken hours
-        (self.partial / self._replacing.mark).unlink()
-        sync(self.partial)
         if self.path.exists():
-            self._delete(self._replaced)
             self.path.rename(self._replaced)
         self.partial.rename(self.path)
         self._committed = True
         sync(self.path.parent)
-        self._delete(self._replaced)
+        self._remove_workplace()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._committed:
-            self._delete(self.partial)
             self._recover()
+            self._remove_workplace()
         self._release()
 
-    def _is_left_over(self, folder: Path) -> bool:
-        """Whether a run of ours left a folder behind: an empty one, one with the mark, or one that may be replaced."""
-        if folder.is_symlink() or not folder.is_dir():
-            return False
-        try:
-            return (folder / self._replacing.mark).is_file() or self._replacing.allows(folder)
-        except FileNotFoundError:
-            return True  # the run that it belongs to is moving or deleting it
+    def _is_ours(self, folder: Path) -> bool:
+        return folder.is_dir() and not folder.is_symlink() and (folder / self._replacing.mark).is_file()
 
-    def _clear(self, folder: Path) -> None:
-        for path in folder.iterdir():
-            if path.name != self._replacing.mark:
+    def _clear_workplace(self) -> None:
+        """Delete all but the mark; what was replaced first loses the name by which the next run would take it for whole."""
+        deleted = self._workplace / "deleted"
+        for path in self._workplace.iterdir():
+            if path not in (self._workplace / self._replacing.mark, self._replaced):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if self._replaced.exists():
+            self._replaced.rename(deleted)
+            shutil.rmtree(deleted)
 
-    def _delete(self, folder: Path) -> None:
-        """Delete a folder of ours, its mark last, so that one that is half deleted is still known as ours."""
-        mark = folder / self._replacing.mark
+    def _remove_workplace(self) -> None:
+        """Delete the folder that the work went on in, which goes by a name of ours alone once it has no mark."""
         with contextlib.suppress(OSError):
-            mark.touch()
-            self._clear(folder)
-            mark.unlink()
-            folder.rmdir()
+            self._clear_workplace()
+            empty = new_unfinished_path(self.path)
+            self._workplace.rename(empty)
+            shutil.rmtree(empty)
 
 
 def _described(path: Path) -> str:
     if path.is_symlink() or not path.is_dir():
         return "a link" if path.is_symlink() else "a file"
-    return first_few(sorted(os.listdir(path)))
+    return first_few(sorted(os.listdir(path))) or "an empty folder"

@@ -1,6 +1,9 @@
 """Files that are written whole take their places at once, and nothing is left of what is not; nor does a loss of power undo it."""
 
+import contextlib
+import errno
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -44,17 +47,82 @@ def test_after_an_error_the_old_one_stays_alone(tmp_path):
     assert place.read_text() == "old" and list(tmp_path.iterdir()) == [place]
 
 
-def test_half_of_a_file_that_a_killed_process_left_is_not_gone_on_with(tmp_path):
-    (tmp_path / ".record.json.partial").write_text("half")
+def test_half_of_a_file_that_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    child = os.fork()
+    if not child:
+        with whole_file(tmp_path / "record.json") as partial:
+            partial.write_text("half")
+            partial.with_name(f"{partial.name}-journal").write_text("of SQLite")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
     with whole_file(tmp_path / "record.json") as partial, partial.open("a") as file:
         file.write("new")
-    assert (tmp_path / "record.json").read_text() == "new"
+        assert list(tmp_path.iterdir()) == [partial]
+    assert (tmp_path / "record.json").read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".record.json.partial",
+        ".record.json.replaced",
+        "record.json.partial",
+        ".record.json.midus-mine.partial",
+        ".record.json.midus-0123456g.partial",
+        ".other.json.midus-01234567.partial",
+        ".record.json.midus-01234567.partial/notes.txt",
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_persons_file_of_a_name_like_those_of_ours_is_left_untouched(name, fails, tmp_path):
+    theirs = folder(tmp_path / name.partition("/")[0], **{"notes.txt": "mine"}) if "/" in name else tmp_path / name
+    if not theirs.exists():
+        theirs.write_text("mine")
+    with contextlib.suppress(KeyError), whole_file(tmp_path / "record.json") as partial:
+        partial.write_text("new")
+        if fails:
+            raise KeyError
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_what_another_process_writes_for_the_same_place_is_left_to_it(tmp_path):
+    place = tmp_path / "record.json"
+    with whole_file(place) as first:
+        first.write_text("first")
+        with whole_file(place) as second:
+            second.write_text("second")
+            assert first.read_text() == "first" and first != second
+        assert place.read_text() == "second"
+    assert place.read_text() == "first" and list(tmp_path.iterdir()) == [place]
+
+
+def test_who_may_read_a_file_is_as_for_any_other(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "record.json") as partial:
+            partial.write_text("new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "record.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_where_the_file_system_has_no_locks_nothing_is_taken_for_abandoned(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    other = tmp_path / ".record.json.midus-01234567.partial"
+    other.write_text("perhaps another process is at it")
+    with whole_file(tmp_path / "record.json") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "record.json").read_text() == "new" and other.exists()
 
 
 def test_it_is_on_the_disk_before_it_takes_its_place_and_its_name_is_afterwards(tmp_path, on_the_disk):
     with whole_file(tmp_path / "record.json") as partial:
         partial.write_text("new")
-    assert on_the_disk == [("synced", ".record.json.partial"), ("named", "record.json"), ("synced", tmp_path.name)]
+    assert on_the_disk == [("synced", partial.name), ("named", "record.json"), ("synced", tmp_path.name)]
 
 
 def test_a_file_that_was_written_elsewhere_takes_its_place_the_same_way(tmp_path, on_the_disk):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_config.checkpoint_files import CHECKPOINT_NAME, MANIFEST_FILE, TRAINER_STATE, UNFINISHED_MANIFEST
+from midus_config.checkpoint_files import BEGUN_CHECKPOINT, CHECKPOINT_NAME, MANIFEST_FILE, TRAINER_STATE
 from midus_config.manifest import describe_files, first_damage, first_misfit
 from midus_config.whole_files import sync, whole_file
 from midus_hf.training.written_files import is_of_checkpoint, remove_written
@@ -69,7 +69,7 @@ def is_of_earlier_version(checkpoint: Path) -> bool:
     Args:
         checkpoint: Its folder.
     """
-    if any((checkpoint / name).exists() for name in (MANIFEST_FILE, *UNFINISHED_MANIFEST)):
+    if any((checkpoint / name).exists() for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)):
         return False
     return isinstance(_json_of(checkpoint / TRAINER_STATE), dict)
 
@@ -141,7 +141,7 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
             (checkpoint / name).unlink(missing_ok=True)
         remove_written(checkpoint.parent, checkpoint)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / UNFINISHED_MANIFEST[0]).touch()
+    (checkpoint / BEGUN_CHECKPOINT).touch()
     return frozenset(
         path
         for path in checkpoint.rglob("*")
@@ -159,7 +159,7 @@ def finish_checkpoint(checkpoint: Path, beside: Collection[Path]) -> None:
     Raises:
         OSError: If something cannot be written, or a file is not on the disk as it was written.
     """
-    marks = {checkpoint / name for name in (MANIFEST_FILE, *UNFINISHED_MANIFEST)}
+    marks = {checkpoint / name for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)}
     inside = sorted(checkpoint.rglob("*"))
     files = [path for path in inside if path.is_file() and path not in beside and path not in marks]
     manifest = describe_files(checkpoint, files)
@@ -169,6 +169,7 @@ def finish_checkpoint(checkpoint: Path, beside: Collection[Path]) -> None:
         sync(folder)
     with whole_file(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    (checkpoint / BEGUN_CHECKPOINT).unlink(missing_ok=True)
     misfit = first_misfit(checkpoint, _manifest_of(checkpoint) or {})
     if misfit is not None or _manifest_of(checkpoint) != manifest:
         raise OSError(errno.EIO, misfit or f"{MANIFEST_FILE} does not have the contents that were written")

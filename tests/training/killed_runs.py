@@ -5,10 +5,12 @@ It imports everything once and computes nothing, so that each run is a child tha
     python killed_runs.py '[{"words": ["recipe.yaml", ...], "output": "out", "kill": ["os.rename", "a/b", 1], "copy": "seen"}]'
 
 A point is what a run is about to do to a file of its output (an event of Python's audit hooks, or `os.pwrite`, half of which is
-done then), and at the how manieth time; or `["step", "", 3]`, when blocks have had their third update. `copy` is where the output
-as it was left is kept. It prints how each run ended, as JSON: its exit status, or minus the signal that ended it.
+done then), with `*` for what differs between runs, and at the how manieth time; or `["step", "", 3]`, when blocks have had their
+third update. `copy` is where the output as it was left is kept. It prints how each run ended, as JSON: its exit status, or minus
+the signal that ended it.
 """
 
+import fnmatch
 import gc
 import json
 import os
@@ -32,7 +34,7 @@ def die_at(kind: str, path: str, times: int, output: Path) -> None:
     place, left = str(output / path), [times]
 
     def is_the_point(this_kind: str, this_place: Any) -> bool:
-        left[0] -= this_kind == kind and str(this_place) == place
+        left[0] -= this_kind == kind and fnmatch.fnmatch(str(this_place), place)
         return left[0] == 0
 
     def die() -> None:

@@ -24,8 +24,8 @@ KILLS = {
         ("step", "", 3),
         # Of the run that goes on from checkpoint 2.
         ("os.pwrite", f"checkpoint-4/{BANK}/level-2.safetensors", 5),
-        ("os.pwrite", f"checkpoint-4/{STATE}/.level-1.safetensors.partial", 2),
-        ("os.rename", f"checkpoint-4/{STATE}/.audit.sqlite3.partial", 1),
+        ("os.pwrite", f"checkpoint-4/{STATE}/.level-1.safetensors.midus-*.partial", 2),
+        ("os.rename", f"checkpoint-4/{STATE}/.audit.sqlite3.midus-*.partial", 1),
         ("open", "checkpoint-4/trainer_state.json", 1),
     ],
     "the-end": [

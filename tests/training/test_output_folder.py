@@ -67,7 +67,7 @@ def written(upscaled, corpus, tmp_path_factory) -> Path:
     train(tiny_config(model, corpus, output, max_steps=4, save_every=2, report_to="tensorboard"))
     (output / PARTIAL_MODEL).mkdir()
     shutil.copy(output / "model.safetensors", output / PARTIAL_MODEL)
-    (output / "log.jsonl.partial").touch()
+    (output / ".log.jsonl.midus-01234567.partial").touch()
     return output
 
 

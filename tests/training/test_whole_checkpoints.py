@@ -138,8 +138,8 @@ def test_a_damaged_checkpoint_that_is_named_is_refused(upscaled, corpus, output)
     (named / "scheduler.pt").unlink()
     with pytest.raises(
         ValueError,
-        match=r"resume is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder checkpoint-N "
-        r"with all that a run wrote there\. Name another one, or set resume: true for the latest that is whole\.",
+        match=r"resume is '.*checkpoint-4', which is no whole checkpoint \(scheduler\.pt is missing\); expected a folder "
+        r"checkpoint-N with all that a run wrote there\. Name another one, or set resume: true for the latest that is whole\.",
     ):
         check_output(asked(upscaled, corpus, output, resume=str(named)))
 

@@ -116,73 +116,69 @@ def test_killed_while_overwriting_a_run_leaves_the_old_output_or_the_new(bases, 
         assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("step", range(4))
-def test_killed_between_any_two_steps_of_the_commit(tiny_bases, tmp_path, step):
-    """Before the first rename, after it, after the second, and before what was replaced is deleted."""
+@pytest.mark.parametrize("step", range(5))
+def test_killed_before_any_of_its_renames_a_run_leaves_one_of_two_outputs(tiny_bases, tmp_path, step):
+    """The place of work gets its name, the old output is moved there and the new one out of it, and what is left is deleted."""
     (first, old, _), (second, new, _) = tiny_bases
     output = tmp_path / "out"
     upscaled(first, output)
-    rename, delete = os.rename, OutputFolder._delete
-
-    def die(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def work():
-        done = []
+        done, rename = [], os.rename
 
         def watched(source, target, **_):
             if len(done) == step:
-                die()
+                os.kill(os.getpid(), signal.SIGKILL)
             done.append(rename(source, target))
-            if step == 2 and len(done) == 2:
-                die()
 
         os.rename = watched
-        OutputFolder._delete = lambda self, path: die() if step == 3 and len(done) == 2 else delete(self, path)
         upscaled(second, output, overwrite=True)
 
     _, status = os.waitpid(fork(work), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert output.exists() == (step != 1)
+    assert output.exists() == (step != 2)
     with pytest.raises(RequestError, match="exists"):
         upscaled(second, output)
-    assert file_digests(output) == (old if step < 2 else new)
+    assert file_digests(output) == (old if step < 3 else new)
     upscaled(second, output, overwrite=True)
     assert file_digests(output) == new
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("files", [0, 1, 3, "all", "all and the mark"])
-@pytest.mark.parametrize("deleted", ["replaced", "partial"])
+@pytest.mark.parametrize("files", [0, 1, 3, "all but the mark", "the mark"])
+@pytest.mark.parametrize("deleted", ["replaced", "made"])
 def test_killed_while_it_deletes_a_run_leaves_what_the_next_one_knows_as_its_own(tiny_bases, tmp_path, deleted, files):
     """What it replaced, once the new output stands in its place; or what it made, once the work failed."""
     (first, old, _), (second, new, _) = tiny_bases
     output = tmp_path / "out"
     upscaled(first, output)
-    unlink = os.unlink
 
     def work():
-        left = []
+        unlink, clear, left = os.unlink, OutputFolder._clear_workplace, []
 
         def watched(path, **kwargs):
-            of_ours = os.fspath(path).startswith(str(tmp_path / f".out.{deleted}"))
-            at_mark = of_ours and os.path.basename(path) == REPLACING.mark
-            if of_ours and (len(left) == files or (files == "all" and at_mark)):
+            at_mark = os.path.basename(path) == REPLACING.mark
+            if len(left) == files or (files == "all but the mark" and at_mark):
                 os.kill(os.getpid(), signal.SIGKILL)
-            left.extend([path] * of_ours)
+            left.append(path)
             unlink(path, **kwargs)
-            if files == "all and the mark" and at_mark:
+            if files == "the mark" and at_mark:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        os.unlink = watched
-        if deleted == "partial":
+        def watch(folder):
+            if os.listdir(folder._workplace) != [REPLACING.mark]:
+                os.unlink = watched
+            clear(folder)
+
+        OutputFolder._clear_workplace = watch
+        if deleted == "made":
             OutputFolder.commit = lambda self: 1 / 0
         upscaled(second, output, overwrite=True)
 
     _, status = os.waitpid(fork(work), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert file_digests(output) == (new if deleted == "replaced" else old)
-    assert sorted(os.listdir(tmp_path)) == [f".out.{deleted}", "out"]
+    assert len(os.listdir(tmp_path)) == 2
     if deleted == "replaced":
         shutil.rmtree(output)  # by a person; half of the old output does not come back for it
         upscaled(first, output)

@@ -75,7 +75,7 @@ def test_a_commit_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
     folder = OutputFolder(tmp_path / "out", overwrite=True)
 
     def full_disk(source, target, **_):
-        if os.fspath(source).endswith(".partial"):
+        if os.fspath(source).endswith(".partial/output"):
             raise OSError(28, "No space left on device")
         return rename(source, target)
 
@@ -186,11 +186,12 @@ def test_whether_a_file_is_too_large_is_tried_and_leaves_nothing(tmp_path, monke
 
 
 def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monkeypatch, base):
-    (tmp_path / ".out.partial" / "sub").mkdir(parents=True)
-    (tmp_path / ".out.partial" / REPLACING.mark).touch()
-    (tmp_path / ".out.partial" / "model.safetensors").write_bytes(bytes(80_000_000))
-    (tmp_path / ".out.partial" / "sub" / "x").write_text("x")
-    (tmp_path / ".out.partial" / "link").symlink_to(base)
+    left = tmp_path / ".out.partial" / "output"
+    (left / "sub").mkdir(parents=True)
+    (left.parent / REPLACING.mark).touch()
+    (left / "model.safetensors").write_bytes(bytes(80_000_000))
+    (left / "sub" / "x").write_text("x")
+    (left / "link").symlink_to(base)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
     before = file_digests(base)
     upscaled(base, tmp_path / "out")
@@ -201,7 +202,8 @@ def test_what_a_killed_run_left_is_counted_as_room_and_cleaned_up(tmp_path, monk
 
 
 def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
-    checkpoint(tmp_path / ".out.replaced")
+    checkpoint(tmp_path / ".out.partial" / "replaced")
+    (tmp_path / ".out.partial" / REPLACING.mark).touch()
     with pytest.raises(RequestError, match="exists"):
         upscaled(base, tmp_path / "out")
     assert names(tmp_path) == ["out"]
@@ -209,7 +211,8 @@ def test_a_checkpoint_that_was_moved_aside_comes_back(tmp_path, base):
 
 
 def test_what_a_run_killed_after_its_commit_left_aside_is_cleaned_up(tmp_path):
-    checkpoint(tmp_path / ".out.replaced", "older")
+    checkpoint(tmp_path / ".out.partial" / "replaced", "older")
+    (tmp_path / ".out.partial" / REPLACING.mark).touch()
     checkpoint(tmp_path / "out", "old")
     write(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]
@@ -271,7 +274,7 @@ def test_a_run_does_not_undo_the_commit_of_another(tmp_path, monkeypatch):
 
     def watched(source, target, **_):
         rename(source, target)
-        if os.fspath(target).endswith(".replaced"):
+        if os.fspath(target).endswith("/replaced"):
             monkeypatch.setattr(os, "rename", rename)
             with contextlib.suppress(RequestError):
                 with OutputFolder(tmp_path / "out"):
@@ -299,4 +302,4 @@ def test_every_file_is_forced_to_the_disk_before_the_folder_is_in_its_place(tmp_
     monkeypatch.setattr(os, "fsync", watched)
     upscaled(base, tmp_path / "out", max_shard_size="40KB")
     assert {path.name for path in (tmp_path / "out").rglob("*")} <= synced
-    assert ".out.partial" in synced
+    assert "output" in synced

@@ -1,6 +1,7 @@
 """`--overwrite` deletes what this package wrote, and nothing that a person put there."""
 
 import json
+import os
 import re
 import shutil
 
@@ -225,14 +226,23 @@ def test_what_appears_at_a_place_that_was_free_is_kept(base, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("sibling", [".out.partial", ".out.replaced"])
+@pytest.mark.parametrize("holds", ["a project", "nothing", "a checkpoint of ours"])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_path, sibling, overwrite):
-    theirs = project(tmp_path / sibling)
+def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_path, holds, overwrite):
+    theirs = tmp_path / ".out.partial"
+    if holds == "a project":
+        project(theirs)
+        held = ".git, README.md, config.json, notes.txt and 1 more"
+    elif holds == "nothing":
+        theirs.mkdir()
+        held = "an empty folder"
+    else:
+        upscaled(base, theirs)
+        held = ", ".join(sorted(os.listdir(theirs))[:4])
     before = entries(tmp_path)
     message = (
-        rf"{sibling} is in the way of output .*out: upscale works in folders of that name and deletes them, but no run of it left "
-        r"this one \(.git, README.md, config.json, notes.txt and 1 more\). Move it elsewhere, or choose another output."
+        r"\.out\.partial is in the way of output .*out: upscale works in a folder of that name and deletes it, but no run of it left "
+        rf"this one \({re.escape(held)}.*\)\. Move it elsewhere, or choose another output\."
     )
     for _ in range(2):
         with pytest.raises(RequestError, match=message):
@@ -243,8 +253,21 @@ def test_a_persons_folder_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("sibling", [".out.partial", ".out.replaced"])
-def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_path, sibling):
+@pytest.mark.parametrize("sibling", [".out.replaced", ".out.midus-mine.partial", "out.partial"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_persons_folder_of_another_name_than_that_is_not_even_looked_at(base, tmp_path, sibling, overwrite):
+    upscaled(base, tmp_path / sibling)
+    before = entries(tmp_path / sibling)
+    if overwrite:
+        upscaled(base, tmp_path / "out")
+    upscaled(base, tmp_path / "out", overwrite=overwrite)
+    with pytest.raises(RequestError, match="exists"):
+        upscaled(base, tmp_path / "out")
+    assert entries(tmp_path / sibling) == before and sorted(os.listdir(tmp_path)) == sorted([sibling, "out"])
+
+
+def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_path):
+    sibling = ".out.partial"
     (tmp_path / "theirs").mkdir()
     for kind, make in (
         ("a file", lambda path: path.write_text("x")),
@@ -260,11 +283,9 @@ def test_a_file_or_a_link_of_the_name_we_work_in_is_left_untouched(base, tmp_pat
 
 
 def test_a_folder_that_appears_there_after_the_first_look_is_left_untouched(tmp_path):
-    for sibling in (".out.partial", ".out.replaced"):
-        folder = OutputFolder(tmp_path / "out")
-        project(tmp_path / sibling)
-        before = entries(tmp_path)
-        with pytest.raises(RequestError, match=f"{sibling} is in the way"), folder:
-            pass
-        assert entries(tmp_path) == before
-        shutil.rmtree(tmp_path / sibling)
+    folder = OutputFolder(tmp_path / "out")
+    project(tmp_path / ".out.partial")
+    before = entries(tmp_path)
+    with pytest.raises(RequestError, match=r"\.out\.partial is in the way"), folder:
+        pass
+    assert entries(tmp_path) == before

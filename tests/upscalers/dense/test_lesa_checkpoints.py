@@ -200,7 +200,7 @@ def test_coordinates_lie_in_a_folder_that_is_gone_afterwards(base, tmp_path, mon
 
     monkeypatch.setattr(RowFile, "write_layer", watched)
     predicted(base, tmp_path / "out")
-    assert {path.parts[:2] for path in seen} == {(".out.partial", ".scratch")}
+    assert {path.parts[:3] for path in seen} == {(".out.partial", "output", ".scratch")}
     assert {path.name for path in seen} == {f"{role}.rows" for role in ROLES}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not any(path.name.startswith(".") for path in (tmp_path / "out").rglob("*"))
