@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from training.test_run import exact_log
 from training.tiny_run import tiny_config
 
+from midus_config.checkpoint_files import BEGUN_CHECKPOINT
 from midus_hf.training import run_checkpoints, train
 from midus_hf.training.output_folder import check_output
 from midus_hf.training.resumption import settle_resumption
@@ -61,7 +62,7 @@ DAMAGES = {
     "a-folder": (lambda path: (path.unlink(), path.mkdir()), "optimizer.pt", "{} has "),
     "garbage": (lambda path: path.write_bytes(b"\xff" * path.stat().st_size), "trainer_state.json", CONTENTS),
     "no-manifest": (Path.unlink, "manifest.json", "it has no {}, as those of earlier versions"),
-    "unfinished": (lambda path: path.rename(path.with_name(".manifest.json.partial")), "manifest.json", "it was not written"),
+    "unfinished": (lambda path: path.rename(path.with_name(BEGUN_CHECKPOINT)), "manifest.json", "it was not written"),
     **{
         f"manifest-{number}": (lambda path, text=text: path.write_text(text), "manifest.json", "its {} is damaged")
         for number, text in enumerate(("", "{}", "[]", "{" * 100_000, "[" * 100_000, '{"trainer_state.json": 3}', "null"))
@@ -128,7 +129,7 @@ def test_a_run_never_begins_again_over_checkpoints_of_which_none_is_whole(upscal
 def test_a_run_that_died_in_its_first_checkpoint_begins_again(upscaled, corpus, output):
     shutil.rmtree(output / "checkpoint-4")
     manifest = output / "checkpoint-2" / "manifest.json"
-    manifest.rename(manifest.with_name(".manifest.json.partial"))
+    manifest.rename(manifest.with_name(BEGUN_CHECKPOINT))
     decided = settle_resumption(asked(upscaled, corpus, output))
     assert (decided.resume, decided.overwrite) == (False, True)
 
@@ -218,7 +219,8 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_there(upscaled, corpus
     appears = events.index(("replace", str(folder / "manifest.json")))
     before, after = ({path for kind, path in part if kind == "fsync"} for part in (events[:appears], events[appears:]))
     files = {str(path) for path in folder.rglob("*") if path.name != "manifest.json"}
-    assert len(files) > 10 and files | {str(folder), str(output), str(folder / ".manifest.json.partial")} <= before
+    assert len(files) > 10 and files | {str(folder), str(output)} <= before
+    assert any(path.startswith(f"{folder}/.manifest.json.") for path in before)
     assert str(folder) in after
 
 
