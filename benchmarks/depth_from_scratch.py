@@ -177,7 +177,7 @@ def config_of(norms: str, slots: str, layers: int) -> dict[str, Any]:
     }
     if slots == "none":
         return config
-    options = DepthAttentionOptions(depth_weight="one", ffn_slots=slots == "attention+ffn")
+    options = DepthAttentionOptions(joining="joint", attention_slots="reused", ffn_slots=slots == "attention+ffn")
     entry = MemoryEntry(options, "inside-attention", tuple(range(layers)), "depth-attention")
     return {
         **config,

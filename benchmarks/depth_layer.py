@@ -71,7 +71,7 @@ class Layer:
 
     def merged(self, sequence: SequenceHeads) -> torch.Tensor:
         """What they read of both, one after the other."""
-        with op_choices(joining="merged"):
+        with op_choices(depth_path="merged"):
             return sequence.joined(Depth(self.query, self.keys, self.values, self.scaling))[0].transpose(1, 2)
 
     def fused(self) -> torch.Tensor:

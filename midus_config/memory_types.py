@@ -118,6 +118,14 @@ class MemoryOptions:
         """
         raise AssertionError(f"memory type {self.type!r} gives no {name!r}")
 
+    def starts_at_zero(self, name: str) -> bool:
+        """Whether what layers give for later ones is zero until the memory is trained, whatever they read. Default: no.
+
+        Args:
+            name: One of those that they give.
+        """
+        return False
+
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
         """What one of its layers takes of what earlier ones gave: the index of the giver, and the name. Default: nothing.
 

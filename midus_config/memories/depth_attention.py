@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
+from midus_config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
 from midus_config.flops.rules import attention_products, attention_weights, linear
 from midus_config.memory_types import MemoryOptions, register_memory_type
 from midus_config.model_sizes import ModelSizes
@@ -31,19 +31,19 @@ class Slot(NamedTuple):
 @register_memory_type("depth-attention")
 @dataclass(kw_only=True)
 class DepthAttentionOptions(MemoryOptions):
-    """Which slots layers write, which of them later layers read, and what they weigh in the softmax over both."""
+    """Which slots layers write, which of them later layers read, and how that is joined with what is read of the sequence."""
 
     sites = ("inside-attention",)
     attends = True
 
-    depth_weight: Literal["mixed", "multiplied", "one"] = option(
-        "mixed",
-        "what the depth weighs. mixed: a per head, from 0 to 1, by which heads go from what they read of the sequence to what they "
-        "read of both. multiplied: g per head, not negative, by which the depth's part of the softmax is multiplied. Both are 0 at "
-        "the start. one: as in the paper, no identity at the start",
+    joining: Literal["added", "interpolated", "joint"] = option(
+        "added",
+        "how heads join o_S and o_D, what they read of the sequence and of the depth, with w the depth's share of one softmax over "
+        "both and c a gate per head from 0 to 1, which starts at 0. added: (1 - c w) o_S + (1 - c + c w) o_D. interpolated: "
+        "(1 - c w) o_S + c w o_D. joint: one softmax over both, as in the paper, no gate and no identity at the start",
     )
     attention_slots: Literal["reused", "projected", "none"] = option(
-        "reused",
+        "none",
         "keys and values of attention that later layers read. reused: its own. projected: others of the same input",
     )
     ffn_slots: bool = option(
@@ -55,11 +55,7 @@ class DepthAttentionOptions(MemoryOptions):
         "how slots meet queries. same: rotated alike, so that the position cancels out. released: keys as they are in front of their "
         "norm and rotation, as in the paper's code",
     )
-    slots: int = option(0, "S, the slots that a token reads at most; 0: all")
-    keep: Literal["last", "best", "hybrid"] = option(
-        "last",
-        "which S slots are kept. last: the newest. best: those that got most of the attention so far. hybrid: half of each",
-    )
+    slots: int = option(0, "S, the slots that a token reads at most, which are the newest; 0: all")
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -68,11 +64,6 @@ class DepthAttentionOptions(MemoryOptions):
             )
         if self.slots < 0:
             raise ValueError(f"slots is {self.slots}; expected 0 or more.")
-        if self.keep != "last" and self.slots < self.least_slots:
-            raise ValueError(
-                f"slots is {self.slots}, and keep is {self.keep!r}; expected {self.least_slots} or more: what the layer "
-                "in front wrote is always read, and of the others some."
-            )
 
     @property
     def sources(self) -> tuple[SlotSource, ...]:
@@ -85,57 +76,35 @@ class DepthAttentionOptions(MemoryOptions):
         """Those of `sources` that have projections of their own."""
         return tuple(source for source in self.sources if source == "ffn" or self.attention_slots == "projected")
 
-    @property
-    def least_slots(self) -> int:
-        """The fewest slots among which some can be chosen."""
-        return len(self.sources) + 1
-
-    @property
-    def num_newest(self) -> int:
-        """How many of the newest slots are kept whatever attention they got."""
-        written = len(self.sources)
-        return {"last": self.slots, "best": written, "hybrid": max(written, self.slots // 2)}[self.keep]
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the slots that are kept follow from the attention they got, so that tokens keep different ones."""
-        return bool(self.slots) and self.keep != "last"
-
     def num_read(self, index: int) -> int:
         """How many slots a layer reads."""
         written = len(self.sources) * index
         return min(written, self.slots) if self.slots else written
 
     def slots_read(self, index: int) -> tuple[Slot, ...]:
-        """The slots that a layer reads of those that others wrote, from the oldest to the newest.
-
-        Where it `chooses`, only those that the layer in front wrote: of older ones, it reads what was kept.
-        """
-        first = max(index - 1, 0) if self.chooses else 0
-        written = [Slot(layer, source) for layer in range(first, index) for source in self.sources]
-        return tuple(written[-self.slots :] if self.slots and not self.chooses else written)
+        """The slots that a layer reads of those that others wrote, from the oldest to the newest."""
+        written = [Slot(layer, source) for layer in range(index) for source in self.sources]
+        return tuple(written[-self.slots :] if self.slots else written)
 
     def is_read(self, slot: Slot, count: int) -> bool:
         """Whether one of `count` layers reads a slot."""
         return slot.writer + 1 < count and slot in self.slots_read(slot.writer + 1)
 
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
-        read = tuple(
+        return tuple(
             (slot.writer, f"{slot.source}_{part}") for slot in self.slots_read(index) for part in ("key", "value")
         )
-        kept = tuple((index - 1, part) for part in KEPT) if self.chooses and index > 1 else ()
-        return (*kept, *read)
 
     def gives(self, index: int, count: int) -> tuple[str, ...]:
-        kept = KEPT if self.chooses and 0 < index < count - 1 else ()
         written = (source for source in self.sources if self.is_read(Slot(index, source), count))
-        return (*kept, *(f"{source}_{part}" for source in written for part in ("key", "value")))
+        return tuple(f"{source}_{part}" for source in written for part in ("key", "value"))
 
     def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
-        kept = (self.num_read(index + 1) - len(self.sources),) if name in KEPT else ()
-        if name == "utilities":
-            return (batch, tokens, *kept)
-        return (batch, sizes.num_key_value_heads, tokens, *kept, sizes.head_dim)
+        return (batch, sizes.num_key_value_heads, tokens, sizes.head_dim)
+
+    def starts_at_zero(self, name: str) -> bool:
+        source, _, part = name.rpartition("_")
+        return source in self.projected and self._initial(part) == ZEROS
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         if len(layers) < 2:
@@ -152,15 +121,19 @@ class DepthAttentionOptions(MemoryOptions):
     def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         width = sizes.num_key_value_heads * sizes.head_dim
         tensors: dict[str, DeclaredTensor] = {}
-        if self.depth_weight != "one":
-            tensors["depth_weight"] = DeclaredTensor((sizes.num_heads,), "gate", ZEROS)
+        if self.joining != "joint":
+            tensors["depth_gate"] = DeclaredTensor((sizes.num_heads,), "gate", ZEROS)
         for source in self.projected:
             for part in ("key", "value"):
-                shape = (width, sizes.hidden_size)
-                tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", Normal(_STD))
+                shape, initial = (width, sizes.hidden_size), self._initial(part)
+                tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
                 if self.bias:
                     tensors[f"{source}_{part}_bias"] = DeclaredTensor((width,), "projection", ZEROS)
         return tensors
+
+    def _initial(self, part: str) -> Initial:
+        """What a projection starts as: where the depth is added, it is nothing while values are zero."""
+        return ZEROS if self.joining == "added" and part == "value" else Normal(_STD)
 
     def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
         """Those of `tensors` that are used: the first layer reads nothing, and of the last nothing is read."""
@@ -168,7 +141,7 @@ class DepthAttentionOptions(MemoryOptions):
         return {
             name: tensor
             for name, tensor in self.tensors(sizes).items()
-            if (index > 0 if name == "depth_weight" else not name.startswith(unread))
+            if (index > 0 if name == "depth_gate" else not name.startswith(unread))
         }
 
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
@@ -180,7 +153,3 @@ class DepthAttentionOptions(MemoryOptions):
             + attention_weights(batch, sizes.num_heads, tokens, slots),
             "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, self.bias),
         }
-
-
-KEPT = ("kept_keys", "kept_values", "utilities")
-"""What a layer that `chooses` gives to the next: slots that were kept, and the attention that each got so far."""

@@ -168,4 +168,4 @@ def _sequence_alone(memory: Any, arguments: tuple[Any, ...], given: dict[str, An
     if "sequence" not in given:
         return output
     read, weights = given["sequence"].alone()
-    return read, weights, output[2]
+    return read, weights

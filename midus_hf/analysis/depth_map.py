@@ -12,13 +12,13 @@ from midus_hf.analysis.depth_watching import DepthCall, watch_depth
 
 @dataclass(frozen=True)
 class DepthMap:
-    """The shares of one head; those of a token add up to 1.
+    """The shares of one head: what values are multiplied with.
 
     Args:
         layer: Index of the decoder layer.
         head: Number of the head.
         sequence: `[T, T]`, of each key of the sequence.
-        depth: `[T, m]`, of each slot; 0 where a token did not keep it.
+        depth: `[T, m]`, of each slot.
         slots: The slots.
     """
 
@@ -48,9 +48,9 @@ def depth_map(model: Any, tokens: torch.Tensor, layer: int, head: int, memory: s
 
     def keep(reader: DepthReader, call: DepthCall) -> None:
         if reader.place == of_layer.place:
-            depth = call.shares(reader)[0, head].double()  # [T, m]
-            sequence = call.given["sequence"].shares(head)[0].double() * (1 - depth.sum(-1, keepdim=True))
-            found.append(DepthMap(layer, head, sequence.cpu(), depth.cpu(), reader.slots))
+            of_slots, of_sequence = (part[0, head].double() for part in call.shares())  # [T, m] and [T]
+            sequence = call.given["sequence"].shares(head)[0].double() * of_sequence[:, None]
+            found.append(DepthMap(layer, head, sequence.cpu(), of_slots.cpu(), reader.slots))
 
     was_training = model.training
     model.eval()

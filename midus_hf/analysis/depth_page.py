@@ -11,9 +11,9 @@ from midus_hf.analysis.depth_tables import layers_table, writers_table
 from midus_hf.analysis.page import write_page
 
 _HOW_TO_READ = (
-    "Each head reads the sequence and the slots of the depth in one softmax; shares are those of this softmax, weights included, "
-    "the mean over tokens. They tell what is read, and not what comes of it: a slot whose value is short, or that the output "
-    "projection leaves out, adds little."
+    "Each head joins what it reads of the sequence with what it reads of slots of the depth; shares are what it multiplies values "
+    "with, the gate included, the mean over tokens. They tell what is read, and not what comes of it: a slot whose value is short, "
+    "or that the output projection leaves out, adds little."
 )
 
 

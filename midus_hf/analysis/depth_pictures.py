@@ -101,7 +101,9 @@ def _heads_part(readings: Sequence[DepthReading]) -> _Part:
         panels = list(figure.subplots(lines, _COLUMNS, squeeze=False).flat)
         image: Any = None
         for axes, reading in zip(panels, readings, strict=False):
-            rows = [[1 - depth, *of_head] for depth, of_head in zip(reading.depth_shares, reading.shares, strict=True)]
+            rows = [
+                [sequence, *of_head] for sequence, of_head in zip(reading.sequence_shares, reading.shares, strict=True)
+            ]
             image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="magma", norm=_norm())
             axes.axvline(0.5, **_BOUNDARY)
             axes.set_title(f"layer {reading.layer}: heads by the sequence and slots", fontsize="small", loc="left")

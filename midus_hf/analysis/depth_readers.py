@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
@@ -34,8 +33,7 @@ class DepthReader:
     Args:
         layer: Index of the decoder layer.
         name: That the memory is attached by.
-        slots: What it reads, from the oldest slot to the newest; where tokens keep different slots, all that one may read.
-        chooses: Whether tokens keep different slots.
+        slots: What it reads, from the oldest slot to the newest.
         num_heads: H.
         memory: The memory, or what PEFT has wrapped around it.
     """
@@ -43,7 +41,6 @@ class DepthReader:
     layer: int
     name: str
     slots: tuple[ReadSlot, ...]
-    chooses: bool
     num_heads: int
     memory: Any
 
@@ -56,18 +53,6 @@ class DepthReader:
     def modules(self) -> tuple[nn.Module, ...]:
         """The memory itself, and every copy of it that PEFT has made: one of them is called."""
         return innermost(self.memory, AttendsToDepth)
-
-    def by_slot(self, shares: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor:
-        """Shares `[B, H, T, n]` of the slots that tokens read as those of all `slots`, `[B, H, T, m]`: 0 where one was not kept.
-
-        Args:
-            shares: `[B, H, T, n]`.
-            numbers: `[B, T, n]`, which of `slots` each is. Default: they are all of them.
-        """
-        if numbers is None:
-            return shares
-        wide = shares.new_zeros(*shares.shape[:-1], len(self.slots))
-        return wide.scatter_(-1, numbers.unsqueeze(1).expand_as(shares), shares)
 
 
 def readers_of_depth(
@@ -108,10 +93,5 @@ def readers_of_depth(
 
 def _reader(layer: int, block: Any, num_heads: int) -> DepthReader:
     depth = block.depth
-    options = depth.options
-    if options.chooses:
-        written = [(writer, source) for writer in range(depth.index) for source in options.sources]
-    else:
-        written = list(options.slots_read(depth.index))
-    slots = tuple(ReadSlot(depth.layers[writer], source) for writer, source in written)
-    return DepthReader(layer, depth.name, slots, options.chooses, num_heads, block.memories[depth.name])
+    slots = tuple(ReadSlot(depth.layers[slot.writer], slot.source) for slot in depth.options.slots_read(depth.index))
+    return DepthReader(layer, depth.name, slots, num_heads, block.memories[depth.name])

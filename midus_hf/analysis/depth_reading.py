@@ -16,28 +16,35 @@ class DepthReading:
         memory: Name of the memory.
         tokens: That were read.
         heads: Numbers of the heads.
-        weights: g or a of each head, whichever the memory has.
-        slots: What may be read of the depth.
-        shares: Of each slot, for each head; a token that did not keep a slot has a share of 0.
+        gates: c of each head; 1 where there is none.
+        slots: What is read of the depth.
+        shares: Of each slot, for each head: what its value is multiplied with.
+        sequence_shares: Of the sequence, for each head.
     """
 
     layer: int
     memory: str
     tokens: int
     heads: tuple[int, ...]
-    weights: list[float]
+    gates: list[float]
     slots: tuple[ReadSlot, ...]
     shares: list[list[float]]
+    sequence_shares: list[float]
 
     @property
     def depth_shares(self) -> list[float]:
-        """Share of the depth, for each head; the rest is the sequence's."""
+        """Share of the depth, for each head."""
         return [sum(of_head) for of_head in self.shares]
 
     @property
     def mean_depth_share(self) -> float:
         """Share of the depth, the mean over heads."""
         return _mean(self.depth_shares)
+
+    @property
+    def mean_sequence_share(self) -> float:
+        """Share of the sequence, the mean over heads."""
+        return _mean(self.sequence_shares)
 
     @property
     def most_depth(self) -> tuple[int, float]:
@@ -94,9 +101,12 @@ def depth_readings(records: DepthRecords) -> list[DepthReading]:
             raise ValueError(
                 f"layer {place} has read no token; expected a forward pass. Run the model in the context of record_depth."
             )
-        shares = (sums.shares / sums.tokens).tolist()
         readings.append(
-            DepthReading(place.layer, place.name, tokens, sums.heads, sums.weights.tolist(), sums.reader.slots, shares)
+            DepthReading(
+                *(place.layer, place.name, tokens, sums.heads, sums.gates.tolist(), sums.reader.slots),
+                shares=(sums.shares / sums.tokens).tolist(),
+                sequence_shares=(sums.of_sequence / sums.tokens).tolist(),
+            )
         )
     return readings
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,26 +23,25 @@ class DepthSums:
         self.reader, self.heads = reader, tuple(heads)
         self.tokens = torch.zeros((), dtype=torch.float64)
         self.shares = torch.zeros(len(self.heads), len(reader.slots), dtype=torch.float64)  # [heads, m]
-        self.weights = torch.ones(len(self.heads), dtype=torch.float64)  # g or a, as it was last
+        self.of_sequence = torch.zeros(len(self.heads), dtype=torch.float64)
+        self.gates = torch.ones(len(self.heads), dtype=torch.float64)  # c, as it was last
 
-    def add(self, shares: torch.Tensor, real: torch.Tensor | None, weight: torch.Tensor | None) -> None:
-        """Add the tokens of a pass.
-
-        Args:
-            shares: `[B, H, T, m]`, of each slot, in one softmax with the sequence.
-            real: `[B, T]`, false for padding. Default: no token is padding.
-            weight: g or a, `[H]`. Default: 1.
-        """
+    def add(self, call: DepthCall) -> None:
+        """Add the tokens of a pass."""
+        shares, of_sequence = call.shares()
+        real, gate = call.real, call.memory.gate
         device = shares.device
         heads = torch.tensor(self.heads, device=device)
-        of_heads = shares.index_select(1, heads).double()
+        of_slots, of_sequence = (part.index_select(1, heads).double() for part in (shares, of_sequence))
         if real is not None:
-            of_heads = of_heads.masked_fill(~real.to(device)[:, None, :, None], 0)
+            padding = ~real.to(device)[:, None]
+            of_slots, of_sequence = of_slots.masked_fill(padding[..., None], 0), of_sequence.masked_fill(padding, 0)
         num_tokens = shares.shape[0] * shares.shape[2] if real is None else real.sum().to(device)
         self.tokens = self.tokens.to(device) + num_tokens
-        self.shares = self.shares.to(device) + of_heads.sum((0, 2))
-        if weight is not None:
-            self.weights = weight.index_select(0, heads).double()
+        self.shares = self.shares.to(device) + of_slots.sum((0, 2))
+        self.of_sequence = self.of_sequence.to(device) + of_sequence.sum((0, 2))
+        if gate is not None:
+            self.gates = gate.index_select(0, heads).double()
 
 
 class DepthRecords:
@@ -67,9 +65,9 @@ def record_depth(
 ) -> Iterator[DepthRecords]:
     """Record, while the context is open, how each head shares its attention out between the sequence and the slots of the depth.
 
-    Shares are those of the one softmax over both, g included. They are computed beside the forward pass, which gives what it gave
-    before, and added up over the tokens that are no padding: nothing of the size of the text is kept. Code that `torch.compile`
-    has made runs uncompiled while the context is open.
+    Shares are what `joint_attention` multiplies with, the gate included. They are computed beside the forward pass, which gives what
+    it gave before, and added up over the tokens that are no padding: nothing of the size of the text is kept. Code that
+    `torch.compile` has made runs uncompiled while the context is open.
 
     Args:
         model: As for `readers_of_depth`. It has hooks more while the context is open.
@@ -88,7 +86,7 @@ def record_depth(
 
     def add(reader: DepthReader, call: DepthCall) -> None:
         if reader.place in sums:
-            sums[reader.place].add(call.shares(reader), call.real, _weight_of(call.memory))
+            sums[reader.place].add(call)
 
     with watch_depth(model, memory, add):
         yield DepthRecords(sums)
@@ -104,8 +102,3 @@ def check_head(reader: DepthReader, head: int) -> None:
         raise ValueError(
             f"head is {head}; expected one from 0 to {reader.num_heads - 1}, those of layer {reader.layer}."
         )
-
-
-def _weight_of(memory: Any) -> torch.Tensor | None:
-    """g or a of each head, whichever the memory has; None where it has neither."""
-    return memory.weight if memory.mixing is None else memory.mixing

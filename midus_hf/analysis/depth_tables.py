@@ -22,13 +22,14 @@ def layers_table(readings: Sequence[DepthReading]) -> TableOfWords:
                 str(reading.layer),
                 f"{reading.mean_depth_share:.1%}",
                 f"{share:.1%} ({head})",
-                f"{min(reading.weights):.3g} to {max(reading.weights):.3g}",
+                f"{reading.mean_sequence_share:.1%}",
+                f"{min(reading.gates):.3g} to {max(reading.gates):.3g}",
                 *(f"{reading.share_of_source(source):.1%}" for source in sources),
                 ", ".join(f"{slot} {share:.1%}" for share, slot in by_slot[:_MOST_SLOTS] if share) or "nothing",
             ]
         )
-    head_row = ["layer", "depth", "largest (head)", "weight", *sources, "reads most"]
-    return TableOfWords("Share of attention that goes to the depth, the mean over tokens and heads", head_row, rows)
+    head_row = ["layer", "depth", "largest (head)", "sequence", "gate", *sources, "reads most"]
+    return TableOfWords("Shares of the depth and of the sequence, the mean over tokens and heads", head_row, rows)
 
 
 def writers_table(found: Sequence[WriterReading], most: int | None = None) -> TableOfWords:
@@ -54,8 +55,9 @@ def as_json(readings: Sequence[DepthReading], found: Sequence[WriterReading]) ->
                 "memory": reading.memory,
                 "tokens": reading.tokens,
                 "heads": list(reading.heads),
-                "weights": reading.weights,
+                "gates": reading.gates,
                 "depth_shares": reading.depth_shares,
+                "sequence_shares": reading.sequence_shares,
                 "slots": [slot._asdict() for slot in reading.slots],
                 "shares": reading.shares,
             }

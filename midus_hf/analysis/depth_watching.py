@@ -11,7 +11,7 @@ from torch import nn
 from midus_hf.analysis.depth_readers import DepthReader, readers_of_depth
 from midus_hf.memory.retrieval import recomputing
 from midus_hf.memory.token_places import token_places
-from midus_hf.ops.depth_attention import depth_shares, joint_shares
+from midus_hf.ops.depth_attention import joint_shares
 
 
 class DepthCall(NamedTuple):
@@ -22,32 +22,20 @@ class DepthCall(NamedTuple):
         query: `[B, H, T, d]`.
         given: What it is called with beside queries, by keyword.
         real: `[B, T]`, false for padding; None if no token is padding.
-        numbers: `[B, T, n]`, which of the reader's slots each slot is, if tokens keep different ones.
     """
 
     memory: Any
     query: torch.Tensor
     given: Mapping[str, Any]
     real: torch.Tensor | None
-    numbers: torch.Tensor | None
 
-    def shares(self, reader: DepthReader) -> torch.Tensor:
-        """What each of the reader's slots gets in one softmax with the sequence, `[B, H, T, m]`."""
-        sequence, keys = self.given["sequence"], self.given["keys"]
-        weight, mixing = (
-            None if part is None else part[:, None] for part in (self.memory.weight, self.memory.mixing)
-        )  # [H, 1]
-        shares = joint_shares(self.query, keys, sequence.log_sum(), sequence.scaling, sequence.softcap, weight, mixing)
-        return reader.by_slot(shares, self.numbers)
-
-    def kept_numbers(self) -> torch.Tensor:
-        """Which of the reader's slots are kept for the next layer, `[B, T, c]`: the memory chooses once more, among numbers."""
-        assert self.numbers is not None, "a memory that keeps slots chooses among numbers"
-        sequence = self.given["sequence"]
-        shares = depth_shares(self.query, self.given["keys"], sequence.scaling, sequence.softcap)
-        numbers = [number[:, None, :, None] for number in self.numbers.unbind(-1)]  # n of [B, 1, T, 1]
-        kept, _, _ = self.memory.kept(numbers, numbers, shares, self.given["utilities"])
-        return kept[:, 0, :, :, 0]
+    def shares(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each slot gets, `[B, H, T, n]`, and what the sequence gets, `[B, H, T]`, as `joint_shares` does."""
+        sequence, gate = self.given["sequence"], self.memory.gate
+        return joint_shares(
+            *(self.query, self.given["keys"], sequence.log_sum(), sequence.scaling, sequence.softcap),
+            *(None if gate is None else gate[:, None], self.memory.is_added),
+        )
 
 
 Watcher = Callable[[DepthReader, DepthCall], None]
@@ -67,22 +55,16 @@ def watch_depth(model: nn.Module, memory: str | None, watcher: Watcher) -> Itera
     """
     bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     real: list[torch.Tensor | None] = [None]
-    kept: dict[str, torch.Tensor] = {}  # by memory, what its last layer kept: [B, T, c]
 
     def before(decoder: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
         real[0] = _real_tokens(arguments, given)
-        kept.clear()
 
     def behind_of(reader: DepthReader) -> Callable[..., None]:
         def behind(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
             if "sequence" not in given or not arguments[0].numel() or recomputing():
                 return
             with torch.no_grad():
-                numbers = _numbers(reader, len(given["keys"]), kept.pop(reader.name, None), arguments[0])
-                call = DepthCall(memory, arguments[0], given, real[0], numbers)
-                watcher(reader, call)
-                if given["keeps"]:
-                    kept[reader.name] = call.kept_numbers()
+                watcher(reader, DepthCall(memory, arguments[0], given, real[0]))
 
         return behind
 
@@ -97,18 +79,6 @@ def watch_depth(model: nn.Module, memory: str | None, watcher: Watcher) -> Itera
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _numbers(
-    reader: DepthReader, num_read: int, kept: torch.Tensor | None, query: torch.Tensor
-) -> torch.Tensor | None:
-    """Which of the reader's slots those are that tokens read, `[B, T, n]`: kept ones, and behind them the newest."""
-    if not reader.chooses:
-        return None
-    num_kept, total = 0 if kept is None else kept.shape[-1], len(reader.slots)
-    newest = torch.arange(total - num_read + num_kept, total, device=query.device)
-    newest = newest.expand(query.shape[0], query.shape[2], -1)
-    return newest if kept is None else torch.cat([kept.to(query.device), newest], dim=-1)
 
 
 def _real_tokens(arguments: tuple[Any, ...], given: Mapping[str, Any]) -> torch.Tensor | None:

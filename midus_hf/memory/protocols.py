@@ -1,6 +1,6 @@
 """What tools ask of a memory: whichever module has these methods can be counted, balanced and looked into."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -108,13 +108,4 @@ class AttendsToDepth(Protocol):
     """A memory whose heads read slots of earlier layers: what they read of each can be recorded."""
 
     def attend(self, query: torch.Tensor, **depth: Any) -> Any:
-        """What heads read in one softmax over the sequence and the slots."""
-
-    def kept(
-        self,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        shares: torch.Tensor,
-        utilities: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the keys and values of slots, those that the next layer reads as well, and the utility of each."""
+        """What heads read of the sequence and the slots."""

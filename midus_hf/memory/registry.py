@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from midus_config.declared_tensors import Role
 from midus_config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
 from midus_config.model_sizes import ModelSizes
 from midus_config.plugins import is_same_class, load_offered
@@ -58,8 +57,6 @@ class MemoryModule(DeclaredModule):
     """Whether a memory inside attention changes what the heads give."""
     wants_unrotated: ClassVar[bool] = False
     """Whether a memory that `reads_heads` gets queries `[B, H, T, d]` without their rotation as well, as `unrotated`."""
-    acts_through: ClassVar[tuple[Role, ...]] = ("value", "projection")
-    """Roles of the tensors without which the memory has no effect: while those that start at zero are zero."""
     keeps_state: bool = False
     """Whether what a token gets depends on earlier tokens: then the cache keeps what the memory needs of them."""
     can_forget: bool = True
@@ -75,6 +72,13 @@ class MemoryModule(DeclaredModule):
         options.check(sizes)
         super().__init__(options.tensors(sizes))
         self.options: Any = options
+
+    def names_it_acts_through(self) -> list[str]:
+        """Names of the tensors without which the memory has no effect: while those of them that start at zero are zero.
+
+        Values and projections, unless a memory says otherwise; none, if it acts whatever it holds.
+        """
+        return self.names_of("value", "projection")
 
 
 def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModule]]:

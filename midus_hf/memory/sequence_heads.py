@@ -52,14 +52,15 @@ class SequenceHeads:
         return self.arguments.get("softcap")
 
     def joined(self, depth: Depth) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What heads read in one softmax over the sequence and the depth.
+        """Join what heads read of the sequence with what they read of the depth (`joint_attention`).
 
         Args:
             depth: Slots of the same positions.
 
         Returns:
-            `[B, T, H, d]`; where g or a is 0, what the model's own attention gives, bit for bit unless both are computed by one
-            kernel (`OpChoices.joining`). And attention weights to the sequence alone, `[B, H, T, S]`, if that attention gives them.
+            `[B, T, H, d]`; where c is 0, what the model's own attention gives, plus what is read of the depth if that is added, bit
+            for bit unless both are computed by one kernel (`OpChoices.depth_path`). And attention weights to the sequence alone,
+            `[B, H, T, S]`, if that attention gives them.
 
         Raises:
             ValueError: If nothing tells by what the softmax over the sequence divides.
@@ -76,7 +77,7 @@ class SequenceHeads:
             raise ValueError(self._refusal)
         else:
             lse, told = told.to(torch.promote_types(told.dtype, torch.float32)), None
-        return joint_attention(output.transpose(1, 2), lse, *depth.read()).transpose(1, 2), told
+        return joint_attention(output.transpose(1, 2), lse, *depth.read(), depth.added).transpose(1, 2), told
 
     def _own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.own(self.module, self.query, self.key, self.value, self.mask, **self.arguments)

@@ -9,12 +9,12 @@ from torch import nn
 from midus_config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
 
-_SILENT: dict[Role, str] = {"value": "values", "projection": "output projections", "gate": "weights"}
+_SILENT: dict[Role, str] = {"value": "values", "projection": "projections", "gate": "gates"}
 """What a memory adds nothing through where it starts at zero, by role, and what people call it."""
 
 
 def warn_of_dead_memories(model: nn.Module, layers: Mapping[int, nn.Module]) -> bool:
-    """Warn of layers whose memory values, or output projections, are zero and frozen, if anything of the model trains.
+    """Warn of layers whose memory values, projections or gates are zero and frozen, if anything of the model trains.
 
     Such memories have no gradient: whatever else they have reaches the output through these alone.
 
@@ -44,7 +44,7 @@ def _dead_through(layer: nn.Module) -> str | None:
 
 
 def _silent_names(memory: MemoryModule) -> list[str]:
-    return [name for name in memory.names_of(*memory.acts_through) if memory.declared[name].initial == ZEROS]
+    return [name for name in memory.names_it_acts_through() if memory.declared[name].initial == ZEROS]
 
 
 def _are_frozen_at_zero(memory: MemoryModule, names: list[str], adapted: set[str | None]) -> bool:

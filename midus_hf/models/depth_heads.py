@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from midus_config.memories.depth_attention import KEPT, DepthAttentionOptions, Slot, SlotSource
+from midus_config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
 from midus_config.memory_entries import MemoryEntry
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.models.memory_inputs import Carried
@@ -40,7 +40,6 @@ class DepthHeads:
             for source in self.options.sources
             if self.options.is_read(Slot(self.index, source), len(self.layers))
         )
-        self.keeps = KEPT[0] in self.options.gives(self.index, len(self.layers))
         self.without_rotation = self.options.rope == "same" and _rotations_differ(config, entry.layers)
 
     def _carried(self, index: int, source: SlotSource, part: str) -> Carried:
@@ -64,14 +63,6 @@ class DepthHeads:
         """What the layer's own value of a slot is carried as."""
         return self._carried(self.index, source, "value")
 
-    def kept_before(self) -> tuple[Carried, ...]:
-        """What the layer in front kept of older slots."""
-        return tuple(Carried(self.name, self.layers[self.index - 1], part) for part in KEPT)
-
-    def kept_here(self) -> tuple[Carried, ...]:
-        """What the layer keeps of older slots."""
-        return tuple(Carried(self.name, self.layers[self.index], part) for part in KEPT)
-
 
 class DepthPass:
     """One pass through a layer that takes part in attention over the depth.
@@ -86,7 +77,6 @@ class DepthPass:
     def __init__(self, heads: DepthHeads, layer: Any, carried: Mapping[Carried, Any], rotation: Rotation | None):
         self._heads, self._layer, self._carried, self._rotation = heads, layer, carried, rotation
         self._memory = layer.memories[heads.name]
-        self._kept: dict[Carried, torch.Tensor] = {}
         self._raw_key: torch.Tensor | None = None
         self._own: Heads | None = None
 
@@ -118,41 +108,29 @@ class DepthPass:
         self._own = (key, value)
 
     def attend(self, sequence: SequenceHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What heads give, `[B, T, H, d]`, after one softmax over the sequence and the slots of the depth, and attention weights if
-        the sequence's are known (they are those of the sequence alone)."""
-        heads, attention = self._heads, self._layer.self_attn
+        """Let heads read the sequence and the slots of the depth.
+
+        Returns:
+            What heads give, `[B, T, H, d]`, and attention weights if the sequence's are known (they are those of the sequence alone).
+        """
+        heads = self._heads
         keys = [self._carried[key] for key, _ in heads.slots]
         values = [self._carried[value] for _, value in heads.slots]
-        utilities = None
-        if heads.kept_before()[0] in self._carried:
-            kept_keys, kept_values, utilities = (self._carried[kept] for kept in heads.kept_before())
-            keys, values = [*kept_keys.unbind(-2), *keys], [*kept_values.unbind(-2), *values]
-        query, raw_keys = sequence.query, keys
+        query = sequence.query
         if heads.options.rope == "released":
-            keys = [normalised_keys(attention, key) for key in keys]
+            keys = [normalised_keys(self._layer.self_attn, key) for key in keys]
         elif heads.without_rotation:
             query = unrotated(query, self._rotation)
-        output, weights, kept = self._memory(
-            query,
-            sequence=sequence,
-            keys=keys,
-            values=values,
-            utilities=utilities,
-            keeps=heads.keeps,
-            raw_keys=raw_keys,
-        )
-        if heads.keeps:
-            self._kept = dict(zip(heads.kept_here(), kept, strict=True))
-        return output, weights
+        return self._memory(query, sequence=sequence, keys=keys, values=values)
 
     def written(self, attention_input: torch.Tensor, mlp_input: torch.Tensor) -> dict[Carried, torch.Tensor]:
-        """The slots that the layer writes, and what it keeps of older ones.
+        """The slots that the layer writes.
 
         Args:
             attention_input: `[B, T, D]`, what attention read.
             mlp_input: `[B, T, D]`, what the feed-forward network read.
         """
-        written: dict[Carried, torch.Tensor] = dict(self._kept)
+        written: dict[Carried, torch.Tensor] = {}
         for source in self._heads.writes:
             if source == "attention" and self._reuses:
                 key, value = self._own_heads()

@@ -15,7 +15,7 @@ from midus_hf.ops.triton_import import HAS_TRITON
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 SELECTIONS = ("auto", "two-stage", "cartesian")
 BACKWARDS = ("auto", "sorted", "atomic", "dedup")
-JOININGS = ("auto", "merged", "fused", "measured")
+DEPTH_PATHS = ("auto", "merged", "fused", "measured")
 GATHERINGS = ("auto", "rows", "product")
 
 
@@ -38,7 +38,7 @@ class OpChoices:
         backward: How the gradient of a table is summed: `"sorted"`, in a fixed order; `"atomic"`, in any order, which may
             differ from run to run on CUDA; or `"dedup"`, by MIDUS's Algorithm 1 (appendix C.3), which waits for the
             device. Default: `"auto"`, sorted.
-        joining: How heads that read sequence and depth do: `"merged"`, by the model's own attention and a kernel for the depth;
+        depth_path: How heads that read sequence and depth do: `"merged"`, by the model's own attention and a kernel for the depth;
             `"fused"`, by one kernel for both where there is one for the call, which reads sequences of the same length as queries
             without mask, cap or dropout; or `"measured"`, by whichever of these took less time when a shape was first met, which
             another process may find otherwise. A graph of `torch.compile` cannot measure and is merged. Default: `"auto"`, merged.
@@ -55,7 +55,7 @@ class OpChoices:
     backend: str = "auto"
     selection: str = "auto"
     backward: str = "auto"
-    joining: str = "auto"
+    depth_path: str = "auto"
     gathering: str = "auto"
     exact: bool = False
 
@@ -64,7 +64,7 @@ class OpChoices:
             "backend": BACKENDS,
             "selection": SELECTIONS,
             "backward": BACKWARDS,
-            "joining": JOININGS,
+            "depth_path": DEPTH_PATHS,
             "gathering": GATHERINGS,
         }
         for name, choices in every.items():
@@ -192,9 +192,9 @@ def chosen_exact() -> bool:
     return _standing.exact
 
 
-def chosen_joining() -> str:
+def chosen_depth_path() -> str:
     """How heads that read sequence and depth do: `"merged"`, `"fused"` or `"measured"`."""
-    return "merged" if _standing.joining == "auto" else _standing.joining
+    return "merged" if _standing.depth_path == "auto" else _standing.depth_path
 
 
 def chosen_gathering() -> str:

@@ -55,53 +55,36 @@ def depth_attention(
     return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
-def depth_shares(
-    query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None = None
-) -> torch.Tensor:
-    """What each slot gets of the attention to the depth.
-
-    Args:
-        query: `[B, H, T, d]`.
-        keys: n of `[B, K, T, d]`.
-        scaling: By what scores are multiplied.
-        softcap: As for `depth_attention`.
-
-    Returns:
-        `[B, H, T, n]`, float32 at least; no gradient flows through them.
-    """
-    with torch.no_grad():
-        return _scores(query, keys, scaling, softcap).softmax(-1)
-
-
 def joint_attention(
     sequence: torch.Tensor,
     sequence_lse: torch.Tensor,
     depth: torch.Tensor,
     depth_lse: torch.Tensor,
-    depth_weight: torch.Tensor | None = None,
-    mixing: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    added: bool = False,
 ) -> torch.Tensor:
-    """What heads read in one softmax over sequence and depth, from what they read of each (section 2.3).
+    """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
 
-    The depth's part of the softmax is multiplied by g: its share is `w = g e^D / (e^S + g e^D)`, with the two sums S and D in the
-    exponent. Of that, heads take a: `o_S + a w (o_D - o_S)`. Where g or a is 0 the result is `sequence`, bit for bit.
+    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A gate c leads
+    from the sequence alone to that softmax: `(1 - c w) o_S + c w o_D`, or, if the depth is added,
+    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0 the first is o_S, bit for bit, and the second `o_S + o_D`; at c = 1 both are the
+    softmax over both, as in the paper.
 
     Args:
         sequence: `[B, H, T, d]`, what heads read of the sequence.
         sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
         depth: `[B, H, T, d]`, what they read of the depth.
         depth_lse: `[B, H, T]`.
-        depth_weight: `[B, H, T]` or what can be expanded to it, g, not negative. Default: 1, as in the paper.
-        mixing: `[B, H, T]` or what can be expanded to it, a, from 0 to 1. Default: 1, as in the paper.
+        gate: `[B, H, T]` or what can be expanded to it, c, from 0 to 1. Default: 1, as in the paper.
+        added: Whether heads read 1 - c of the depth besides. Default: no.
 
     Returns:
         `[B, H, T, d]`, in the dtype of `sequence`.
     """
-    _, share = share_of_depth(sequence_lse, depth_lse, depth_weight)
-    share = share if mixing is None else share * mixing.to(share.dtype)
+    of_sequence, of_depth = parts_of_both(sequence_lse, depth_lse, gate, added)
     wide = torch.promote_types(sequence.dtype, torch.float32)
-    share = share.unsqueeze(-1).to(wide)
-    return (sequence.to(wide) + share * (depth.to(wide) - sequence.to(wide))).to(sequence.dtype)
+    of_sequence, of_depth = (part.unsqueeze(-1).to(wide) for part in (of_sequence, of_depth))
+    return (of_sequence * sequence.to(wide) + of_depth * depth.to(wide)).to(sequence.dtype)
 
 
 def joint_shares(
@@ -110,10 +93,10 @@ def joint_shares(
     sequence_lse: torch.Tensor,
     scaling: float,
     softcap: float | None = None,
-    depth_weight: torch.Tensor | None = None,
-    mixing: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What each slot gets in one softmax over sequence and depth; the sequence gets the rest.
+    gate: torch.Tensor | None = None,
+    added: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say what `joint_attention` multiplies the value of each slot with, and what it multiplies what is read of the sequence with.
 
     Args:
         query: `[B, H, T, d]`.
@@ -121,36 +104,47 @@ def joint_shares(
         sequence_lse: `[B, H, T]`, as for `joint_attention`.
         scaling: By what scores are multiplied.
         softcap: As for `depth_attention`.
-        depth_weight: g, as for `joint_attention`. Default: 1.
-        mixing: a, as for `joint_attention`. Default: 1.
+        gate: As for `joint_attention`.
+        added: As for `joint_attention`.
 
     Returns:
-        `[B, H, T, n]`, float32 at least; no gradient flows through them.
+        Shares of slots `[B, H, T, n]`, and the share of the sequence `[B, H, T]`, float32 at least. They add up to 1, or to 2 - c if
+        the depth is added. No gradient flows through them.
     """
     with torch.no_grad():
         scores = _scores(query, keys, scaling, softcap)
-        _, share = share_of_depth(sequence_lse, scores.logsumexp(-1), depth_weight)
-        share = share if mixing is None else share * mixing.to(share.dtype)
-        return scores.softmax(-1) * share.unsqueeze(-1)
+        of_sequence, of_depth = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
+        return scores.softmax(-1) * of_depth.unsqueeze(-1), of_sequence
 
 
-def share_of_depth(
-    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, depth_weight: torch.Tensor | None
+def parts_of_both(
+    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, gate: torch.Tensor | None, added: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the depth has of the softmax over both, for each part of the sequence's and of the whole.
+    """Return what `joint_attention` multiplies o_S and o_D with, both `[B, H, T]`.
 
     Args:
         sequence_lse: `[B, H, T]`.
         depth_lse: `[B, H, T]`.
-        depth_weight: g, as for `joint_attention`.
+        gate: c, as for `joint_attention`; None for 1.
+        added: As for `joint_attention`.
+    """
+    share, rest = shares_of_both(sequence_lse, depth_lse)
+    if gate is None:
+        return rest, share
+    gate = gate.to(share.dtype)
+    of_depth = gate * share
+    return (1 - gate) + gate * rest, (1 - gate) + of_depth if added else of_depth
 
-    Returns:
-        `g e^D / e^S` and w, both `[B, H, T]`.
+
+def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
+
+    Args:
+        sequence_lse: `[B, H, T]`, minus infinity where a row reads nothing of the sequence.
+        depth_lse: `[B, H, T]`.
     """
     ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
-    if depth_weight is not None:
-        ratio = ratio * depth_weight.to(ratio.dtype)
-    return ratio, ratio / (1 + ratio)
+    return ratio / (1 + ratio), 1 / (1 + ratio)
 
 
 _LARGEST_EXPONENT = 80.0

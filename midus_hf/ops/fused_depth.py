@@ -54,7 +54,7 @@ def fused_attention(
     """
     refusal = fused_refusal(query, key, value, keys, values)
     if refusal is not None:
-        raise ValueError(f"joining is 'fused', but {refusal}, or choose 'merged'.")
+        raise ValueError(f"depth_path is 'fused', but {refusal}, or choose 'merged'.")
     dtype = shared_dtype(query, key, value, *keys, *values)
     resolve("triton", "auto", "auto", query.to(dtype))
     tensors = (query, key, value, *keys, *values, depth_weight, mixing)

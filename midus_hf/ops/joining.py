@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from midus_hf.ops.backend import chosen_joining, resolve
+from midus_hf.ops.backend import chosen_depth_path, resolve
 from midus_hf.ops.depth_attention import depth_attention, joint_attention
 from midus_hf.ops.fused_depth import fused_attention, fused_refusal
 from midus_hf.ops.fused_sequence import joined
@@ -29,8 +29,8 @@ class Depth(NamedTuple):
         values: n of `[B, K, T, d]`.
         scaling: By what scores are multiplied.
         softcap: What no score exceeds; None if they are not capped.
-        weight: `[H]`, g of `joint_attention`; None for 1.
-        mixing: `[H]`, a of `joint_attention`; None for 1.
+        gate: `[H]`, c of `joint_attention`; None for 1.
+        added: Whether heads read 1 - c of the depth besides.
     """
 
     query: torch.Tensor
@@ -38,28 +38,26 @@ class Depth(NamedTuple):
     values: Sequence[torch.Tensor]
     scaling: float
     softcap: float | None = None
-    weight: torch.Tensor | None = None
-    mixing: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    added: bool = False
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What heads read `[B, H, T, d]`, its logarithms of sums of exponentials, g and a, all `[B, H, T]`."""
+    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what heads read `[B, H, T, d]`, its logarithms of sums of exponentials, and c, both `[B, H, T]`."""
         read, lse = depth_attention(self.query, self.keys, self.values, self.scaling, self.softcap)
-        ones = lse.new_ones(read.shape[1])
-        weight, mixing = (
-            (ones if part is None else part)[:, None].expand_as(lse) for part in (self.weight, self.mixing)
-        )
-        return read, lse, weight, mixing
+        gate = lse.new_ones(read.shape[1]) if self.gate is None else self.gate
+        return read, lse, gate[:, None].expand_as(lse)
 
 
 def joined_attention(call: Call, depth: Depth) -> torch.Tensor:
-    """What heads read in one softmax over the sequence and the depth.
+    """Return what heads read of the sequence and the depth (`joint_attention`).
 
     Args:
         call: Of attention to the sequence.
         depth: Slots of the same positions.
 
     Returns:
-        As the query of the call, `[B, H, T, d]`. Merged, it is what torch's own attention gives where g or a is 0, bit for bit.
+        As the query of the call, `[B, H, T, d]`. Merged, it is what torch's own attention gives where c is 0, bit for bit, plus what
+        is read of the depth if that is added.
     """
     return _WAYS[_chosen(call, depth)](call, depth)
 
@@ -71,20 +69,20 @@ def _merged(call: Call, depth: Depth) -> torch.Tensor:
     """
     shape = call.query.shape
     read, *rows = depth.read()
-    read, (lse, weight, mixing) = read.reshape(shape), (part.reshape(shape[:3]) for part in rows)
+    read, (lse, gate) = read.reshape(shape), (part.reshape(shape[:3]) for part in rows)
     kernel = kernel_of(call)
     if kernel is not None:
-        return joined(kernel, call, read, lse, weight, mixing)
+        return joined(kernel, call, read, lse, gate, depth.added)
     output = F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
     own = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
-    return joint_attention(output, own, read, lse, weight, mixing)
+    return joint_attention(output, own, read, lse, gate, depth.added)
 
 
 def _fused(call: Call, depth: Depth) -> torch.Tensor:
     """By one kernel of this project."""
     return fused_attention(
         *(call.query, call.key, call.value, depth.keys, depth.values, call.scaling, call.is_causal),
-        *(depth.weight, depth.mixing),
+        *(None, depth.gate),
     )
 
 
@@ -92,7 +90,7 @@ _WAYS: dict[str, Callable[[Call, Depth], torch.Tensor]] = {"merged": _merged, "f
 
 
 def _chosen(call: Call, depth: Depth) -> str:
-    way = chosen_joining()
+    way = chosen_depth_path()
     if way == "merged" or not _may_be_fused(call, depth):
         return "merged"
     if way == "fused":
@@ -108,7 +106,9 @@ def _chosen(call: Call, depth: Depth) -> str:
 def _may_be_fused(call: Call, depth: Depth) -> bool:
     if call.attn_mask is not None or call.dropout_p or depth.softcap is not None or depth.query is not call.query:
         return False
-    if chosen_joining() == "measured" and torch.compiler.is_compiling():  # nothing can be timed, nor looked up
+    if depth.added and depth.gate is not None:
+        return False
+    if chosen_depth_path() == "measured" and torch.compiler.is_compiling():  # nothing can be timed, nor looked up
         return False
     tensors = (call.query, call.key, call.value, depth.keys, depth.values)
     if fused_refusal(*tensors) is not None:
@@ -122,9 +122,10 @@ _FASTER: dict[tuple, str] = {}
 
 
 def _case(call: Call, depth: Depth) -> tuple:
-    tensors = (call.query, call.key, call.value, depth.keys[0], depth.values[0], depth.weight, depth.mixing)
+    tensors = (call.query, call.key, call.value, depth.keys[0], depth.values[0], depth.gate)
     return (
         call.is_causal,
+        depth.added,
         len(depth.keys),
         torch.is_grad_enabled(),
         call.query.device,
@@ -154,8 +155,7 @@ def _milliseconds(way: str, call: Call, depth: Depth) -> float:
         query=own_call.query,
         keys=[leaf(key) for key in depth.keys],
         values=[leaf(value) for value in depth.values],
-        weight=None if depth.weight is None else leaf(depth.weight),
-        mixing=None if depth.mixing is None else leaf(depth.mixing),
+        gate=None if depth.gate is None else leaf(depth.gate),
     )
     clock = _Clock(call.query)
     output = _WAYS[way](own_call, own_depth)

@@ -32,7 +32,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 
     Returns:
         Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, then
-        `memory`, `memory_no_decay` if the rest of memories has a rate of its own, and `keys_and_values`, or `keys`,
+        `memory`, `memory_no_decay` if the rest of memories has a rate of its own, `gates`, `gates_no_decay` if gates have
+        one, and `keys_and_values`, or `keys`,
         `values` if these differ. Groups without parameters are left out; but where blocks of a bank train, which are no
         parameters, there is a group `blocks` with the rate, the decay and the course of values. `course` is `"schedule"`,
         `"constant"` or `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first group.
@@ -106,6 +107,7 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
     """A function that names the group of a parameter."""
     value_roles: tuple[Role, ...] = ("value", "transform") if rates.value_transforms == "values" else ("value",)
     keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
+    gates = _ids_of(model, "gate")
     norms = _ids_of(model, "norm")  # they have a row per head, and still do not decay
     rest = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
     if rates.memory_keys == "weights":
@@ -121,6 +123,8 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
         if id(parameter) in keys | values:
             return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
         decays = len(whole_shape(parameter)) > 1 and id(parameter) not in norms
+        if rates.gate_learning_rate is not None and id(parameter) in gates:
+            return "gates" if decays else "gates_no_decay"
         if rates.memory_learning_rate is not None and id(parameter) in rest:
             return "memory" if decays else "memory_no_decay"
         return "decay" if decays else "no_decay"
@@ -131,6 +135,7 @@ def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str
 def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
     """What each group is trained with, in the order of groups."""
     memory_rate = rates.learning_rate if rates.memory_learning_rate is None else rates.memory_learning_rate
+    gate_rate = memory_rate if rates.gate_learning_rate is None else rates.gate_learning_rate
     key_rate = rates.learning_rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
     value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
     value_course = _COURSE_OF_VALUES[rates.value_schedule]
@@ -139,6 +144,8 @@ def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
         "no_decay": {"lr": rates.learning_rate, "weight_decay": 0.0, "course": "schedule"},
         "memory": {"lr": memory_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
         "memory_no_decay": {"lr": memory_rate, "weight_decay": 0.0, "course": "schedule"},
+        "gates": {"lr": gate_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
+        "gates_no_decay": {"lr": gate_rate, "weight_decay": 0.0, "course": "schedule"},
         "keys_and_values": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
         "keys": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
         "values": {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},

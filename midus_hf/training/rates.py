@@ -25,6 +25,8 @@ class Rates:
         learning_rate: Maximum rate of everything that has no rate of its own. Default: 1e-4.
         memory_learning_rate: Maximum rate of what memories have beside keys and values: projections, norms, routers,
             gates, transforms. It follows the schedule. Default: `learning_rate`.
+        gate_learning_rate: Maximum rate of the gates of memories alone, by which heads begin to read the depth or what is retrieved
+            is scaled. It follows the schedule. Default: `memory_learning_rate`.
         key_value_learning_rate: Rate of memory keys and values, constant. Default: `learning_rate`.
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
         value_schedule: Course of the rate of memory values. `"constant"` is that of keys (MIDUS). `"fixed"` is
@@ -54,6 +56,7 @@ class Rates:
 
     learning_rate: float = 1e-4
     memory_learning_rate: float | None = None
+    gate_learning_rate: float | None = None
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
     value_schedule: ValueSchedule = "constant"
@@ -74,7 +77,13 @@ class Rates:
             ("schedule", Schedule),
         ):
             _check_one_of(name, getattr(self, name), choices)
-        for name in ("learning_rate", "memory_learning_rate", "key_value_learning_rate", "value_learning_rate"):
+        for name in (
+            "learning_rate",
+            "memory_learning_rate",
+            "gate_learning_rate",
+            "key_value_learning_rate",
+            "value_learning_rate",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; expected a number above 0.")

@@ -55,7 +55,7 @@ def test_slots_are_what_adapted_projections_give(target):
     assert not torch.allclose(*changed)
 
 
-@pytest.mark.parametrize("kind", ["default", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused"])
 def test_adapters_train_and_are_saved_apart(kind, tmp_path):
     model = depth_model("llama", kind, torch.float32)
     model.save_pretrained(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""The map of a head is one softmax over the keys of the sequence and the slots."""
+"""The map of a head says what it multiplies values of the sequence and of slots with."""
 
 import pytest
 import torch
@@ -9,23 +9,26 @@ from midus_hf.analysis.depth_map import depth_map
 from midus_hf.memory.sequence_heads import SequenceHeads
 
 
-@pytest.mark.parametrize("kind", ["default", "hybrid"])
+@pytest.mark.parametrize("kind", ["default", "reused", "last"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_shares_of_a_token_add_up_to_one_and_are_those_that_are_recorded(attention, kind):
+def test_shares_of_a_token_are_those_that_are_recorded_and_add_up(attention, kind):
     model, text = depth_model(kind=kind), rows(9)
     model.set_attn_implementation(attention)
     *_, reading = read(model, text)
     for head in range(4):
         found = depth_map(model, text.rows[0], 3, head)
         assert found.sequence.shape == (9, 9) and found.depth.shape == (9, len(found.slots))
-        torch.testing.assert_close(found.sequence.sum(1) + found.depth.sum(1), torch.ones(9, dtype=torch.float64))
+        total = 1.0 if kind == "reused" else 2 - reading.gates[head]
+        both = found.sequence.sum(1) + found.depth.sum(1)
+        torch.testing.assert_close(both, torch.full((9,), total, dtype=torch.float64))
+        assert found.sequence.sum(1).mean().item() == pytest.approx(reading.sequence_shares[head])
         assert not found.sequence.triu(1).any()
         assert found.depth.sum(1).mean().item() == pytest.approx(reading.depth_shares[head])
         assert found.depth[:, -1].mean().item() == pytest.approx(reading.shares[head][-1])
 
 
 def test_without_the_depth_it_is_the_attention_of_the_model():
-    model, (row,) = depth_model(acting=False), rows(9).rows
+    model, (row,) = depth_model(kind="reused", acting=False), rows(9).rows
     model.set_attn_implementation("eager")
     weights = model(row[None], output_attentions=True).attentions
     for head in range(4):

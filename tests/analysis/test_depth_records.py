@@ -17,7 +17,10 @@ HEADS = 4
 
 
 def joint_shares_into(found):
-    """A hook that keeps the share of each slot by layer, `[B, H, T, n]`, from scores that are laid side by side in one softmax."""
+    """A hook that keeps, by layer, what the value of each slot is multiplied with, `[B, H, T, n]`, and the sequence, `[B, H, T]`.
+
+    Scores of both are laid side by side in one softmax, and those of the depth in one of their own.
+    """
 
     def keep(memory, arguments, given, output):
         if "sequence" not in given:
@@ -32,17 +35,17 @@ def joint_shares_into(found):
         places = torch.arange(tokens)
         window = getattr(sequence.module, "sliding_window", None) or tokens
         hidden = (places > places[:, None]) | (places[:, None] - places >= window)
-        weight = memory.weight
-        slots = slots if weight is None else slots + weight.log()[:, None, None]
         joint = torch.cat([scores.masked_fill(hidden, float("-inf")), slots], -1).softmax(-1)
-        mixing = 1.0 if memory.mixing is None else memory.mixing[:, None, None]
-        found[memory.index] = mixing * joint[..., tokens:]
+        gate = 1.0 if memory.gate is None else memory.gate[:, None, None]
+        closed = slots.softmax(-1) if memory.options.joining == "added" else torch.zeros_like(slots)
+        of_sequence = (1 - gate) + gate * joint[..., :tokens].sum(-1, keepdim=True)
+        found[memory.index] = ((1 - gate) * closed + gate * joint[..., tokens:], of_sequence.squeeze(-1))
 
     return keep
 
 
 def expected_shares(model, tokens):
-    """The mean share of each slot by layer, `[H, n]`."""
+    """The mean share of each slot by layer, `[H, n]`, and of the sequence, `[H]`."""
     found = {}
     modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
     handles = [module.register_forward_hook(joint_shares_into(found), with_kwargs=True) for module in modules]
@@ -50,79 +53,41 @@ def expected_shares(model, tokens):
         model(tokens)
     for handle in handles:
         handle.remove()
-    return [of_layer.mean((0, 2)) for of_layer in found.values()]
+    return [(slots.mean((0, 2)), sequence.mean((0, 2))) for slots, sequence in found.values()]
 
 
-@pytest.mark.parametrize("kind", ["default", "attention", "ffn", "released", "last", "some"])
+@pytest.mark.parametrize("kind", ["default", "reused", "joint", "bias", "added to reused", "last", "some"])
 @pytest.mark.parametrize(
     ("of_family", "attention"),
     [("llama", "eager"), ("llama", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa")],
 )
-def test_shares_are_those_of_one_softmax_over_sequence_and_depth(of_family, kind, attention):
+def test_shares_are_what_values_are_multiplied_with(of_family, kind, attention):
     model = depth_model(of_family, kind)
     model.set_attn_implementation(attention)
     text = rows(12)
     readings = read(model, text)
     expected = expected_shares(model, text.rows[0][None])
     assert len(readings) == len(expected)
-    for reading, shares in zip(readings, expected, strict=True):
+    for reading, (shares, of_sequence) in zip(readings, expected, strict=True):
         assert len(reading.slots) == shares.shape[1]
         torch.testing.assert_close(torch.tensor(reading.shares, dtype=torch.float64), shares)
+        assert reading.sequence_shares == pytest.approx(of_sequence.tolist())
         assert reading.depth_shares == pytest.approx(shares.sum(-1).tolist())
 
 
-@pytest.mark.parametrize("kind", ["best", "hybrid"])
-def test_shares_of_slots_that_were_kept_are_those_of_the_layers_that_wrote_them(kind):
-    model, text = depth_model(kind=kind, num_hidden_layers=6), rows(12)
-    carried = {}  # what was written, by layer and kind, and what each layer read: keys of all slots
-
-    def keep(layer, arguments, given, output):
-        for key, value in zip(layer.gives, output[1:], strict=True):
-            carried[key.layer, key.part] = value
-
-    def read_keys(memory, arguments, given, output):
-        if "sequence" in given:
-            carried[memory.index] = (given["keys"], shares[memory.index].unbind(-1))
-
-    shares = {}
-    with record_depth(model) as records, torch.no_grad():
-        model(text.rows[0][None])
-    readings = depth_readings(records)
-    for layer in model.model.layers[:-1]:
-        layer.register_forward_hook(keep, with_kwargs=True)
-    modules = [module for module in model.modules() if isinstance(module, DepthAttention)]
-    for module in modules:
-        module.register_forward_hook(joint_shares_into(shares), with_kwargs=True)
-        module.register_forward_hook(read_keys, with_kwargs=True)
-    with torch.no_grad():
-        model(text.rows[0][None])
-    for reading in readings:
-        keys, of_keys = carried[reading.layer]
-        told = torch.tensor(reading.shares, dtype=torch.float64)
-        for place, slot in enumerate(reading.slots):
-            written = carried[slot.layer, f"{slot.source}_key"]  # [B, K, T, d]
-            expected = sum(
-                share * (key == written).all(-1).all(1)[:, None] for key, share in zip(keys, of_keys, strict=True)
-            )  # [B, H, T]
-            torch.testing.assert_close(told[:, place], expected.mean((0, 2)))
-        assert len(reading.slots) == 2 * reading.layer
-        assert reading.depth_shares == pytest.approx(sum(of_keys).mean((0, 2)).tolist())
-
-
 def test_slots_are_told_by_the_layer_that_wrote_them():
-    slots = {reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model())}
+    def slots_of(kind):
+        return {
+            reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model(kind=kind))
+        }
+
+    slots = slots_of("reused")
     assert slots[2] == ["0 attention", "0 ffn", "1 attention", "1 ffn"] and list(slots) == [1, 2, 3]
-    slots = {
-        reader.layer: [str(slot) for slot in reader.slots] for reader in readers_of_depth(depth_model(kind="some"))
-    }
-    assert slots == {2: ["0 attention", "0 ffn"], 3: ["0 attention", "0 ffn", "2 attention", "2 ffn"]}
-    last = readers_of_depth(depth_model(kind="last"))[-1]
-    assert [str(slot) for slot in last.slots] == ["1 ffn", "2 attention", "2 ffn"]
-    best = readers_of_depth(depth_model(kind="best"))[-1]
-    assert len(best.slots) == 6  # all that a token may have kept
+    assert slots_of("some") == {2: ["0 ffn"], 3: ["0 ffn", "2 ffn"]}
+    assert slots_of("last")[3] == ["1 ffn", "2 attention", "2 ffn"]
 
 
-@pytest.mark.parametrize("kind", ["default", "hybrid"])
+@pytest.mark.parametrize("kind", ["default", "last"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_batches_and_padding_change_nothing(attention, kind):
     model, text = depth_model(kind=kind), rows(12, 9, 4)
@@ -149,17 +114,23 @@ def test_padding_in_front_is_not_counted():
         torch.testing.assert_close(torch.tensor(of_layer), torch.tensor(alone.shares))
 
 
-def test_a_weight_of_zero_reads_nothing_of_the_depth():
-    for reading in read(depth_model(acting=False), rows(9)):
-        assert reading.weights == [0.0] * HEADS and reading.depth_shares == [0.0] * HEADS
-    for reading in read(depth_model(depth_weight="one"), rows(9)):
-        assert reading.weights == [1.0] * HEADS and min(reading.depth_shares) > 0
+def test_a_closed_gate_reads_nothing_of_the_depth_unless_it_is_added():
+    ones, zeros = pytest.approx([1.0] * HEADS), [0.0] * HEADS
+    for reading in read(depth_model(kind="reused", acting=False), rows(9)):
+        assert (reading.gates, reading.depth_shares, reading.sequence_shares) == (zeros, zeros, ones)
+    for reading in read(depth_model(acting=False), rows(9)):  # all of it, of which the values are zero
+        assert (reading.gates, reading.depth_shares, reading.sequence_shares) == (zeros, ones, ones)
+    for reading in read(depth_model(kind="joint"), rows(9)):
+        both = [
+            depth + sequence for depth, sequence in zip(reading.depth_shares, reading.sequence_shares, strict=True)
+        ]
+        assert reading.gates == ones and min(reading.depth_shares) > 0 and both == ones
 
 
-def test_weights_are_those_of_heads():
+def test_gates_are_those_of_heads():
     model = depth_model()
     (first, *_) = read(model, rows(9))
-    assert first.weights == pytest.approx(model.model.layers[1].memories["depth-attention"].depth_weight.tolist())
+    assert first.gates == pytest.approx(model.model.layers[1].memories["depth-attention"].depth_gate.tolist())
 
 
 def test_some_layers_and_heads_are_recorded_alone():
@@ -168,11 +139,12 @@ def test_some_layers_and_heads_are_recorded_alone():
     (some,) = read(model, text, layers=[2], heads=[3, 1])
     assert (some.layer, some.heads) == (2, (3, 1))
     assert some.shares == [whole[2].shares[head] for head in (3, 1)]
-    assert some.weights == [whole[2].weights[head] for head in (3, 1)]
+    assert some.sequence_shares == [whole[2].sequence_shares[head] for head in (3, 1)]
+    assert some.gates == [whole[2].gates[head] for head in (3, 1)]
 
 
 def test_most_read_writers_come_first():
-    readings = read(depth_model(), rows(12))
+    readings = read(depth_model(kind="reused"), rows(12))
     found = writers(readings)
     assert {writer.slot for writer in found} == set(readings[-1].slots)
     assert [writer.mean_share for writer in found] == sorted((writer.mean_share for writer in found), reverse=True)

@@ -79,9 +79,8 @@ def test_parts_are_named_by_what_they_are(tmp_path):
     assert list(map(str, added["llama-pro"].base)) == [f"layer {layer} of the base" for layer in (0, 1, 3, 4)]
 
 
-@pytest.mark.parametrize("keep", ["best", "hybrid", "last"])
-def test_slots_that_are_kept_are_kept_while_the_depth_is_not_read(keep, tmp_path):
-    base, folder = saved_pair("llama", "moda", tmp_path, keep=keep, slots=3)
+def test_slots_are_written_while_the_depth_is_not_read(tmp_path):
+    base, folder = saved_pair("llama", "moda", tmp_path, attention_slots="projected", slots=3)
     model = acting(loaded(folder))
     with switched_off(model, added_parts(model).parts):
         assert torch.equal(logits(model), logits(loaded(base)))

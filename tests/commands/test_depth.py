@@ -24,7 +24,7 @@ def save(folder, **options):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("model"))
+    return save(tmp_path_factory.mktemp("model"), kind="reused")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,9 @@ def test_json_is_all_there_is_to_know(run, model, text):
     assert first["tokens"] == 39 and first["heads"] == list(range(HEADS)) and first["memory"] == "depth-attention"
     for of_layer in report["layers"]:
         assert of_layer["depth_shares"] == pytest.approx(list(map(sum, of_layer["shares"])))
-        assert all(0 < share < 1 for share in of_layer["depth_shares"]) and min(of_layer["weights"]) > 0.19
+        assert all(0 < share < 1 for share in of_layer["depth_shares"]) and min(of_layer["gates"]) > 0.19
+        both = [sum(pair) for pair in zip(of_layer["depth_shares"], of_layer["sequence_shares"], strict=True)]
+        assert both == pytest.approx([1.0] * HEADS)
     assert {(writer["layer"], writer["source"]) for writer in report["writers"]} == {
         (layer, source) for layer in range(3) for source in ("attention", "ffn")
     }
@@ -71,13 +73,14 @@ def test_tables_tell_layers_and_writers(run, model, text):
     mean, most = sum(first["depth_shares"]) / HEADS, max(first["depth_shares"])
     (of_first,) = [line for line in lines if line.strip().startswith("1 ") and " to " in line]
     assert f" {mean:.1%} " in of_first and f" {most:.1%} ({first['depth_shares'].index(most)})" in of_first
-    assert f"{min(first['weights']):.3g} to {max(first['weights']):.3g}" in of_first
+    assert f"{min(first['gates']):.3g} to {max(first['gates']):.3g}" in of_first
+    assert f" {sum(first['sequence_shares']) / HEADS:.1%} " in of_first
     behind = lines[next(number for number, line in enumerate(lines) if "Slots that are read most" in line) :]
     told = behind[3].split()
     assert told[:4] == [str(best["layer"]), best["source"], str(best["readers"]), f"{best['mean_share']:.2%}"]
 
 
-@pytest.mark.parametrize("kind", ["default", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused"])
 def test_pictures_and_a_page(run, text, tmp_path, kind):
     pytest.importorskip("matplotlib")
     model = save(tmp_path / "model", kind=kind)
@@ -96,7 +99,7 @@ def test_pictures_and_a_page(run, text, tmp_path, kind):
 
 def test_a_model_that_does_not_read_the_depth_yet_is_told_of(run, text, tmp_path):
     pytest.importorskip("matplotlib")
-    model = save(tmp_path / "model", acting=False)
+    model = save(tmp_path / "model", kind="reused", acting=False)
     done = run(model, "--text", text, "--picture", tmp_path / "depth.png")
     assert done.status == 0, done.err
     assert done.out.count(" 0 to 0 ") == 3 and done.out.count("nothing") == 3

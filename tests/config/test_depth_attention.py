@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from midus_config.declared_tensors import ZEROS
 from midus_config.flops.model import estimate_flops
 from midus_config.flops.rules import MASK_AND_SCALE
 from midus_config.memories.depth_attention import DepthAttentionOptions, Slot
@@ -79,45 +80,43 @@ def test_models_take_the_operations_of_the_paper(config, trillions):
 
 
 def test_what_reads_and_what_is_read():
-    options = DepthAttentionOptions()
+    options = DepthAttentionOptions(attention_slots="reused")
     assert options.slots_read(0) == ()
     assert options.slots_read(2) == tuple(Slot(layer, source) for layer in (0, 1) for source in ("attention", "ffn"))
     assert options.takes(1) == tuple(
         (0, name) for name in ("attention_key", "attention_value", "ffn_key", "ffn_value")
     )
     assert options.gives(1, 3) and not options.gives(2, 3)
-    last = DepthAttentionOptions(slots=3)
+    last = DepthAttentionOptions(attention_slots="reused", slots=3)
     assert last.slots_read(3) == (Slot(1, "ffn"), Slot(2, "attention"), Slot(2, "ffn"))
     assert [last.num_read(index) for index in range(4)] == [0, 2, 3, 3]
 
 
 def test_slots_that_no_layer_reads_are_neither_written_nor_have_projections():
-    options = DepthAttentionOptions(slots=1)
+    options = DepthAttentionOptions(attention_slots="reused", slots=1)
     assert options.slots_read(2) == (Slot(1, "ffn"),)
     assert options.gives(0, 3) == ("ffn_key", "ffn_value")
-    everywhere = {"depth_weight", "ffn_key.weight", "ffn_value.weight"}
+    everywhere = {"depth_gate", "ffn_key.weight", "ffn_value.weight"}
     assert [set(options.tensors_at(SIZES, index, 3)) for index in range(3)] == [
-        everywhere - {"depth_weight"},
+        everywhere - {"depth_gate"},
         everywhere,
-        {"depth_weight"},
+        {"depth_gate"},
     ]
 
 
-@pytest.mark.parametrize(("keep", "certain"), [("best", 2), ("hybrid", 3)])
-def test_chosen_slots_travel_from_layer_to_layer(keep, certain):
-    options = DepthAttentionOptions(slots=6, keep=keep)
-    assert options.num_newest == certain
-    kept = ((2, "kept_keys"), (2, "kept_values"), (2, "utilities"))
-    assert options.takes(3)[:3] == kept and len(options.takes(3)) == 3 + 4
-    assert options.gives(2, 5)[:3] == tuple(name for _, name in kept)
-    assert not any(name == "utilities" for name in (*options.gives(0, 5), *options.gives(4, 5)))
-
-
-@pytest.mark.parametrize(("index", "kept"), [(1, 2), (2, 4), (3, 4)], ids=["second", "third", "fourth"])
-def test_what_travels_has_the_shape_of_what_the_next_layer_reads_but_did_not_see_written(index, kept):
-    options = DepthAttentionOptions(slots=6, keep="best")
-    shapes = {name: options.given_shape(name, SIZES, index, 5, 7) for name in ("kept_keys", "utilities", "ffn_key")}
-    assert shapes == {"kept_keys": (5, 2, 7, kept, 8), "utilities": (5, 7, kept), "ffn_key": (5, 2, 7, 8)}
+@pytest.mark.parametrize(
+    ("joining", "gates", "silent"),
+    [
+        ("added", True, {"ffn_value.weight", "attention_value.weight"}),
+        ("interpolated", True, set()),
+        ("joint", False, set()),
+    ],
+)
+def test_what_tensors_start_as_is_a_matter_of_how_the_depth_is_joined(joining, gates, silent):
+    tensors = DepthAttentionOptions(joining=joining, attention_slots="projected").tensors(SIZES)
+    assert ("depth_gate" in tensors) == gates
+    assert {name for name, tensor in tensors.items() if tensor.initial == ZEROS} - {"depth_gate"} == silent
+    assert not gates or tensors["depth_gate"].initial == ZEROS
 
 
 @pytest.mark.parametrize(
@@ -125,12 +124,10 @@ def test_what_travels_has_the_shape_of_what_the_next_layer_reads_but_did_not_see
     [
         ({"attention_slots": "none", "ffn_slots": False}, "expected one of them, for there is nothing to read"),
         ({"slots": -1}, r"slots is -1; expected 0 or more\."),
-        ({"slots": 7}, r"slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0 for all"),
-        (
-            {"slots": 2, "keep": "best"},
-            "slots is 2, and keep is 'best'; expected 3 or more: what the layer in front wrote",
-        ),
-        ({"keep": "hybrid"}, "slots is 0, and keep is 'hybrid'; expected 3 or more"),
+        ({"slots": 4}, r"slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all"),
+        ({"joining": "mixed"}, "joining is 'mixed'; expected one of: added, interpolated, joint"),
+        ({"keep": "last"}, "has no option 'keep'"),
+        ({"depth_weight": "mixed"}, "has no option 'depth_weight'"),
         (
             {"layers": [2]},
             r"layers is \[2\]; expected two or more, for a layer reads what another in front of it wrote",

@@ -10,14 +10,14 @@ from midus_hf.models import FAMILIES
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    "mass": {"depth_weight": "multiplied"},
-    "attention": {"ffn_slots": False},
-    "ffn": {"attention_slots": "none", "bias": True},
+    "reused": {"joining": "interpolated", "attention_slots": "reused"},
+    "joint": {"joining": "joint", "attention_slots": "reused"},
+    "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
+    "bias": {"bias": True},
     "projected": {"attention_slots": "projected", "bias": True},
-    "released": {"rope": "released"},
-    "last": {"slots": 3},
-    "best": {"slots": 3, "keep": "best"},
-    "hybrid": {"slots": 5, "keep": "hybrid"},
+    "added to reused": {"attention_slots": "reused"},
+    "released": {"joining": "interpolated", "attention_slots": "reused", "rope": "released"},
+    "last": {"attention_slots": "projected", "slots": 3},
     "some": {"layers": [0, 2, 3]},
 }
 
@@ -38,7 +38,7 @@ def depth_model(
         family: A key of `tiny.NATIVE_FAMILIES`.
         kind: A key of `KINDS`.
         dtype: Of the model.
-        acting: Whether weights of the depth are drawn; else they are zero.
+        acting: Whether all that memories have is drawn; else gates and what they act through are zero.
         num_hidden_layers: Of the model.
         base: Fields of the base's config that differ from the table's.
         options: Of the memory.
@@ -55,12 +55,17 @@ def depth_model(
     model.load_state_dict(native.state_dict(), strict=False)
     for memory in model.modules():
         if isinstance(memory, DepthAttention):
+            silent = set() if acting else {*memory.names_it_acts_through(), *memory.names_of("gate")}
             with torch.no_grad():
                 for name, value in memory.named_parameters():
-                    if name != "depth_weight":
-                        value.copy_(0.4 * torch.randn_like(value))
-                    elif acting:
-                        value.copy_(0.2 + 0.7 * torch.rand_like(value))
+                    if name in silent:
+                        value.zero_()
+                    else:
+                        value.copy_(
+                            0.2 + 0.7 * torch.rand_like(value)
+                            if name == "depth_gate"
+                            else 0.4 * torch.randn_like(value)
+                        )
     return model.eval()
 
 

@@ -41,10 +41,9 @@ class _Depth:
         self.options, self.layers, self.name, self.owned = entry.options, entry.layers, entry.name, owned
         kinds = {config.layer_types[layer] for layer in entry.layers} if config.model_type == "gemma3_text" else {0}
         self.rotations_differ = len(kinds) > 1
-        self.per_layer = (self.options.attention_slots != "none") + self.options.ffn_slots
 
     def begin(self):
-        self.slots, self.utilities = [], []
+        self.slots = []
 
     def tensor(self, layer, name):
         return self.owned.get(f"model.layers.{layer}.memories.{self.name}.{name}")
@@ -68,8 +67,7 @@ class _Depth:
             self.slots.append(
                 (key.unflatten(-1, (-1, attention.head_dim)), value.unflatten(-1, (-1, attention.head_dim)))
             )
-            self.utilities.append(None)
-        if options.slots and options.keep == "last":
+        if options.slots:
             self.slots = self.slots[-options.slots :]
 
     def _projected(self, place, name, read):
@@ -82,41 +80,10 @@ class _Depth:
             keys = _normalised(_key_norm(attention), keys.flatten(-2)).unflatten(-1, keys.shape[-2:])
         return keys, values
 
-    def weight(self, place):
-        """g, and a, by which heads go from what they read of the sequence to what they read of both."""
-        raw = self.tensor(place, "depth_weight")
-        given = 1.0 if raw is None else raw[:, None, None]
-        return (1.0, given) if self.options.depth_weight == "mixed" else (given, 1.0)
-
-    def choose(self, shares):
-        """Forget, for each token, slots that got little: shares are `[B, H, T, n]`."""
-        options, count = self.options, shares.shape[-1]
-        room = options.slots - self.per_layer
-        if not options.slots or options.keep == "last":
-            return
-        now = shares.detach().mean(1) / (1 / count)  # [B, T, n]
-        utilities = [
-            now[..., slot] if before is None else (now[..., slot] + before) / 2
-            for slot, before in enumerate(self.utilities)
-        ]
-        if count <= room:
-            self.utilities = utilities
-            return
-        certain = max(options.slots // 2 - self.per_layer, 0) if options.keep == "hybrid" else 0
-        of_slots, newest = torch.stack(utilities, -1), list(range(count - certain, count))
-        stays = torch.tensor(
-            [
-                [
-                    sorted(sorted(range(count - certain), key=row.__getitem__)[certain - room :] + newest)
-                    for row in rows
-                ]
-                for rows in of_slots.tolist()
-            ]
-        )  # [B, T, S - w]
-        rows, tokens = torch.arange(stays.shape[0])[:, None], torch.arange(stays.shape[1])
-        stacked = [torch.stack(part, dim=2) for part in zip(*self.slots, strict=True)]  # [B, T, n, K, d]
-        self.slots = [tuple(part[rows, tokens, slot] for part in stacked) for slot in stays.unbind(-1)]
-        self.utilities = [of_slots[rows, tokens, slot] for slot in stays.unbind(-1)]
+    def gate(self, place):
+        """c, `[H, 1, 1]`."""
+        gate = self.tensor(place, "depth_gate")
+        return 1.0 if gate is None else gate[:, None, None]
 
 
 def _normalised(norm, heads):
@@ -160,12 +127,13 @@ def _attend(attention, query, key, value, mask, *, scaling, sliding_window=None,
         keys, values = (part[:, :, :, of_head] for part in depth.readable(attention))
         asked = query if depth.options.rope == "released" else attention.turned_twice
         mass = masses("bhtd,btnhd->bhtn", asked, keys)
-        depth.choose(mass / mass.sum(-1, keepdim=True))
-        weight, mixing = depth.weight(attention.place)
-        mass, alone = mass * weight, read / total.unsqueeze(-1)
-        total, read = total + mass.sum(-1), read + torch.einsum("bhtn,btnhd->bhtd", mass, values)
-        both = read / total.unsqueeze(-1)
-        return (alone + mixing * (both - alone)).transpose(1, 2), None
+        gate, alone = depth.gate(attention.place), read / total.unsqueeze(-1)
+        of_depth = torch.einsum("bhtn,btnhd->bhtd", mass, values)
+        both = (read + of_depth) / (total + mass.sum(-1)).unsqueeze(-1)
+        start = alone
+        if depth.options.joining == "added":
+            start = alone + of_depth / mass.sum(-1, keepdim=True)
+        return ((1 - gate) * start + gate * both).transpose(1, 2), None
     return (read / total.unsqueeze(-1)).transpose(1, 2), None
 
 

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
             partial(depth_model, family, kind, torch.float32),
             "layers.1.memories.depth-attention.ffn_value.weight",
         )
-        for family, kind in (("llama", "best"), ("gemma3", "default"))
+        for family, kind in (("llama", "reused"), ("gemma3", "default"))
     },
 }
 """What makes each model, and a parameter of its memory."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models.chapter_models import LAYERS as CHAPTER_LAYERS
 from models.chapter_models import chapter_model
+from models.depth_models import depth_model
 from models.upscaled import SIZES, upscaled_model
 
 from midus_hf.memory import MemoryModule
@@ -127,10 +128,35 @@ def test_chapters_whose_output_projection_is_zero_and_frozen_are_named():
         model.model.layers[layer].memories["chapters"].output_projection.requires_grad_(False)
     (message,) = warnings_of(model)
     assert message.startswith(
-        f"the memory output projections of layers {', '.join(map(str, CHAPTER_LAYERS))} are zero and frozen, so the memories"
+        f"the memory projections of layers {', '.join(map(str, CHAPTER_LAYERS))} are zero and frozen, so the memories"
     )
     with torch.no_grad():
         model.model.layers[CHAPTER_LAYERS[0]].memories["chapters"].output_projection.weight[0, 0] = 1.0
     model.model.warned_of_dead_memories = False
     (message,) = warnings_of(model)
     assert f"of layer {CHAPTER_LAYERS[1]} are zero" in message
+
+
+def freeze_memories(model, *leaves):
+    for name, parameter in model.named_parameters():
+        if ".memories." in name and name.rpartition(".memories.")[2].partition(".")[2].startswith(leaves):
+            parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen", "message"),
+    [
+        ("default", ("ffn_value", "depth_gate"), "the memory projections of layers 1, 2 are zero and frozen"),
+        ("default", ("ffn_value",), None),  # a gate changes what is read of the sequence
+        ("default", ("depth_gate",), None),  # values are added as they are
+        ("default", ("ffn_key",), None),
+        ("reused", ("depth_gate",), "the memory gates of layers 1, 2, 3 are zero and frozen"),
+        ("reused", ("ffn_value",), None),
+        ("joint", ("ffn_value", "ffn_key"), None),
+    ],
+)
+def test_memories_of_the_depth_are_dead_by_how_they_are_joined(kind, frozen, message):
+    model = depth_model(kind=kind, acting=False)
+    freeze_memories(model, *frozen)
+    told = warnings_of(model)
+    assert not told if message is None else len(told) == 1 and told[0].startswith(message)

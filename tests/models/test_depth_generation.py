@@ -30,7 +30,7 @@ def test_greedy_tokens_are_those_of_full_passes_with_any_cache(native_family, ki
 
 @pytest.mark.parametrize("steps", [[10, 5] + [1] * 5, [3, 1, 12, 1, 1, 2], [1] * 10], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused", "released"])
 def test_a_prompt_in_chunks_has_the_logits_of_one_pass(native_family, kind, static, steps):
     model, tokens, found = depth_model(native_family, kind), prompt(sum(steps)), []
     cache = StaticCache(model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
@@ -52,7 +52,7 @@ def test_a_left_padded_batch_gives_the_tokens_of_its_rows_alone(native_family, k
         assert torch.equal(tokens[longest:], model.generate(row, **GREEDY)[0, row.shape[1] :])
 
 
-@pytest.mark.parametrize("kind", ["default", "released", "hybrid"])
+@pytest.mark.parametrize("kind", ["default", "released", "last"])
 def test_beams_do_not_depend_on_the_cache(native_family, kind):
     model, tokens = depth_model(native_family, kind), prompt(6)
     beams = {"num_beams": 3, "num_return_sequences": 2, **GREEDY}
@@ -63,7 +63,7 @@ def test_beams_do_not_depend_on_the_cache(native_family, kind):
 
 
 @pytest.mark.parametrize("help_", ["assistant", "lookup"])
-@pytest.mark.parametrize("kind", ["default", "best"])
+@pytest.mark.parametrize("kind", ["default", "last"])
 def test_assisted_decoding_gives_the_same_tokens(kind, help_):
     model, row = depth_model("llama", kind), prompt(4, batch=1).repeat(1, 2)
     given = {"prompt_lookup_num_tokens": 3} if help_ == "lookup" else {}
@@ -72,7 +72,7 @@ def test_assisted_decoding_gives_the_same_tokens(kind, help_):
     assert torch.equal(model.generate(row, **GREEDY, **given), by_full_passes(model, row))
 
 
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused", "released"])
 def test_documents_in_one_row_do_not_see_each_other(native_family, kind):
     model, documents = depth_model(native_family, kind), [prompt(length, 1, length) for length in (WINDOW + 2, 5)]
     positions = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
@@ -82,7 +82,7 @@ def test_documents_in_one_row_do_not_see_each_other(native_family, kind):
 
 
 def test_attention_to_the_depth_is_to_the_own_position_alone(native_family):
-    model, tokens = depth_model(native_family, "hybrid"), prompt(WINDOW)
+    model, tokens = depth_model(native_family, "projected"), prompt(WINDOW)
     changed = torch.cat([tokens[:, :5], prompt(WINDOW - 5, seed=9)], dim=1)
     before, after = logits(model, tokens), logits(model, changed)
     torch.testing.assert_close(before[:, :5], after[:, :5], **CLOSE)

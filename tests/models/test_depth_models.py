@@ -1,4 +1,4 @@
-"""Models whose heads read the depth compute what hooks on the base do, and nothing but the base where their weights are zero."""
+"""Models whose heads read the depth compute what hooks on the base do, and nothing but the base while they do not act."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from models.optimizer_steps import train_steps
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
+from midus_hf.memory.depth_attention import DepthAttention
+
 SEVEN = {"num_hidden_layers": 7}
-LONG = {
-    "hybrid of seven layers": {"slots": 6, "keep": "hybrid"} | SEVEN,
-    "hybrid of one slot a layer": {"slots": 6, "keep": "hybrid", "attention_slots": "none", "num_hidden_layers": 9},
-    "best, released": {"slots": 4, "keep": "best", "rope": "released", "attention_slots": "projected"} | SEVEN,
-    "best of some": {"slots": 3, "keep": "best", "layers": [0, 1, 3, 4, 6]} | SEVEN,
+OTHERS = {
+    "the newest of seven layers": {"attention_slots": "projected", "slots": 5} | SEVEN,
+    "the newest, released": {"slots": 4, "rope": "released", "attention_slots": "reused", "joining": "joint"} | SEVEN,
     "layers of one kind": {"layers": [1, 3]},
-    "the paper's": {"depth_weight": "one", "rope": "released"},
+    "the paper's": {"joining": "joint", "attention_slots": "reused", "rope": "released"},
 }
 
 
@@ -50,15 +50,15 @@ def test_logits_and_every_gradient_are_those_of_hooks_on_the_base(family, kind):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mistral", "olmo2"])
-@pytest.mark.parametrize("kind", ["default", "projected", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused", "projected", "released"])
 def test_they_are_on_the_other_families_too(family, kind):
     compare(family, kind)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2"])
-@pytest.mark.parametrize("kind", LONG)
-def test_they_are_in_deeper_models_that_choose_their_slots(family, kind):
-    compare(family, **LONG[kind])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_they_are_in_other_models(family, kind):
+    compare(family, **OTHERS[kind])
 
 
 @pytest.mark.parametrize("kind", ["default", "projected", "released"])
@@ -69,8 +69,8 @@ def test_they_are_where_the_rotation_makes_keys_longer(kind):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
-def test_weights_of_zero_change_no_bit_whatever_projections_hold(native_family, kind, dtype, attention):
+@pytest.mark.parametrize("kind", ["default", "projected", "reused", "released"])
+def test_what_it_acts_through_at_zero_changes_no_bit_whatever_the_rest_holds(native_family, kind, dtype, attention):
     attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot
     base = tiny_model(native_family, dtype)
     model = depth_model(native_family, kind, dtype, acting=False)
@@ -81,27 +81,34 @@ def test_weights_of_zero_change_no_bit_whatever_projections_hold(native_family, 
     for scale in (1, 30):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "ffn_" in name:
+                if "ffn_" in name or "attention_key" in name:
                     parameter.mul_(scale)
         assert torch.equal(logits(model, tokens), logits(base, tokens))
         given = {"attention_mask": mask}
         assert torch.equal(logits(model, tokens, **given)[mask == 1], logits(base, tokens, **given)[mask == 1])
 
 
-def test_weights_that_were_trained_and_set_to_zero_again_change_no_bit_after_loading(native_family, tmp_path):
-    model, tokens = depth_model(native_family, dtype=torch.float32, acting=False), prompt()
+@pytest.mark.parametrize("kind", ["default", "reused"])
+def test_what_was_trained_and_set_to_zero_again_changes_no_bit_after_loading(native_family, kind, tmp_path):
+    model, tokens = depth_model(native_family, kind, torch.float32, acting=False), prompt()
     expected = logits(tiny_model(native_family), tokens)
-    weights = {name: value for name, value in model.named_parameters() if name.endswith("depth_weight")}
+    acts = [
+        memory.declared_tensor(name)
+        for memory in model.modules()
+        if isinstance(memory, DepthAttention)
+        for name in memory.names_it_acts_through()
+    ]
+    acts += [gate for name, gate in model.named_parameters() if name.endswith("depth_gate")]
     for parameter in model.parameters():
-        parameter.requires_grad_(any(parameter is weight for weight in weights.values()))
+        parameter.requires_grad_(any(parameter is acting for acting in acts))
     train_steps(model, 2)
-    assert any(weight.any() for weight in weights.values())
+    assert any(acting.any() for acting in acts)
     moved = logits(model, tokens)
     assert not torch.allclose(moved, expected, atol=1e-3)
     model.save_pretrained(tmp_path / "moved")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "moved").eval(), tokens), moved)
     with torch.no_grad():
-        for weight in weights.values():
-            weight.zero_()
+        for acting in acts:
+            acting.zero_()
     model.save_pretrained(tmp_path / "zero")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "zero").eval(), tokens), expected)

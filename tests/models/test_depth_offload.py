@@ -11,7 +11,7 @@ GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_tok
 
 
 @pytest.mark.parametrize("on_disk", [(1, 3), (0, 1, 2, 3)], ids=["odd", "all"])
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "released", "last"])
 def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same(native_family, kind, on_disk, tmp_path):
     model, tokens = depth_model(native_family, kind, torch.float32), prompt()
     expected, generated = logits(model, tokens), model.generate(tokens, **GREEDY)
@@ -24,7 +24,7 @@ def test_layers_on_disk_and_modules_fetched_one_by_one_give_the_same(native_fami
         ),
         cpu_offload(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), execution_device=torch.device("cpu")),
     ):
-        assert loaded.model.layers[1].memories["depth-attention"].depth_weight.is_meta
+        assert loaded.model.layers[1].memories["depth-attention"].depth_gate.is_meta
         assert torch.equal(logits(loaded, tokens), expected)
         assert torch.equal(loaded.generate(tokens, **GREEDY), generated)
 

@@ -1,4 +1,4 @@
-"""Heads that read the depth, in training: what learns when, checkpointing, several passes, compilation, autocast, weights at zero."""
+"""Heads that read the depth, in training: what learns when, checkpointing, several passes, compilation, autocast, bounds of gates."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_activation_checkpointing_changes_no_gradient(native_family, kind, use_r
     check_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused", "released"])
 def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_family, kind):
     model, tokens = depth_model(native_family, kind).train(), prompt()
     model.requires_grad_(False)
@@ -55,66 +55,73 @@ def test_with_a_frozen_base_what_is_new_learns_alike_under_checkpointing(native_
     check_close(gradients(model, tokens)[1], expected)
 
 
-@pytest.mark.parametrize("kind", ["default", "ffn", "projected", "released", "best"])
-def test_weights_learn_from_the_first_step_and_projections_from_the_next(native_family, kind):
+@pytest.mark.parametrize("kind", ["default", "bias", "projected", "reused", "released"])
+def test_what_it_acts_through_learns_from_the_first_step_and_the_rest_from_the_next(native_family, kind):
     model, tokens = depth_model(native_family, kind, torch.float32, acting=False).train(), prompt()
     new = new_parameters(model)
+    gates = {name for name in new if name.endswith("depth_gate")}
+    values = {name for name in new if "_value" in name} if kind in ("default", "bias", "projected") else set()
     started = {name: value.detach().clone() for name, value in new.items()}
     optimizer = torch.optim.SGD(new.values(), lr=1.0)
     first = gradients(model, tokens)[1]
-    assert {name for name in new if first[name].any()} == {name for name in new if name.endswith("depth_weight")}
+    learn = {name for name in new if first[name].any()}
+    assert values <= learn <= values | gates and learn
     optimizer.step()
-    assert any((value > 0).any() for name, value in new.items() if name.endswith("depth_weight"))
     with torch.no_grad():
-        for name, value in new.items():  # as optimisers do that step by the sign: every head begins somewhere
-            if name.endswith("depth_weight"):
-                value.copy_((value + 0.1 * (value == 0)).abs())
+        for name in gates:  # as optimisers do that step by the sign: every head begins somewhere
+            new[name].copy_((new[name] + 0.1 * (new[name] == 0)).abs())
     second = gradients(model, tokens)[1]
     assert all(second[name].any() for name in new)
     optimizer.step()
     assert not [name for name, value in new.items() if torch.equal(value, started[name])]
 
 
-def weight_of(model, layer=2):
-    return model.model.layers[layer].memories["depth-attention"].depth_weight
+def gate_of(model, layer=2):
+    return model.model.layers[layer].memories["depth-attention"].depth_gate
 
 
-def test_a_weight_below_zero_is_zero_with_the_gradient_of_zero_that_leads_up(native_family):
-    model, tokens = depth_model(native_family), prompt()
+@pytest.mark.parametrize(("bound", "beyond", "inside"), [(0.0, -0.3, 1e-6), (1.0, 1.3, 1 - 1e-6)], ids=["0", "1"])
+@pytest.mark.parametrize("kind", ["default", "reused"])
+def test_a_gate_beyond_a_bound_is_the_bound_with_the_gradient_that_leads_back(
+    native_family, kind, bound, beyond, inside
+):
+    model, tokens = depth_model(native_family, kind), prompt()
     with torch.no_grad():
-        weight_of(model).zero_()
-    at_zero, of_zero = logits(model, tokens), gradients(model, tokens)[1]
-    name = "model.layers.2.memories.depth-attention.depth_weight"
+        gate_of(model).fill_(bound)
+    at_bound, of_bound = logits(model, tokens), gradients(model, tokens)[1]
+    name = "model.layers.2.memories.depth-attention.depth_gate"
     with torch.no_grad():
-        weight_of(model).fill_(-0.3)
-    assert torch.equal(logits(model, tokens), at_zero)
-    below = gradients(model, tokens)[1]
-    # At 0 as below it: what would raise it is kept, what would lower it is left out.
-    assert torch.equal(below[name], of_zero[name]) and not (below[name] > 0).any()
+        gate_of(model).fill_(beyond)
+    assert torch.equal(logits(model, tokens), at_bound)
+    outside = gradients(model, tokens)[1][name]
+    # At the bound as beyond it: what would lead inside is kept, what would lead further out is left out.
+    assert torch.equal(outside, of_bound[name])
     with torch.no_grad():
-        weight_of(model).fill_(1e-6)
+        gate_of(model).fill_(inside)
     free = gradients(model, tokens)[1][name]
-    torch.testing.assert_close(below[name], free.clamp(max=0), rtol=1e-3, atol=1e-9)
+    back = free.clamp(max=0) if bound == 0 else free.clamp(min=0)
+    torch.testing.assert_close(outside, back, rtol=1e-3, atol=1e-9)
 
 
-def test_weights_that_the_loss_asks_for_come_back_from_below_zero_and_others_do_not():
+@pytest.mark.parametrize("kind", ["default", "reused"])
+def test_gates_that_the_loss_asks_for_come_back_from_below_zero_and_others_do_not(kind):
     """Of all heads once, for the loss and its opposite ask for opposite ones."""
     asked = []
     for sign in (1, -1):
-        model, tokens = depth_model("llama"), prompt()
+        model, tokens = depth_model("llama", kind), prompt()
         with torch.no_grad():
-            weight_of(model).fill_(-0.1)
+            gate_of(model).fill_(-0.1)
         (sign * model(tokens, labels=tokens, use_cache=False).loss).backward()
-        gradient = weight_of(model).grad
+        gradient = gate_of(model).grad
         asked.append(gradient < 0)
         assert (gradient <= 0).all()
-        torch.optim.SGD([weight_of(model)], lr=1000.0).step()
-        assert torch.equal(weight_of(model) > -0.1, asked[-1])
+        torch.optim.SGD([gate_of(model)], lr=1000.0).step()
+        assert torch.equal(gate_of(model) > -0.1, asked[-1])
     assert torch.equal(asked[0], ~asked[1])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused", "released"])
 def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family, kind, checkpointing):
     model, batches = depth_model(native_family, kind).train(), (prompt(7), prompt(9, batch=1, seed=2))
     apart = [gradients(model, tokens)[1] for tokens in batches]
@@ -127,7 +134,7 @@ def test_two_passes_before_one_backward_have_the_gradients_of_both(native_family
 
 
 # Few layers, to be compiled soon.
-DEEP = by_default([("gemma3", "default", 2)], [("llama", "best", 3), ("gemma3", "default", 2)])
+DEEP = by_default([("gemma3", "default", 2)], [("llama", "reused", 3), ("gemma3", "default", 2)])
 
 
 @pytest.mark.parametrize(("family", "kind", "layers"), DEEP)
@@ -147,7 +154,7 @@ def test_inference_compiles_as_one_graph():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_changes_a_little_and_nothing_where_weights_are_zero(native_family, kind):
+def test_autocast_changes_a_little_and_nothing_where_it_does_not_act(native_family, kind):
     tokens = prompt()
     model = depth_model(native_family, kind, torch.float32).train()
     _, expected = gradients(model, tokens)
@@ -159,13 +166,15 @@ def test_autocast_changes_a_little_and_nothing_where_weights_are_zero(native_fam
         assert value.grad.dtype == torch.float32 and value.grad.isfinite().all()
         alike = torch.nn.functional.cosine_similarity(value.grad.flatten(), expected[name].flatten(), dim=0)
         assert alike > 0.9, name
+    if kind in ("joint", "added to reused"):  # which never are what the base is
+        return
     still, base = depth_model(native_family, kind, torch.float32, acting=False), tiny_model(native_family)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(logits(still, tokens), logits(base, tokens))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["default", "released", "best"])
+@pytest.mark.parametrize("kind", ["default", "reused", "released"])
 def test_padding_of_texts_changes_no_gradient(native_family, kind, attention):
     """Also where rows that are padding alone read nothing of the sequence."""
     attention = "eager" if native_family == "gemma2" else attention  # whose scores are capped, which sdpa cannot

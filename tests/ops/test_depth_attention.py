@@ -6,7 +6,7 @@ from ops.depth_loops import attend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops.depth_attention import depth_attention, depth_shares, joint_attention, joint_shares
+from midus_hf.ops.depth_attention import depth_attention, joint_attention, joint_shares
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
@@ -19,39 +19,59 @@ def drawn(*shape, seed=0, dtype=torch.float64):
 
 
 def heads_of(group, kv_heads, tokens, width, slots=3):
-    """A query, a key, a value, keys and values of slots, and weights of heads."""
+    """A query, a key, a value, keys and values of slots, and gates of heads."""
     query = drawn(2, group * kv_heads, tokens, width)
     key, value = (drawn(2, kv_heads, tokens, width, seed=seed) for seed in (1, 2))
     keys, values = (
         [drawn(2, kv_heads, tokens, width, seed=10 * part + slot) for slot in range(slots)] for part in (1, 2)
     )
-    weight = (drawn(group * kv_heads, seed=5).detach().abs() + 0.1).requires_grad_()
-    return query, key, value, keys, values, weight
+    gate = drawn(group * kv_heads, seed=5).detach().sigmoid().requires_grad_()
+    return query, key, value, keys, values, gate
 
 
-def joined(query, key, value, keys, values, weight, scaling, softcap=None):
+def joined(query, key, value, keys, values, gate, scaling, softcap=None, added=False):
     scores = (query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
     group = query.shape[1] // key.shape[1]
     sequence = scores.softmax(-1) @ value.repeat_interleave(group, 1)
     lse = sequence_lse(query, key, None, True, scaling, softcap)
-    return joint_attention(sequence, lse, *depth_attention(query, keys, values, scaling, softcap), weight[:, None])
+    gate = None if gate is None else gate[:, None]
+    return joint_attention(sequence, lse, *depth_attention(query, keys, values, scaling, softcap), gate, added)
 
 
+JOININGS = ["added", "interpolated", "joint"]
+
+
+@pytest.mark.parametrize("joining", JOININGS)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_union_and_every_gradient_are_those_of_one_softmax(shape, softcap):
-    query, key, value, keys, values, weight = heads_of(*shape)
-    leaves = (query, key, value, *keys, *values, weight)
-    got = joined(query, key, value, keys, values, weight, 0.4, softcap)
-    expected = attend(query, key, value, keys, values, weight, 0.4, softcap)
+def test_the_union_and_every_gradient_are_those_of_loops(shape, softcap, joining):
+    *heads, gate = heads_of(*shape)
+    query, key, value, keys, values = heads
+    leaves = (query, key, value, *keys, *values, *([] if joining == "joint" else [gate]))
+    gate, added = None if joining == "joint" else gate, joining == "added"
+    got = joined(*heads, gate, 0.4, softcap, added)
+    expected = attend(*heads, gate, 0.4, softcap, added=added)
     torch.testing.assert_close(got, expected)
     along = drawn(*got.shape, seed=9).detach()
     for ours, loops in zip(
         torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
     ):
         torch.testing.assert_close(ours, loops)
+
+
+@pytest.mark.parametrize("joining", JOININGS)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_of_the_union_are_those_of_finite_differences(softcap, joining):
+    *heads, gate = heads_of(2, 1, 3, 4, slots=2)
+    query, key, value, keys, values = heads
+    gate = None if joining == "joint" else gate
+
+    def union(query, key, value, first, second, *rest):
+        return joined(query, key, value, [first, second], rest[:2], gate, 0.5, softcap, joining == "added")
+
+    assert torch.autograd.gradcheck(union, (query, key, value, *keys, *values, *([] if gate is None else [gate])))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -129,24 +149,20 @@ def test_a_row_that_reads_nothing_has_no_gradient_and_reads_the_depth_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_weight_of_zero_changes_no_bit(dtype):
+def test_a_closed_gate_changes_no_bit_and_an_open_one_is_none(dtype):
     sequence, depth = (drawn(2, 3, 4, 5, seed=seed, dtype=dtype).detach() for seed in (1, 2))
     sums = [drawn(2, 3, 4, seed=seed, dtype=torch.float32).detach() * 40 for seed in (3, 4)]
-    joint = joint_attention(sequence, sums[0], depth, sums[1], torch.zeros(3, 1))
-    assert torch.equal(joint, sequence) and joint.dtype == dtype
-    assert not torch.equal(joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3, 1)), sequence)
-    assert torch.equal(
-        joint_attention(sequence, sums[0], depth, sums[1]),
-        joint_attention(sequence, sums[0], depth, sums[1], torch.ones(3, 1)),
-    )
-
-
-def test_shares_are_a_softmax_over_slots_and_have_no_gradient():
-    query, _, _, keys, _, _ = heads_of(2, 2, 3, 4)
-    shares = depth_shares(query, keys, 0.5)
-    scores = torch.stack([(query.unflatten(1, (2, 2)) * key.unsqueeze(2)).sum(-1) for key in keys], -1) * 0.5
-    torch.testing.assert_close(shares, scores.flatten(1, 2).softmax(-1).detach())
-    assert shares.shape == (2, 4, 3, 3) and not shares.requires_grad
+    closed, opened, nothing = torch.zeros(3, 1), torch.ones(3, 1), torch.zeros_like(depth)
+    interpolated = joint_attention(sequence, sums[0], depth, sums[1], closed)
+    assert torch.equal(interpolated, sequence) and interpolated.dtype == dtype
+    assert torch.equal(joint_attention(sequence, sums[0], nothing, sums[1], closed, True), sequence)
+    wide = torch.promote_types(dtype, torch.float32)
+    both = (sequence.to(wide) + depth.to(wide)).to(dtype)
+    assert torch.equal(joint_attention(sequence, sums[0], depth, sums[1], closed, True), both)
+    of_one_softmax = joint_attention(sequence, sums[0], depth, sums[1])
+    assert not torch.equal(of_one_softmax, sequence)
+    for added in (False, True):
+        assert torch.equal(of_one_softmax, joint_attention(sequence, sums[0], depth, sums[1], opened, added))
 
 
 def test_half_precision_is_summed_in_float32():
@@ -176,20 +192,23 @@ def test_wrong_shapes_are_refused(keys, values, message):
         depth_attention(torch.zeros(1, 4, 3, 4), keys, values, 1.0)
 
 
+@pytest.mark.parametrize("joining", JOININGS)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_joint_shares_are_those_that_the_union_reads_by(shape, softcap):
-    query, key, _, keys, _, weight = heads_of(*shape)
+def test_joint_shares_are_those_that_the_union_reads_by(shape, softcap, joining):
+    query, key, _, keys, _, gate = heads_of(*shape)
+    gate, added = None if joining == "joint" else gate, joining == "added"
     slots = [torch.zeros_like(key) for key in keys]
     for number, slot in enumerate(slots):  # values that tell which slot they are of
         slot[..., number] = 1
-    read = attend(query, key, torch.zeros_like(key), keys, slots, weight, 0.4, softcap)[..., : len(keys)]
+    read = attend(query, key, torch.zeros_like(key), keys, slots, gate, 0.4, softcap, added=added)[..., : len(keys)]
+    nothing = [torch.zeros_like(key) for key in keys]
+    of_sequence = attend(query, key, torch.ones_like(key), keys, nothing, gate, 0.4, softcap, added=added)[..., 0]
     lse = sequence_lse(query, key, None, True, 0.4, softcap)
-    torch.testing.assert_close(joint_shares(query, keys, lse, 0.4, softcap, weight[:, None]), read.detach())
-    alike = joint_shares(query, keys, lse, 0.4, softcap)
-    assert torch.equal(alike, joint_shares(query, keys, lse, 0.4, softcap, torch.ones_like(weight)[:, None]))
-    assert not joint_shares(query, keys, lse, 0.4, softcap, torch.zeros_like(weight)[:, None]).any()
-    assert not alike.requires_grad
+    found = joint_shares(query, keys, lse, 0.4, softcap, None if gate is None else gate[:, None], added)
+    for ours, loops in zip(found, (read, of_sequence), strict=True):
+        torch.testing.assert_close(ours, loops.detach())
+        assert not ours.requires_grad
 
 
 def test_weights_of_the_sequence_are_those_of_a_softmax_and_zero_where_nothing_is_read():

@@ -26,31 +26,30 @@ def call_of(kind, kv_heads=2, dtype=torch.float64):
 
 
 def depth_of(dtype=torch.float64):
-    """What heads read of the depth, its divisors, g and a."""
-    weight = (drawn(2, 4, 5, seed=6).detach().abs() + 0.1).requires_grad_()
-    mixing = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
+    """What heads read of the depth, its divisors, and c."""
+    gate = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
     lse = drawn(2, 4, 5, seed=5, dtype=torch.promote_types(dtype, torch.float32))
-    return drawn(2, 4, 5, 8, seed=4, dtype=dtype), lse, weight, mixing
+    return drawn(2, 4, 5, 8, seed=4, dtype=dtype), lse, gate
 
 
 def own(call):
     return F.scaled_dot_product_attention(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
 
 
-@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("joining", ["added", "interpolated", "joint"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["causal", "all", "bool", "added"])
-def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads, mixes):
-    call, (depth, depth_lse, weight, mixing) = call_of(kind, kv_heads), depth_of()
-    mixing = mixing if mixes else torch.ones_like(mixing).requires_grad_()
+def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads, joining):
+    call, (depth, depth_lse, gate), added = call_of(kind, kv_heads), depth_of(), joining == "added"
+    gate = torch.ones_like(gate).requires_grad_() if joining == "joint" else gate
     kernel = kernel_of(call)
     assert kernel is not None
-    got = joined(kernel, call, depth, depth_lse, weight, mixing)
+    got = joined(kernel, call, depth, depth_lse, gate, added)
     lse = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
-    expected = joint_attention(own(call), lse, depth, depth_lse, weight, mixing)
+    expected = joint_attention(own(call), lse, depth, depth_lse, gate, added)
     torch.testing.assert_close(got, expected)
     along = drawn(2, 4, 5, 8, seed=9).detach()
-    leaves = (call.query, call.key, call.value, depth, depth_lse, weight, mixing)
+    leaves = (call.query, call.key, call.value, depth, depth_lse, gate)
     for ours, other in zip(
         torch.autograd.grad(got, leaves, along), torch.autograd.grad(expected, leaves, along), strict=True
     ):
@@ -59,24 +58,31 @@ def test_result_and_gradients_are_those_of_two_results_joined(kind, kv_heads, mi
 
 @pytest.mark.parametrize("kind", ["causal", "bool", "added"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_weight_of_zero_gives_what_torch_gives(dtype, kind):
-    call, (depth, depth_lse, weight, mixing) = call_of(kind, dtype=dtype), depth_of(dtype)
+def test_a_closed_gate_gives_what_torch_gives(dtype, kind):
+    call, (depth, depth_lse, gate) = call_of(kind, dtype=dtype), depth_of(dtype)
     kernel = kernel_of(call)
     assert kernel is not None
-    assert torch.equal(joined(kernel, call, depth, depth_lse, torch.zeros_like(weight), mixing), own(call))
-    assert torch.equal(joined(kernel, call, depth, depth_lse, weight, torch.zeros_like(mixing)), own(call))
-    assert not torch.equal(joined(kernel, call, depth, depth_lse, weight, mixing), own(call))
+    closed = torch.zeros_like(gate)
+    assert torch.equal(joined(kernel, call, depth, depth_lse, closed, False), own(call))
+    assert torch.equal(joined(kernel, call, torch.zeros_like(depth), depth_lse, closed, True), own(call))
+    for added in (False, True):
+        assert not torch.equal(joined(kernel, call, depth, depth_lse, gate, added), own(call))
 
 
-def test_a_weight_of_zero_has_a_gradient_and_leaves_the_others_as_they_are():
-    call, (depth, depth_lse, *_) = call_of("causal"), depth_of()
-    weight = torch.zeros(2, 4, 5, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("added", [False, True], ids=["interpolated", "added"])
+def test_a_closed_gate_has_a_gradient_and_leaves_that_of_the_sequence_as_it_is(added):
+    call, (depth, depth_lse, _) = call_of("causal"), depth_of()
+    depth = torch.zeros_like(depth).requires_grad_() if added else depth
+    gate = torch.zeros(2, 4, 5, dtype=torch.float64, requires_grad=True)
     kernel = kernel_of(call)
     assert kernel is not None
-    joined(kernel, call, depth, depth_lse, weight, torch.ones_like(weight)).square().sum().backward()
+    joined(kernel, call, depth, depth_lse, gate, added).square().sum().backward()
     alone = call_of("causal")
-    own(alone).square().sum().backward()
-    assert weight.grad.all() and not depth.grad.any() and not depth_lse.grad.any()
+    output = own(alone)
+    output.square().sum().backward()
+    assert gate.grad.all() and not depth_lse.grad.any()
+    # What is added has all of the output's gradient from the start.
+    torch.testing.assert_close(depth.grad, 2 * output.detach() if added else torch.zeros_like(depth))
     for ours, other in zip(call[:3], alone[:3], strict=True):
         torch.testing.assert_close(ours.grad, other.grad)
 

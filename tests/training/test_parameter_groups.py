@@ -135,6 +135,26 @@ def test_what_memories_have_beside_keys_and_values_can_have_a_rate_of_its_own(mo
     assert [group["name"] for group in groups] == ["decay", "no_decay", "keys_and_values"]
 
 
+def test_gates_of_memories_can_have_a_rate_of_their_own():
+    memory = build("product-key", hidden_size=8, num_heads=2, n=4, k=2, query_norm="batch", gate="token")
+    rates = {"learning_rate": 1e-3, "weight_decay": 0.1}
+    groups = {group["name"]: group for group in parameter_groups(memory, Rates(**rates, gate_learning_rate=5e-5))}
+    assert {name: names_in(memory, group) for name, group in groups.items()} == {
+        "decay": {"query_projection.weight"},
+        "no_decay": {"query_norm_weight", "query_norm_bias"},
+        "gates": {"gate_weight"},
+        "gates_no_decay": {"gate_bias"},
+        "keys_and_values": {*KEYS, "value_bank"},
+    }
+    gates = [groups["gates"], groups["gates_no_decay"]]
+    assert [(group["lr"], group["weight_decay"]) for group in gates] == [(5e-5, 0.1), (5e-5, 0)]
+    assert {group["course"] for group in gates} == {"schedule"} and groups["decay"]["lr"] == 1e-3
+    together = parameter_groups(memory, Rates(**rates, memory_learning_rate=2e-3, gate_learning_rate=5e-5))
+    assert [group["name"] for group in together] == [
+        *("memory", "memory_no_decay", "gates", "gates_no_decay", "keys_and_values")
+    ]
+
+
 def test_keys_may_follow_the_schedule_and_decay_as_weights_do(model):
     groups = parameter_groups(model, Rates(weight_decay=0.1, memory_keys="weights"))
     assert [(group["name"], group["course"]) for group in groups] == [

@@ -29,6 +29,7 @@ def course(rates: Rates, steps: int) -> list[float]:
     [
         ({"learning_rate": 0}, "learning_rate is 0; expected a number above 0."),
         ({"memory_learning_rate": -1}, "memory_learning_rate is -1; expected a number above 0."),
+        ({"gate_learning_rate": 0}, "gate_learning_rate is 0; expected a number above 0."),
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
         ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),

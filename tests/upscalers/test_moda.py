@@ -18,24 +18,26 @@ from upscalers.tensors.recipes import Fill
 
 KINDS = {
     "default": {},
-    "attention": {"ffn_slots": False},
-    "ffn": {"attention_slots": "none", "bias": True},
+    "reused": {"joining": "interpolated", "attention_slots": "reused"},
+    "attention": {"joining": "interpolated", "attention_slots": "reused", "ffn_slots": False},
+    "bias": {"bias": True},
     "projected": {"attention_slots": "projected", "bias": True},
-    "released": {"rope": "released"},
-    "last": {"slots": 2},
-    "best": {"slots": 3, "keep": "best"},
-    "hybrid": {"slots": 3, "keep": "hybrid", "ffn_slots": False, "attention_slots": "projected"},
+    "released": {"joining": "interpolated", "attention_slots": "reused", "rope": "released"},
+    "last": {"attention_slots": "projected", "slots": 3},
     "some": {"layers": [0, 2, 3]},
 }
 
 
 def act(model):
-    """Give every weight of the depth a value that shows."""
+    """Give every gate and every projection of values numbers that show."""
     torch.manual_seed(0)
     with torch.no_grad():
         for memory in model.modules():
-            if isinstance(memory, DepthAttention) and memory.index:
-                memory.depth_weight.uniform_(0.2, 1.2)
+            if isinstance(memory, DepthAttention):
+                for name in memory.names_it_acts_through():
+                    memory.declared_tensor(name).normal_(0, 0.4)
+                for name in memory.names_of("gate"):
+                    memory.declared_tensor(name).uniform_(0.2, 1.2)
     return model
 
 
@@ -79,8 +81,8 @@ def test_what_is_trained_is_saved_loaded_and_still_comes_off(native_family, kind
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("kind", ["default", "best"])
-def test_either_check_would_find_a_weight_that_does_not_start_at_zero(kind, verify, base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["default", "reused"])
+def test_either_check_would_find_what_should_start_at_zero_and_does_not(kind, verify, base, tmp_path, monkeypatch):
     monkeypatch.setattr("upscalers.methods.attached_memory.initialised", lambda tensor, *_: Fill(tensor.shape, 0.1))
     with pytest.raises(VerificationError, match="expected"):
         upscale(base=base, method="moda", output=tmp_path / "out", options=KINDS[kind], verify=verify)
@@ -92,12 +94,12 @@ def test_either_check_would_find_a_weight_that_does_not_start_at_zero(kind, veri
     [
         (
             "default",
-            {0: {"ffn_key.weight", "ffn_value.weight"}, 1: {"depth_weight", "ffn_key.weight", "ffn_value.weight"}},
+            {0: {"ffn_key.weight", "ffn_value.weight"}, 1: {"depth_gate", "ffn_key.weight", "ffn_value.weight"}},
         ),
-        ("attention", {0: set(), 1: {"depth_weight"}}),
+        ("attention", {0: set(), 1: {"depth_gate"}}),
         ("some", {0: {"ffn_key.weight", "ffn_value.weight"}, 1: set()}),
         (
-            "ffn",
+            "bias",
             {0: {f"ffn_{part}{end}" for part in ("key", "value") for end in (".weight", "_bias")}},
         ),
         (
@@ -116,31 +118,30 @@ def test_either_check_would_find_a_weight_that_does_not_start_at_zero(kind, veri
 def test_tensors_have_their_names_and_nothing_is_stored_that_nothing_reads(kind, found, base, tmp_path):
     upscale(base=base, method="moda", output=tmp_path / "out", options=KINDS[kind], verify=False)
     tensors = read_tensors(tmp_path / "out")
-    for layer, names in {**found, 3: {"depth_weight"}}.items():
+    for layer, names in {**found, 3: {"depth_gate"}}.items():
         prefix = f"model.layers.{layer}.memories.depth-attention."
         assert {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)} == names
     new = {name: tensor for name, tensor in tensors.items() if ".memories." in name}
     told = inspect_checkpoint(tmp_path / "out")
     assert told["parameters"]["new"] == sum(tensor.numel() for tensor in new.values())
     for name, tensor in new.items():
-        shape = (4,) if name.endswith("depth_weight") else (16,) if name.endswith("bias") else (16, 32)
-        assert tensor.shape == shape and tensor.any().item() == name.endswith(".weight")
+        shape = (4,) if name.endswith("depth_gate") else (16,) if name.endswith("bias") else (16, 32)
+        assert tensor.shape == shape and tensor.any().item() == name.endswith("_key.weight")
 
 
 def test_the_config_says_what_the_memory_is(base, tmp_path):
-    upscale(base=base, method="moda", output=tmp_path / "out", options=KINDS["best"], verify=False)
+    upscale(base=base, method="moda", output=tmp_path / "out", options=KINDS["last"], verify=False)
     (entry,) = json.loads((tmp_path / "out" / "config.json").read_text())["memory"]
     assert entry == {
         "type": "depth-attention",
         "name": "depth-attention",
         "site": "inside-attention",
-        "depth_weight": "mixed",
-        "attention_slots": "reused",
+        "joining": "added",
+        "attention_slots": "projected",
         "ffn_slots": True,
         "bias": False,
         "rope": "same",
         "slots": 3,
-        "keep": "best",
         "layers": [0, 1, 2, 3],
     }
 
@@ -154,7 +155,7 @@ BELOW_OR_ABOVE = {
 }
 
 
-@pytest.mark.parametrize(("second", "kind"), in_turn(BELOW_OR_ABOVE, ["default", "released", "best"]))
+@pytest.mark.parametrize(("second", "kind"), in_turn(BELOW_OR_ABOVE, ["default", "released", "last"]))
 def test_a_trained_one_keeps_acting_below_another_method_and_comes_back(second, kind, family, shared_base, tmp_path):
     base = shared_base(family)
     upscale(base=base, method="moda", output=tmp_path / "new", options=KINDS[kind], verify=False)
@@ -209,26 +210,29 @@ def test_a_plan_that_repeats_leaves_out_or_reorders_its_layers_is_refused(method
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("slots=7", "slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0 for all of them."),
-        ("slots=4 ffn_slots=false", "slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0"),
-        ("slots=3 layers=[1,3]", "slots is 3; expected 2 or fewer, which is what the last of 2 layers can read, or 0"),
+        ("slots=4", "slots is 4; expected 3 or fewer, which is what the last of 4 layers can read, or 0 for all of them."),
+        ("slots=7 attention_slots=projected", "slots is 7; expected 6 or fewer, which is what the last of 4 layers can read, or 0"),
+        ("slots=3 layers=[1,3]", "slots is 3; expected 1 or fewer, which is what the last of 2 layers can read, or 0"),
         ("slots=-1", "slots is -1; expected 0 or more."),
-        ("slots=2 keep=best", "slots is 2, and keep is 'best'; expected 3 or more: what the layer in front wrote is always"),
-        ("keep=hybrid", "slots is 0, and keep is 'hybrid'; expected 3 or more: what the layer in front wrote is always read"),
-        ("slots=1 keep=best ffn_slots=false", "slots is 1, and keep is 'best'; expected 2 or more: what the layer in front"),
         ("layers=[2]", "layers is [2]; expected two or more, for a layer reads what another in front of it wrote."),
         ("layers=1", "layers is 1, which chooses layer 2 alone; expected two or more, for a layer reads what another in front of"),
         ("layers=late:1", "layers is 'late:1', which chooses layer 3 alone; expected two or more, for a layer reads"),
         ("layers=[2,4]", "layers is [2, 4]; expected all, a number from 1 to 4, a share such as 0.25, early:N, middle:N or"),
-        ("depth_weight=one", "depth_weight is 'one', with which the new slots change what the base computes; expected mixed or"),
-        ("depth_weight=two", "depth_weight is 'two'; expected one of: mixed, multiplied, one"),
+        ("joining=joint", "joining is 'joint', with which the new slots change what the base computes; expected added or"),
+        ("joining=mixed", "joining is 'mixed'; expected one of: added, interpolated, joint"),
+        (
+            "attention_slots=reused",
+            "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are not zero to what the "
+            "base computes; expected attention_slots none or projected, or joining interpolated.",
+        ),
         (
             "attention_slots=none ffn_slots=false",
             "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read.",
         ),
         ("attention_slots=own", "attention_slots is 'own'; expected one of: reused, projected, none"),
         ("rope=none", "rope is 'none'; expected one of: same, released"),
-        ("keep=newest", "keep is 'newest'; expected one of: last, best, hybrid"),
+        ("keep=last", "moda has no option 'keep'"),
+        ("depth_weight=mixed", "moda has no option 'depth_weight'"),
         ("site=beside-ffn", "site is 'beside-ffn'; expected one of: inside-attention."),
         ("span=1", "moda has no option 'span'"),
     ],
@@ -256,7 +260,7 @@ def test_a_second_one_in_the_same_layers_is_refused_and_in_others_is_not(base, c
 
 def test_a_folder_computes_generates_and_is_saved_where_this_project_is_not_installed(tmp_path):
     """Its code comes along, whatever the options need of it."""
-    kinds = {"olmo2": "best", "gemma3": "released"}
+    kinds = {"olmo2": "last", "gemma3": "released"}
     for family, kind in kinds.items():
         base = save_tiny_model(family, tmp_path / f"base-{family}")
         upscale(base=base, method="moda", output=tmp_path / family, options=KINDS[kind], verify=False)
@@ -290,5 +294,5 @@ def test_the_method_takes_every_family_that_hosts_memory(command):
     (described,) = command("methods", "moda", "--json").json()
     assert described["identity"] is True and described["placement"] is None and "2603.15619" in str(described["paper"])
     assert {option["name"] for option in described["options"]} == {
-        *("depth_weight", "attention_slots", "ffn_slots", "bias", "rope", "slots", "keep", "layers", "site")
+        *("joining", "attention_slots", "ffn_slots", "bias", "rope", "slots", "layers", "site")
     }

@@ -10,7 +10,7 @@ from upscalers.request.errors import RequestError, refusing_requests
 
 @register_method("moda")
 class MoDA(AttachedMemoryMethod):
-    """Every head reads the sequence and, in the same softmax, keys and values that earlier layers wrote at its position."""
+    """Every head reads the sequence and keys and values that earlier layers wrote at its position."""
 
     summary = "heads that also read, at their own position, what earlier layers wrote (identity at start)"
     paper = MODA
@@ -20,10 +20,15 @@ class MoDA(AttachedMemoryMethod):
 
     def check(self, base: BaseModel) -> None:
         super().check(base)
-        if self.options.depth_weight == "one":
+        if self.options.joining == "joint":
             raise RequestError(
-                "depth_weight is 'one', with which the new slots change what the base computes; expected mixed or multiplied. It "
-                "is for models that are trained from scratch, whose config has it."
+                "joining is 'joint', with which the new slots change what the base computes; expected added or interpolated. It is "
+                "for models that are trained from scratch, whose config has it."
+            )
+        if self.options.joining == "added" and self.options.attention_slots == "reused":
+            raise RequestError(
+                "attention_slots is 'reused' and joining is 'added', which adds values of earlier layers that are not zero to what "
+                "the base computes; expected attention_slots none or projected, or joining interpolated."
             )
         layers = self.layers(base)
         if len(layers) == 1 and self.options.layers != list(layers):

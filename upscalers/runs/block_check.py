@@ -34,15 +34,22 @@ class _Given(torch.nn.Module):
     Args:
         layer: Of the model.
         memories: Of the model.
+        new: Names of the memories that the base does not have.
     """
 
-    def __init__(self, layer: Any, memories: Memories):
+    def __init__(self, layer: Any, memories: Memories, new: tuple[str, ...]):
         super().__init__()
         self.layer: Any = layer
-        self._memories = memories
+        self._memories, self._new = memories, new
 
     def forward(self, hidden_states: torch.Tensor, *, memory_inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the layer on random numbers that follow from what they stand for, and so are the same in base and upscaled model."""
+        """Run the layer on random numbers that follow from what they stand for, and so are the same in base and upscaled model.
+
+        What a new memory gives as zero is zero, and so it must be where this layer gives it.
+
+        Raises:
+            VerificationError: If it is not.
+        """
         batch, tokens, _ = hidden_states.shape
         for carried in self.layer.takes:
             entry, sizes = self._memories.attached[carried.name], self._memories.sizes
@@ -50,8 +57,19 @@ class _Given(torch.nn.Module):
             generator = torch.Generator().manual_seed(zlib.crc32(f"{carried.name} {index} {carried.part}".encode()))
             shape = entry.options.given_shape(carried.part, sizes, index, batch, tokens)
             random = torch.rand(shape, generator=generator, dtype=torch.float32).to(hidden_states.dtype)
-            memory_inputs.carry((carried,), (random,))
-        return self.layer(hidden_states, memory_inputs=memory_inputs, **kwargs)
+            memory_inputs.carry((carried,), (random.zero_() if self._is_zero(carried) else random,))
+        output = self.layer(hidden_states, memory_inputs=memory_inputs, **kwargs)
+        for carried in self.layer.gives:
+            if self._is_zero(carried) and memory_inputs.carried((carried,))[0].any():
+                raise VerificationError(
+                    f"new memory {carried.name!r} of layer {carried.layer} gives later layers {carried.part} other than zero; "
+                    "expected zero until it is trained."
+                )
+        return output
+
+    def _is_zero(self, carried: Any) -> bool:
+        options = self._memories.attached[carried.name].options
+        return carried.name in self._new and options.starts_at_zero(carried.part)
 
 
 class _Layers:
@@ -61,13 +79,14 @@ class _Layers:
         config: As transformers reads it.
         model: Opened; the upscaled model's tensors may be those that were just written.
         dtype: To run in.
+        new_memories: Names of the memories that the base does not have. Default: none.
 
     Raises:
         RequestError: If transformers cannot build a model from the config.
     """
 
-    def __init__(self, config: Any, model: BaseModel, dtype: torch.dtype):
-        self._model, self._dtype = model, dtype
+    def __init__(self, config: Any, model: BaseModel, dtype: torch.dtype, new_memories: tuple[str, ...] = ()):
+        self._model, self._dtype, self._new_memories = model, dtype, new_memories
         try:
             with torch.device("meta"):
                 self._stack: Any = AutoModel.from_config(_adding_where_it_reads(config), dtype=dtype)
@@ -103,12 +122,16 @@ class _Layers:
         except RuntimeError as error:
             raise VerificationError(f"new layer {index} does not load as it was saved: {one_line(error)}") from None
         self._stack.layers[index] = (
-            _Given(layer, self._stack.config.memories()) if getattr(layer, "takes", ()) else layer
+            _Given(layer, self._stack.config.memories(), self._new_memories)
+            if getattr(layer, "takes", ()) or getattr(layer, "gives", ())
+            else layer
         )
         try:
             with torch.no_grad():
                 asked = inputs_of_memories(self._stack, self._path, hidden_states)
                 return self._stack.eval()(inputs_embeds=hidden_states, use_cache=False, **asked).last_hidden_state
+        except VerificationError:
+            raise
         except Exception as error:
             raise RequestError(
                 f"transformers cannot run a layer of this config ({type(error).__name__}: {one_line(error)}). "
@@ -159,7 +182,8 @@ def check_blocks(
     checked = sorted({*plan.new_indices, *attached})
     progress.stage("checking the new blocks", len(checked), "blocks")
     torch_dtype = getattr(torch, TORCH_NAMES[dtype])
-    layers = _Layers(AutoConfig.from_pretrained(folder, local_files_only=True), upscaled, torch_dtype)
+    upscaled_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    layers = _Layers(upscaled_config, upscaled, torch_dtype, tuple(plan.new_memories))
     layers_of_base = None
     if attached:
         native = AutoConfig.from_pretrained(base.folder, local_files_only=True, trust_remote_code=False)

@@ -26,8 +26,8 @@ def logits_and_gradients(model, tokens, backend):
 @pytest.mark.parametrize(
     "kind, checkpointed",
     by_default(
-        [("default", False), ("ffn", True), ("hybrid", False)],
-        itertools.product(["default", "ffn", "hybrid"], [False, True]),
+        [("default", True), ("reused", False), ("joint", False)],
+        itertools.product(["default", "reused", "joint"], [False, True]),
     ),
 )
 def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed):
@@ -38,7 +38,7 @@ def test_models_by_kernels_are_those_by_pytorch(kind, checkpointed):
     tokens = torch.arange(8, device=DEVICE).view(2, 4)
     expected = logits_and_gradients(model, tokens, "torch")
     found = logits_and_gradients(model, tokens, "triton")
-    assert any("depth_weight" in name for name in expected) and expected.keys() == found.keys()
+    assert any("ffn_key" in name for name in expected) and expected.keys() == found.keys()
     for name, exact in expected.items():
         assert_close(name, found[name], exact, torch.float32, slack=4)  # both are float32, of several layers
 
@@ -61,14 +61,14 @@ def test_models_by_kernels_launch_them(monkeypatch):
     model = depth_model(dtype=torch.float32).to(DEVICE)
     with op_choices(backend="triton"), torch.no_grad():
         model(torch.arange(4, device=DEVICE)[None], use_cache=False)
-    assert asked == [2 * layer for layer in range(1, model.config.num_hidden_layers)]
+    assert asked == list(range(1, model.config.num_hidden_layers))
 
 
 @pytest.mark.parametrize(
     "kind, checkpointed",
     by_default(
-        [("default", True), ("mass", False), ("ffn", False)],
-        itertools.product(["default", "mass", "ffn"], [False, True]),
+        [("joint", True), ("reused", False)],
+        itertools.product(["joint", "reused"], [False, True]),
     ),
 )
 def test_models_that_read_both_by_one_kernel_are_those_by_pytorch(kind, checkpointed, monkeypatch):
@@ -85,10 +85,9 @@ def test_models_that_read_both_by_one_kernel_are_those_by_pytorch(kind, checkpoi
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    with op_choices(joining="fused"):
+    with op_choices(depth_path="fused"):
         found = logits_and_gradients(model, tokens, "triton")
-    each = 1 if kind == "ffn" else 2
-    read = [each * layer for layer in range(1, model.config.num_hidden_layers)]
+    read = [2 * layer for layer in range(1, model.config.num_hidden_layers)]
     assert asked == (read + read[::-1] if checkpointed else read)
     assert expected.keys() == found.keys()
     for name, exact in expected.items():
@@ -103,7 +102,7 @@ def test_generation_reads_prompts_by_one_kernel_and_tokens_behind_a_cache_by_two
         "fused_attention_op",
         lambda *given: (asked.append(given[0].shape[2]), op(*given))[1],
     )
-    model = depth_model(dtype=torch.bfloat16).to(DEVICE)
-    with op_choices(backend="triton", joining="fused"):
+    model = depth_model(kind="reused", dtype=torch.bfloat16).to(DEVICE)
+    with op_choices(backend="triton", depth_path="fused"):
         model.generate(torch.arange(1, 5, device=DEVICE)[None], max_new_tokens=3, do_sample=False)
     assert asked == [4] * (model.config.num_hidden_layers - 1)

@@ -257,7 +257,7 @@ def test_tensors_of_several_dtypes_are_read_in_that_of_autocast():
     [
         (
             {"keys": []},
-            r"joining is 'fused', but there are 0 keys and 3 values of the depth; expected as many, and one or more, or choose",
+            r"depth_path is 'fused', but there are 0 keys and 3 values of the depth; expected as many, and one or more, or choose",
         ),
         ({"tokens": 4}, r"query is \(2, 4, 4, 16\) and what it reads \(2, 2, 5, 16\); expected as many texts, tokens and numbers"),
         ({"heads": 3}, r"3 query heads read 2; expected a multiple, or choose 'merged'\."),

@@ -20,12 +20,12 @@ def heads(dtype=torch.bfloat16, mixed=True, tokens=5):
     query = drawn(4, tokens, 0, dtype)
     call = Call(query, drawn(2, tokens, 1, dtype), drawn(2, tokens, 2, dtype), None, 0.0, True, 0.25, True)
     keys, values = ([drawn(2, tokens, 10 * part + slot, dtype) for slot in range(2)] for part in (1, 2))
-    mixing = torch.tensor([0.1, 0.9, 0.0, 0.5], device=DEVICE, requires_grad=True) if mixed else None
-    return call, Depth(query, keys, values, 0.25, mixing=mixing)
+    gate = torch.tensor([0.1, 0.9, 0.0, 0.5], device=DEVICE, requires_grad=True) if mixed else None
+    return call, Depth(query, keys, values, 0.25, gate=gate)
 
 
 def leaves_of(call, depth):
-    return [call.query, call.key, call.value, *depth.keys, *depth.values, depth.mixing]
+    return [call.query, call.key, call.value, *depth.keys, *depth.values, depth.gate]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_both_ways_give_the_same_and_the_same_gradients(taken):
     found = {}
     for way in ("merged", "fused"):
         call, depth = heads()
-        with op_choices(backend="triton", joining=way):
+        with op_choices(backend="triton", depth_path=way):
             output = joined_attention(call, depth)
             along = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, torch.bfloat16)
             found[way] = [output, *torch.autograd.grad(output, leaves_of(call, depth), along)]
@@ -63,7 +63,7 @@ def test_both_are_merged_unless_asked_otherwise(taken):
     call, depth = heads()
     with op_choices(backend="triton"):
         found = joined_attention(call, depth)
-        with op_choices(joining="merged"):
+        with op_choices(depth_path="merged"):
             assert torch.equal(found, joined_attention(call, depth))
     assert taken == ["merged"] * 2
 
@@ -88,15 +88,15 @@ DECLINED = {
 @pytest.mark.parametrize("kind", DECLINED)
 def test_what_the_kernel_does_not_take_is_merged(kind, chosen, taken):
     call, depth = DECLINED[kind](*heads())
-    with op_choices(backend="triton", joining=chosen):
+    with op_choices(backend="triton", depth_path=chosen):
         joined_attention(call, depth)
     assert taken == ["merged"]
 
 
 def test_float32_is_merged_and_so_is_what_ops_compute_by_pytorch(taken):
-    with op_choices(backend="triton", joining="fused"):
+    with op_choices(backend="triton", depth_path="fused"):
         joined_attention(*heads(torch.float32))
-    with op_choices(backend="torch", joining="fused"):
+    with op_choices(backend="torch", depth_path="fused"):
         joined_attention(*heads())
     assert taken == ["merged"] * 2
 
@@ -111,7 +111,7 @@ def test_the_faster_way_is_found_once_for_a_shape_and_taken_from_then_on(faster,
         return 1.0 if (way == faster) == (2 < len(timed) < 11) else 2.0
 
     monkeypatch.setattr(joining, "_milliseconds", milliseconds)
-    with op_choices(backend="triton", joining="measured"):
+    with op_choices(backend="triton", depth_path="measured"):
         for _ in range(2):
             joined_attention(*heads())
         assert timed == ["merged", "fused"] * 6 and taken == [faster] * 2
@@ -127,11 +127,11 @@ def test_measuring_changes_no_tensor_and_no_gradient(wanted, taken, monkeypatch)
     monkeypatch.setattr(joining, "_RUNS", 1)
     call, depth = heads()
     before = [leaf.detach().clone() for leaf in leaves_of(call, depth)]
-    with op_choices(backend="triton", joining="measured"), torch.set_grad_enabled(wanted):
+    with op_choices(backend="triton", depth_path="measured"), torch.set_grad_enabled(wanted):
         output = joined_attention(call, depth)
     assert taken[:-1] == ["merged", "fused"] * 2
     assert output.requires_grad == wanted
-    with op_choices(backend="triton", joining=taken[-1]):
+    with op_choices(backend="triton", depth_path=taken[-1]):
         assert torch.equal(output, joined_attention(call, depth))
     assert all(leaf.grad is None for leaf in leaves_of(call, depth))
     assert all(torch.equal(leaf, old) for leaf, old in zip(leaves_of(call, depth), before, strict=True))
@@ -140,7 +140,7 @@ def test_measuring_changes_no_tensor_and_no_gradient(wanted, taken, monkeypatch)
 def test_nothing_is_measured_while_a_graph_is_captured(taken, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with op_choices(backend="triton", joining="measured"):
+    with op_choices(backend="triton", depth_path="measured"):
         joined_attention(*heads())
     assert taken == ["merged"] and joining._FASTER == {}
 
@@ -162,15 +162,15 @@ def test_a_compiled_graph_takes_the_kernel_that_is_named_and_measures_nothing(ch
         return graph
 
     torch._dynamo.reset()
-    with op_choices(backend="triton", joining=chosen):
+    with op_choices(backend="triton", depth_path=chosen):
         found = torch.compile(step, fullgraph=True, backend=look)(*given)
     torch._dynamo.reset()
     assert any("fused_attention" in name for name in names) == (chosen == "fused")
-    with op_choices(backend="triton", joining="fused" if chosen == "fused" else "merged"):
+    with op_choices(backend="triton", depth_path="fused" if chosen == "fused" else "merged"):
         assert_close("what was read", found, step(*given), torch.bfloat16)
 
 
 def test_another_way_is_refused():
-    message = "joining is 'both'; expected one of 'auto', 'merged', 'fused', 'measured'"
-    with pytest.raises(ValueError, match=message), op_choices(joining="both"):
+    message = "depth_path is 'both'; expected one of 'auto', 'merged', 'fused', 'measured'"
+    with pytest.raises(ValueError, match=message), op_choices(depth_path="both"):
         pass
