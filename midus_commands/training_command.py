@@ -27,8 +27,8 @@ def run_training_command(
         name: The program's name, as help has it.
 
     Returns:
-        Exit status: 0 done, 1 the trained model is not in the output or not finite, 2 the request is wrong, 130 or 143 interrupted
-        by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
+        Exit status: 0 done, 1 the trained model is not in the output, or was not finite, 2 the request is wrong, 130 or 143
+        interrupted by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(epilog=_help_sections(keys), context_settings={"help_option_names": ["-h", "--help"]})(command)

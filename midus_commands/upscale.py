@@ -94,7 +94,9 @@ def run(
             "each new block.  [default: verify, but check new blocks where memory does not suffice]",
         ),
     ] = None,
-    allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Let NaN in the base pass.")] = False,
+    allow_nan: Annotated[
+        bool, typer.Option("--allow-nan", help="Let NaN and infinite values in the base pass.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
     push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
     private: Annotated[bool, typer.Option("--private", help="Upload to a private repository.")] = False,

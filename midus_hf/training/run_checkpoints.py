@@ -101,7 +101,7 @@ def _damage_as_it_lies(checkpoint: Path, manifest: str, appearance: tuple[tuple[
 
 def _appearance(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
     """Return size, time of change and number of each file, which tell whether one has changed since it was read."""
-    found = []
+    found: list[tuple[int, ...]] = []
     for name in manifest:
         try:
             status = (checkpoint / name).stat()

@@ -1,5 +1,6 @@
 """Verification: a method that lies is caught, and leaves nothing."""
 
+import math
 import re
 
 import pytest
@@ -33,9 +34,9 @@ def replace_recipe(monkeypatch, name, make, method=MidusHml):
     monkeypatch.setattr(method, "new_layer_recipes", recipes)
 
 
-def put_nan(folder, name, index=0):
+def put_nan(folder, name, index=0, value=math.nan):
     tensors = read_tensors(folder)
-    tensors[name].flatten()[index] = float("nan")
+    tensors[name].flatten()[index] = value
     write_tensors(folder, tensors)
 
 
@@ -263,6 +264,19 @@ def test_nan_in_the_base_is_refused_by_name(tmp_path, name, dtype):
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_infinite_values_in_the_base_are_refused_by_name(tmp_path, value):
+    base = save_base(tmp_path / "base")
+    put_nan(base, "model.layers.2.mlp.down_proj.weight", value=value)
+    with pytest.raises(
+        RequestError,
+        match=r"mlp\.down_proj\.weight holds infinite values; expected finite weights\. Repair the base, or pass --allow-nan",
+    ):
+        upscaled(base, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    upscaled(base, tmp_path / "out", allow_nan=True)
+
+
 def test_nan_is_found_wherever_it_stands_in_a_tensor_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("upscalers.tensors.writer._CHUNK_ELEMENTS", 250)
     size = (
@@ -299,14 +313,16 @@ def test_a_block_check_names_nan_that_comes_from_the_base(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_infinite_weights_that_matter_are_never_passed_over(tmp_path, verify):
+@pytest.mark.parametrize(
+    "request_", [{"verify": True, "allow_nan": True}, {"verify": False}], ids=["allowed", "blocks"]
+)
+def test_infinite_weights_that_matter_are_never_passed_over(tmp_path, request_):
     base = save_base(tmp_path / "base")
     tensors = read_tensors(base)
     tensors["model.layers.1.self_attn.v_proj.weight"][:] = float("inf")
     write_tensors(base, tensors)
     try:
-        upscaled(base, tmp_path / "out", verify=verify)
+        upscaled(base, tmp_path / "out", **request_)
     except VerificationError:
         assert [path.name for path in tmp_path.iterdir()] == ["base"]
     else:

@@ -64,10 +64,10 @@ def upscale(
         dtype: `auto` keeps the base's. Default: `"auto"`.
         max_shard_size: Such as `"5GB"`, or bytes. Default: `"5GB"`.
         dry_run: Only say what would be done. Default: False.
-        verify: True refuses NaN in the base and compares both models' logits, layer by layer in the memory of one module;
-            False checks each new block alone, where identity is promised. None is True, but checks new blocks where the
+        verify: True refuses NaN and infinite values in the base and compares both models' logits, layer by layer in the memory of one
+            module; False checks each new block alone, where identity is promised. None is True, but checks new blocks where the
             free memory does not suffice for the comparison, and says so. Default: None.
-        allow_nan: Let NaN in the base pass. Default: False.
+        allow_nan: Let NaN and infinite values in the base pass. Default: False.
         overwrite: Replace an existing checkpoint, if `upscale` or `strip` wrote it and nothing else is beside it. Default: False.
         push_to_hub: A repository to upload the result to. Default: None.
         private: Make that repository a private one. Default: False, its owner's default.

@@ -92,7 +92,7 @@ class CheckpointWriter:
 
     Args:
         sources: The base's tensors, by full name.
-        scan: Whether to look at every value that is copied and refuse NaN.
+        scan: Whether to look at every value that is copied and refuse what is not finite.
         before_building: Called once, when all that can be copied without torch is copied and more is to be made. Default:
             nothing.
         progress: Told of every step. Default: silent.
@@ -234,7 +234,7 @@ class CheckpointWriter:
             for chunks in zip(*map(self._read_chunks, sources), strict=True):
                 if self._scan:
                     for chunk, name in zip(chunks, names, strict=True):
-                        _refuse_nan(chunk, name)
+                        _refuse_not_finite_base(chunk, name)
                 if isinstance(tensor.recipe, Copy):
                     values = chunks[0]
                 else:
@@ -320,10 +320,11 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _refuse_nan(values: "torch.Tensor", name: str) -> None:
-    if values.isnan().any():
+def _refuse_not_finite_base(values: "torch.Tensor", name: str) -> None:
+    if not values.isfinite().all():
         raise RequestError(
-            f"{name} holds NaN; expected finite weights. Repair the base, or pass --allow-nan to go on."
+            f"{name} holds {'NaN' if values.isnan().any() else 'infinite values'}; expected finite weights. Repair the base, or "
+            "pass --allow-nan to go on."
         )
 
 
