@@ -136,8 +136,9 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
         )
     earlier = next(filter(is_of_earlier_version, passed_over), None)
     hint = "" if earlier is None else f"resume: {earlier} goes on from that one without a check of its files, or "
+    reasons = "; ".join(f"{path.name}: {damage}" for path, damage in passed_over.items())
     raise ValueError(
-        f"output {config.output!r} holds no whole checkpoint ({'; '.join(_reasons(passed_over))}); {hint}put back what is missing, "
+        f"output {config.output!r} holds no whole checkpoint ({reasons}); {hint}put back what is missing, "
         "or start the run again with resume: false and overwrite: true."
     )
 
@@ -151,11 +152,8 @@ def tell_passed_over(passed_over: Mapping[Path, str]) -> None:
         passed_over: What is wrong with each; nothing is told if there are none.
     """
     if passed_over and int(os.environ.get("RANK", 0)) == 0:
-        print("; ".join(_reasons(passed_over, " is passed over")), file=sys.stderr, flush=True)
-
-
-def _reasons(passed_over: Mapping[Path, str], verb: str = "") -> list[str]:
-    return [f"{path.name}{verb}: {damage}" for path, damage in passed_over.items()]
+        reasons = (f"{path.name} is passed over: {damage}" for path, damage in passed_over.items())
+        print("; ".join(reasons), file=sys.stderr, flush=True)
 
 
 def check_same_run(config: RunOptions, checkpoint: Path) -> None:
