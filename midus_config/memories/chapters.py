@@ -39,6 +39,7 @@ PAPER = {
 
 
 _STD = 0.02
+_FIRST_CHUNK = 8
 
 
 @register_memory_type("chapters")
@@ -82,6 +83,11 @@ class ChaptersOptions(MemoryOptions):
         "token: every token chooses for itself; sequence: all tokens, later ones included, so not causal",
     )
     chunk_size: int = option(64, "tokens that read the same chapters where routing is chunk")
+    first_chunk: int | None = option(
+        None,
+        "tokens of the first stretch of a document, which nothing guides; from there to chunk_size is another, so that short texts "
+        "too read by what they say. null: 8, or chunk_size where that is less",
+    )
     weighting: Weighting = option(
         "released",
         "what chapter weights do. released: they scale memory tokens; logit_bias: their logarithm is added to attention logits; "
@@ -122,6 +128,11 @@ class ChaptersOptions(MemoryOptions):
         for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")
+        if self.first_chunk is not None and not 1 <= self.first_chunk <= self.chunk_size:
+            raise ValueError(
+                f"first_chunk is {self.first_chunk}; expected 1 to chunk_size = {self.chunk_size}, or null. Lower it or raise "
+                "chunk_size."
+            )
         if self.memory_tokens % self.chapters:
             raise ValueError(
                 f"chapters is {self.chapters}, which does not divide memory_tokens = {self.memory_tokens}; expected chapters of "
@@ -165,6 +176,11 @@ class ChaptersOptions(MemoryOptions):
     def routed_chapters(self) -> int:
         """Chapters that the router chooses among."""
         return self.chapters - self.shared_chapters
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of the first stretch of a document, where routing is by chunk."""
+        return min(_FIRST_CHUNK, self.chunk_size) if self.first_chunk is None else self.first_chunk
 
     @property
     def chapter_tokens(self) -> int:
@@ -255,7 +271,8 @@ class ChaptersOptions(MemoryOptions):
         has them; making weights of its probabilities does not.
         """
         hidden, width, heads, rows = sizes.hidden_size, self.width(sizes), self.num_heads(sizes), batch * tokens
-        stretches = {"chunk": math.ceil(tokens / self.chunk_size), "token": tokens}.get(self.routing, 1)
+        chunks = math.ceil(tokens / self.chunk_size) + (self.first_tokens < min(tokens, self.chunk_size))
+        stretches = {"chunk": chunks, "token": tokens}.get(self.routing, 1)
         choices, selected = batch * stretches, (self.shared_chapters + self.k) * self.chapter_tokens
         read = choices * selected if stretches == 1 else min(choices * selected, self.memory_tokens)
         scores = heads * rows * selected

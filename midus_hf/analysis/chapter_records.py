@@ -52,39 +52,38 @@ class ChapterCounts:
                 whole.sums[name] += part.sums[name]
         return whole
 
-    def add_routing(self, routing: Routing, documents: Sequence[int]) -> None:
-        """Add which chapters the stretches of a batch read.
+    def add_routing(self, routing: Routing, documents: Sequence[int], real: torch.Tensor | None) -> None:
+        """Add which chapters the tokens of a batch read.
 
         Args:
             routing: Of the batch.
             documents: The document of each row.
+            real: `[B, T]`, false for padding. Default: no token is padding.
         """
-        tokens = routing.pooled.counts.double()  # [B, U]
+        of_token = routing.pooled.stretches.of_token  # [B, T]
+        tokens = torch.ones_like(of_token, dtype=torch.float64) if real is None else real.double()
         self.k = routing.chosen.shape[-1]
-        guided = tokens * routing.pooled.states.any(-1)
-        rows = self._reads_of_rows(routing.chosen, guided)
-        self.reads += self._reads_of_rows(routing.chosen, tokens).sum(0)
+        guided = tokens * routing.pooled.states.any(-1)[of_token]
+        rows = self._reads_of_rows(routing.chosen[of_token], guided)
+        self.reads += self._reads_of_rows(routing.chosen[of_token], tokens).sum(0)
         self.guided_reads += rows.sum(0)
         self.sums["tokens"] += tokens.sum()
         self.sums["unguided"] += (tokens - guided).sum()
-        chances = routing.logits[..., self.num_shared :].double().softmax(-1)
-        self.sums["entropy"] += (torch.special.entr(chances).sum(-1) * guided).sum()
-        self._compare_stretches(routing.chosen, guided)
+        chances = routing.logits[:, self.num_shared :].double().softmax(-1)
+        self.sums["entropy"] += (torch.special.entr(chances).sum(-1)[of_token] * guided).sum()
+        self._compare_stretches(routing.chosen, of_token, guided)
         self._compare_rows(rows / guided.sum(1, keepdim=True).clamp(min=1), documents)
 
     def add_mass(self, chapters: torch.Tensor, mass: torch.Tensor, real: torch.Tensor | None) -> None:
         """Add how attention is shared among chapters.
 
         Args:
-            chapters: `[B, U, n]`, that stretches read.
+            chapters: `[B, T, n]`, that each token reads.
             mass: `[B, T, n]`, of each token.
             real: `[B, T]`, false for padding. Default: no token is padding.
         """
         wide = mass.double() if real is None else mass.double() * real.unsqueeze(-1)
-        length = -(-wide.shape[1] // chapters.shape[1])
-        wide = nn.functional.pad(wide, (0, 0, 0, length * chapters.shape[1] - wide.shape[1]))
-        of_stretch = wide.unflatten(1, (chapters.shape[1], length)).sum(2)  # [B, U, n]
-        self.mass.scatter_add_(0, chapters.flatten(), of_stretch.flatten())
+        self.mass.scatter_add_(0, chapters.flatten(), wide.flatten())
 
     def add_norms(
         self, added: torch.Tensor, attention: torch.Tensor, read: torch.Tensor, real: torch.Tensor | None
@@ -96,17 +95,19 @@ class ChapterCounts:
             self.sums[name] += (ratio if real is None else ratio * real).sum()
 
     def _reads_of_rows(self, chosen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """How many tokens of each row read each chapter, `[B, C]`, of the tokens `[B, U]` of stretches."""
+        """How many tokens `[B, T]`, of which each reads chapters `[B, T, k]`, read each chapter, `[B, C]`, by row."""
         rows = self.reads.new_zeros(len(tokens), len(self.reads))
         rows.scatter_add_(1, chosen.flatten(1), tokens.repeat_interleave(self.k, dim=1))
         rows[:, : self.num_shared] = tokens.sum(1, keepdim=True)
         return rows
 
-    def _compare_stretches(self, chosen: torch.Tensor, tokens: torch.Tensor) -> None:
-        both = (tokens[:, 1:] > 0) & (tokens[:, :-1] > 0)
-        same = (chosen[:, 1:, :, None] == chosen[:, :-1, None, :]).any(-1).sum(-1).double()  # [B, U - 1]
-        self.sums["within"] += (same / (2 * self.k - same) * both).sum()
-        self.sums["pairs_within"] += both.sum()
+    def _compare_stretches(self, chosen: torch.Tensor, of_token: torch.Tensor, guided: torch.Tensor) -> None:
+        """Compare the chapters `[N, k]` of stretches that follow each other, where guided tokens `[B, T]` of two do."""
+        follows = (of_token[:, 1:] != of_token[:, :-1]) & (guided[:, 1:] > 0) & (guided[:, :-1] > 0)
+        before, behind = chosen[of_token[:, :-1][follows]], chosen[of_token[:, 1:][follows]]  # [P, k]
+        same = (behind[:, :, None] == before[:, None, :]).any(-1).sum(-1).double()
+        self.sums["within"] += (same / (2 * self.k - same)).sum()
+        self.sums["pairs_within"] += len(same)
 
     def _compare_rows(self, shares: torch.Tensor, documents: Sequence[int]) -> None:
         """Compare the share of tokens `[B, C]` that read each chapter with that of the row before; a row of zeros has none."""
@@ -220,7 +221,7 @@ def _recorder(
         real = None if given.get("tokens") is None else given["tokens"].real
         counts, documents = records.at(place)
         with torch.no_grad():
-            counts.add_routing(routing, documents)
+            counts.add_routing(routing, documents, real)
             chapters, mass = memory.attention_mass(read, routing, tables=given.get("tables"))
             counts.add_mass(chapters, mass, real)
             counts.add_norms(output, attention[0].to(output.device), read, real)

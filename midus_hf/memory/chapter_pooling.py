@@ -1,4 +1,9 @@
-"""What is pooled of a sequence to choose chapters by, for each scope of routing, and what is chosen."""
+"""What is pooled of a sequence to choose chapters by, for each scope of routing, and what is chosen.
+
+What is pooled are hidden states over their root mean square, without the first token of a document where there is another: in trained
+models that token draws attention whatever it is, and its state is so large and so alike in all texts that means with it tell texts
+apart badly.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -6,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from midus_hf.memory.stretches import EqualStretches, RowChunks, Stretches, grouped
 from midus_hf.memory.token_places import TokenPlaces
 
 _ALL_ARE_PROMPT = (
@@ -18,14 +24,14 @@ class Pooled(NamedTuple):
     """What chapters are chosen by.
 
     Args:
-        states: `[B, U, D]`, one for each of U equal stretches of the T tokens; the last may be cut short.
-        length: Tokens per stretch.
-        counts: `[B, U]`, float32, the tokens of each stretch that are no padding.
+        states: `[N, D]`, float32 at least, one for each stretch of tokens that is routed as one.
+        stretches: Which tokens these are.
+        counts: `[N]`, float32, the tokens of each stretch that are no padding.
         kept: What the next pass needs of this one, by name.
     """
 
     states: torch.Tensor
-    length: int
+    stretches: Stretches
     counts: torch.Tensor
     kept: dict[str, torch.Tensor]
 
@@ -34,9 +40,9 @@ class Routing(NamedTuple):
     """Which chapters the stretches of tokens read.
 
     Args:
-        logits: `[B, U, C]`, float32 at least.
-        chosen: `[B, U, k]`, int64, the routed chapters, the best first.
-        log_weights: `[B, U, k]`, logarithms of their weights, which add up to 1.
+        logits: `[N, C]`, float32 at least.
+        chosen: `[N, k]`, int64, the routed chapters, the best first.
+        log_weights: `[N, k]`, logarithms of their weights, which add up to 1.
         pooled: What they were chosen by.
     """
 
@@ -46,28 +52,88 @@ class Routing(NamedTuple):
     pooled: Pooled
 
 
-def pool_tokens(hidden_states: torch.Tensor, places: TokenPlaces) -> Pooled:
-    """Each token by itself."""
-    real = places.real
-    counts = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.float32) if real is None else real.float()
-    return Pooled(hidden_states, 1, counts, {})
+class ChunkSizes(NamedTuple):
+    """Where the chunks of a document begin: at 0, at `first`, and then at each multiple of `size`.
+
+    Args:
+        first: F, the tokens of the first chunk, which nothing guides.
+        size: Tokens of later chunks; that which begins at F ends at `size`.
+    """
+
+    first: int
+    size: int
+
+    def begins(self, position: torch.Tensor) -> torch.Tensor:
+        """Whether a chunk that something guides begins at each position in a document."""
+        return (position >= self.first) & ((position == self.first) | (position % self.size == 0))
+
+    def start(self, position: torch.Tensor) -> torch.Tensor:
+        """Where the chunk of each position begins."""
+        start = position - position % self.size
+        return torch.where(position < self.first, 0, start.clamp(min=self.first))
+
+    def most(self, tokens: int, rows: int, *, continues: bool, holds_documents: bool) -> int:
+        """The most guided chunks that rows of so many tokens can have, whatever their documents.
+
+        Args:
+            tokens: T, of each row.
+            rows: B.
+            continues: Whether a row may go on with a document that began before it.
+            holds_documents: Whether a row may hold several documents.
+        """
+        if continues:  # the last token of a chunk, and then whole ones
+            within = min(tokens, (tokens + self.size - 2) // self.size + 1)
+        else:
+            within = max(0, -(-tokens // self.size) - (self.first == self.size)) if tokens > self.first else 0
+        if holds_documents:
+            # g guided chunks take F + 1 tokens or more, and (g - 1) size + 1 or more where g > 1; g size + 1 where F is the size.
+            is_split = self.first < self.size
+            of_each = min(2 * (self.first + 1), self.size + 1)
+            documents = 2 * tokens // of_each if is_split else max(0, tokens - 1) // self.size
+            within = min(tokens, documents + (within if continues else 0))
+        return rows * within
 
 
-def pool_sequence(hidden_states: torch.Tensor, places: TokenPlaces) -> Pooled:
-    """The mean over all tokens of a document, those that come later included."""
+def pool_tokens(states: torch.Tensor, places: TokenPlaces) -> Pooled:
+    """Each token by itself; arguments as those of `pool_prompt`."""
+    of_token = torch.arange(states.shape[0] * states.shape[1], device=states.device).view(states.shape[:2])
+    counts = states.new_ones(of_token.shape, dtype=torch.float32) if places.real is None else places.real.float()
+    return Pooled(states.flatten(0, 1), EqualStretches(of_token, 1), counts.flatten(), {})
+
+
+def pool_sequence(states: torch.Tensor, places: TokenPlaces) -> Pooled:
+    """The mean over all tokens of a document, those that come later included; arguments as those of `pool_prompt`.
+
+    Documents of a row are counted on the CPU. A compiled graph cannot do that, and routes each of its tokens.
+    """
+    batch, tokens, width = states.shape
     if places.starts is None:
-        return _pool_row(hidden_states, places.real, places.real)
-    document = places.starts.long().cumsum(1)  # [B, T]
-    sums = _zeros(hidden_states, hidden_states.shape).scatter_add(
-        1, document.unsqueeze(-1).expand(hidden_states.shape), hidden_states.to(_wide(hidden_states))
+        means, counts = _row_means(states, places.real, places.real)
+        return Pooled(means, _rows(batch, tokens, states.device), counts, {"seen": counts})
+    real = _real(states, places)
+    document = _documents(states, places)  # [B, T]
+    number = batch * tokens if torch.compiler.is_compiling() else int(document[-1, -1]) + 1
+    position = _positions(places, real, None)
+    sizes = torch.zeros(number, dtype=torch.int64, device=states.device)
+    sizes = sizes.index_add(0, document.flatten(), real.long().flatten())
+    pooled = real & ((position > 0) | (sizes[document] == 1))
+    sums = _zeros(states, (number, width)).index_add(
+        0, document.flatten(), (states.to(_wide(states)) * pooled.unsqueeze(-1)).flatten(0, 1)
     )
-    sizes = torch.zeros_like(document).scatter_add(1, document, torch.ones_like(document)).clamp(min=1)
-    means = (sums / sizes.unsqueeze(-1)).gather(1, document.unsqueeze(-1).expand(hidden_states.shape))
-    return Pooled(means.to(hidden_states.dtype), 1, hidden_states.new_ones(document.shape, dtype=torch.float32), {})
+    means = sums / (sizes - 1).clamp(min=1).unsqueeze(-1)
+    of_token = torch.where(real, document, -1)
+    if torch.compiler.is_compiling():
+        stretches = Stretches(document)
+    else:
+        every = torch.arange(batch * tokens, device=states.device)
+        at = torch.where(real & (position == 0), document, number).flatten()
+        first_tokens = torch.zeros(number + 1, dtype=torch.int64, device=states.device).scatter_(0, at, every)[:-1]
+        stretches = grouped(of_token, first_tokens, tokens, by_length=True)
+    return Pooled(means, stretches, sizes.float(), {"seen": torch.ones(batch, device=states.device)})
 
 
 def pool_prompt(
-    hidden_states: torch.Tensor,
+    states: torch.Tensor,
     places: TokenPlaces,
     prompt_mask: torch.Tensor | None,
     kept: Mapping[str, torch.Tensor],
@@ -75,7 +141,7 @@ def pool_prompt(
     """The mean over the tokens of the prompt, which later passes keep.
 
     Args:
-        hidden_states: `[B, T, D]`.
+        states: `[B, T, D]`, hidden states over their root mean square.
         places: Of the tokens.
         prompt_mask: `[B, T]`, true for tokens of the prompt. Default: the first pass is the prompt.
         kept: What an earlier pass of the sequence left.
@@ -83,15 +149,15 @@ def pool_prompt(
     Raises:
         ValueError: If a row holds several documents, or no token of a prompt.
     """
-    batch, tokens, _ = hidden_states.shape
+    batch, tokens, _ = states.shape
     if places.starts is not None:
         raise ValueError(
             "routing is 'prompt', and a row holds several documents; expected one prompt per row. Train without packing, or choose "
             "routing = 'chunk'."
         )
+    rows = _rows(batch, tokens, states.device)
     if kept:
-        states = kept["pooled"].to(hidden_states.dtype).unsqueeze(1)
-        return Pooled(states, tokens, _counts(places.real, batch, tokens, hidden_states.device), {})
+        return Pooled(kept["pooled"].to(_wide(states)), rows, _counts(places.real, batch, tokens, states.device), {})
     chosen = places.real
     if prompt_mask is None:
         if not torch.compiler.is_compiling():  # a graph cannot warn
@@ -103,124 +169,257 @@ def pool_prompt(
                 "routing is 'prompt', and a row has no token of a prompt; expected prompt_mask to be true somewhere in each row, or "
                 "labels that begin with -100. Plain text has no prompts: choose routing = 'chunk' for it."
             )
-    pooled = _pool_row(hidden_states, chosen, places.real)
-    return pooled._replace(kept={"pooled": pooled.states.squeeze(1).to(_wide(hidden_states))})
+    means, counts = _row_means(states, chosen, places.real)
+    return Pooled(means, rows, counts, {"pooled": means})
 
 
 def pool_chunks(
-    hidden_states: torch.Tensor, places: TokenPlaces, size: int, kept: Mapping[str, torch.Tensor]
+    states: torch.Tensor,
+    places: TokenPlaces,
+    sizes: ChunkSizes,
+    kept: Mapping[str, torch.Tensor],
+    keeps: bool = True,
 ) -> Pooled:
     """For each chunk of a document, the mean over the tokens of the document before it; zero for the first chunk.
 
-    Sums are float32 at least. `kept` holds, per row, the `count` of tokens so far, their `total`, and the sum `before` the chunk
-    that the next token belongs to.
+    All first chunks read alike, so they are one stretch, the first of the list, except where a pass has one token per row. The first
+    token of a document is left out of the means, but for a chunk that has no other before it. Sums are float32 at least.
+
+    The list is as long as there are chunks. Where its length must not depend on what tensors hold, which is in a compiled graph and
+    for rows of one document, it is as long as it could be.
 
     Args:
-        hidden_states: `[B, T, D]`.
+        states: `[B, T, D]`, hidden states over their root mean square.
         places: Of the tokens; those of a row that are no padding stand together.
-        size: Tokens per chunk.
-        kept: What earlier passes of the sequence left.
+        sizes: Of chunks.
+        kept: What earlier passes of the sequence left: per row the `count` of tokens so far, the `total` of all of these but the
+            first, and the sum `before` the chunk that the next token belongs to.
+        keeps: Whether there will be later passes. Default: true.
     """
+    if states.shape[1] == 1:
+        return _pool_step(states, places, sizes, kept)
     if places.is_plain and not kept:
-        return _pool_plain_chunks(hidden_states, places.real, size)
-    batch, tokens, _ = hidden_states.shape
-    wide, device = _wide(hidden_states), hidden_states.device
-    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if places.real is None else places.real
-    values = hidden_states.to(wide) * real.unsqueeze(-1)
-    before_token = values.cumsum(1) - values  # [B, T, D]
-    if kept:
-        count, total, before = kept["count"], kept["total"].to(wide), kept["before"].to(wide)
+        return _pool_plain_chunks(states, places.real, sizes, keeps)
+    batch, tokens, width = states.shape
+    device, compiling = states.device, torch.compiler.is_compiling()
+    real = _real(states, places)
+    count, total, before = _kept_of(states, kept)
+    position = _positions(places, real, count)  # [B, T], in the document
+    values = states.to(_wide(states)) * (real & (position > 0)).unsqueeze(-1)
+    marks, every = _marks(places, states), torch.arange(batch * tokens, device=device)
+
+    guided = real & (position >= sizes.first)
+    begins = guided & sizes.begins(position)
+    if kept:  # the first token of a row may be in the middle of a chunk
+        begins = begins | (guided & (real.long().cumsum(1) == 1))
+    number = begins.flatten().cumsum(0)  # [B * T], of the last chunk that has begun
+    beginning = real & ~guided
+    if places.starts is None or compiling:
+        holds = places.starts is not None
+        num_chunks = sizes.most(tokens, batch, continues=bool(kept), holds_documents=holds)
+        num_beginning = batch * min(tokens, sizes.first)
     else:
-        count = torch.zeros(batch, dtype=torch.int64, device=device)
-        total = before = _zeros(hidden_states, (batch, hidden_states.shape[-1]))
+        num_chunks, num_beginning = torch.stack([number[-1], beginning.sum()]).tolist()
+    all_chunks = num_chunks + 1
 
-    index = torch.arange(tokens, device=device).expand(batch, tokens)
-    position = count.unsqueeze(1) + real.long().cumsum(1) - 1  # [B, T], in the row
-    document_base = total.unsqueeze(1)  # what of the sums belongs to the document
-    if places.starts is not None:
-        start = torch.where(places.starts, index, -1).cummax(1).values  # [B, T], -1 in the first document
-        first = position.gather(1, start.clamp(min=0))
-        position = torch.where(start >= 0, position - first, position)
-        document_base = torch.where((start >= 0).unsqueeze(-1), -_at(before_token, start), document_base)
-    within = position % size
-    chunk_start = torch.where(real & (within == 0), index, -1).cummax(1).values  # -1: begun in an earlier pass
-    sums = torch.where(
-        (chunk_start >= 0).unsqueeze(-1), _at(before_token, chunk_start) + document_base, before.unsqueeze(1)
+    at = torch.where(begins.flatten(), number, 0)
+    first_tokens = torch.zeros(all_chunks, dtype=torch.int64, device=device).scatter_(0, at, every)
+    document = marks.flatten().cumsum(0) - 1
+    document_of = document[first_tokens].index_fill(0, torch.zeros(1, dtype=torch.int64, device=device), -1)  # [N]
+    start = sizes.start(position.flatten()[first_tokens])
+    following = (number + 1).clamp(max=all_chunks - 1)
+    follows = (number < number[-1]) & (document_of[following] == document)
+    into = _zeros(states, (all_chunks, width)).index_add(
+        0, torch.where(follows, following, 0), values.flatten(0, 1) * follows.unsqueeze(-1)
     )
-    chunk_position = (position - within).clamp(min=1).unsqueeze(-1)
-    states = (sums / chunk_position).to(hidden_states.dtype)
+    # Of all documents together: in float64, so that what is left of one by a difference has no errors of the others.
+    up_to = into.double().cumsum(0)  # [N, D]
+    is_other = torch.cat([document_of.new_zeros(1, dtype=torch.bool), document_of[1:] != document_of[:-1]])
+    first_of_document = torch.where(is_other, torch.arange(all_chunks, device=device), 0).cummax(0).values
+    sums = (up_to - up_to[(first_of_document - 1).clamp(min=0)]).to(values.dtype)
+    continues = torch.zeros_like(start, dtype=torch.bool)
+    if kept:
+        row = first_tokens // tokens
+        goes_on = (marks.cumsum(1) == 1).flatten()[first_tokens]  # in the first document of its row
+        continues = goes_on & (start <= count[row])
+        sums = torch.where(continues.unsqueeze(-1), before[row], sums + total[row] * goes_on.unsqueeze(-1))
+    flat = states.to(_wide(states)).flatten(0, 1)
+    if sizes.first == 1:
+        alone = (start == 1) & ~continues
+        sums = torch.where(alone.unsqueeze(-1), flat[(first_tokens - 1).clamp(min=0)], sums)
+    unguided = torch.arange(all_chunks, device=device) == 0
+    means = torch.where(unguided.unsqueeze(-1), 0, sums / (start - 1).clamp(min=1).unsqueeze(-1))
 
-    last = torch.where(real, index, 0).amax(1, keepdim=True)  # [B, 1]
-    has_token = real.any(1)
-    new_count = torch.where(has_token, position.gather(1, last).squeeze(1) + 1, count)
-    own_total = total + values.sum(1)
-    if places.starts is not None:
-        last_start = torch.where(places.starts, index, -1).amax(1, keepdim=True)
-        own_total = torch.where(
-            last_start >= 0, own_total - total - _at(before_token, last_start).squeeze(1), own_total
+    of_token = torch.where(guided.flatten(), number, 0).view(batch, tokens)
+    counts = _zeros(states, (all_chunks,)).index_add(0, of_token.flatten(), real.to(_wide(states)).flatten()).float()
+    if places.starts is not None and compiling:
+        stretches = Stretches(of_token)
+    else:
+        stretches = grouped(
+            torch.where(real, of_token, -1),
+            first_tokens,
+            min(sizes.size, tokens),
+            alike=beginning,
+            alike_room=num_beginning,
+            by_length=places.starts is not None,
         )
-    new_before = torch.where(has_token.unsqueeze(-1), _at(sums, last).squeeze(1), before)
-    new_before = torch.where((new_count % size == 0).unsqueeze(-1), own_total, new_before)
-    return Pooled(states, 1, real.float(), {"count": new_count, "total": own_total, "before": new_before})
+    pooled = Pooled(means, stretches, counts, {})
+    if not keeps:
+        return pooled
+    index = torch.arange(tokens, device=device).expand(batch, tokens)
+    last = torch.where(real, index, 0).amax(1)  # [B]
+    has_token = real.any(1)
+    rows = torch.arange(batch, device=device)
+    new_count = torch.where(has_token, position[rows, last] + 1, count)
+    document_of_row = marks.cumsum(1)  # [B, T]
+    is_last = document_of_row == document_of_row[:, -1:]
+    went_on = (document_of_row[:, -1] == 1).unsqueeze(-1)
+    new_total = (values * is_last.unsqueeze(-1)).sum(1) + total * went_on
+    next_start = sizes.start(new_count)
+    new_before = torch.where((next_start == new_count).unsqueeze(-1), new_total, sums[of_token[rows, last]])
+    if sizes.first == 1:
+        alone = has_token & (new_count == 1)
+        new_before = torch.where(alone.unsqueeze(-1), flat[rows * tokens + last], new_before)
+    new_before = torch.where((next_start == 0).unsqueeze(-1), 0, new_before)
+    new_before = torch.where(has_token.unsqueeze(-1), new_before, before)
+    return pooled._replace(kept={"count": new_count, "total": new_total, "before": new_before})
 
 
-def _pool_plain_chunks(hidden_states: torch.Tensor, real: torch.Tensor | None, size: int) -> Pooled:
+def _pool_step(
+    states: torch.Tensor, places: TokenPlaces, sizes: ChunkSizes, kept: Mapping[str, torch.Tensor]
+) -> Pooled:
+    """As `pool_chunks` for one token of each row, each of which is a stretch: nothing is sorted, and nothing waits for the device."""
+    batch = len(states)
+    real, state = _real(states, places)[:, 0], states[:, 0].to(_wide(states))
+    count, total, before = _kept_of(states, kept)
+    guided = real & (count >= sizes.first)
+    means = torch.where(guided.unsqueeze(-1), before / (sizes.start(count) - 1).clamp(min=1).unsqueeze(-1), 0)
+    new_count = count + real
+    new_total = total + state * (real & (count > 0)).unsqueeze(-1)
+    new_before = new_total
+    if sizes.first == 1:
+        new_before = torch.where((new_count == 1).unsqueeze(-1), state, new_total)
+    new_before = torch.where((real & sizes.begins(new_count)).unsqueeze(-1), new_before, before)
+    new = {"count": new_count, "total": new_total, "before": new_before}
+    return Pooled(means, _rows(batch, 1, states.device), real.float(), new)
+
+
+def _pool_plain_chunks(states: torch.Tensor, real: torch.Tensor | None, sizes: ChunkSizes, keeps: bool) -> Pooled:
     """As `pool_chunks` for rows that begin here, with padding behind them alone."""
-    batch, tokens, width = hidden_states.shape
-    wide, chunks = _wide(hidden_states), -(-tokens // size)
-    values = hidden_states.to(wide)
+    batch, tokens, width = states.shape
+    (first, size), device = sizes, states.device
+    values = states.to(_wide(states))
     if real is not None:
         values = values * real.unsqueeze(-1)
-    padded = torch.nn.functional.pad(values, (0, 0, 0, chunks * size - tokens))
-    sums = padded.unflatten(1, (chunks, size)).sum(2)  # [B, U, D]
-    zero = sums.new_zeros(batch, 1, width)
-    up_to = torch.cat(
-        [zero, sums.cumsum(1)], dim=1
-    )  # [B, U + 1, D], before each chunk, and before the one behind them
-    counts = _chunk_counts(real, batch, tokens, size, hidden_states.device)
-    seen = torch.cat([counts.new_zeros(batch, 1), counts.cumsum(1)], dim=1)  # [B, U + 1]
-    states = up_to[:, :-1] / seen[:, :-1].clamp(min=1).unsqueeze(-1)
-    count = seen[:, -1].long()
-    kept = {"count": count, "total": up_to[:, -1], "before": _at(up_to, (count // size).unsqueeze(1)).squeeze(1)}
-    return Pooled(states.to(hidden_states.dtype), size, counts, kept)
-
-
-def _chunk_counts(real: torch.Tensor | None, batch: int, tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """Tokens `[B, U]` of each chunk that are no padding."""
     chunks = -(-tokens // size)
-    if real is None:
-        ends = torch.arange(1, chunks + 1, device=device).mul(size).clamp(max=tokens).float()
-        return torch.diff(ends, prepend=ends.new_zeros(1)).expand(batch, chunks)
-    padded = torch.nn.functional.pad(real.float(), (0, chunks * size - tokens))
-    return padded.unflatten(1, (chunks, size)).sum(2)
+    later = torch.nn.functional.pad(values[:, size:], (0, 0, 0, max(0, chunks * size - max(tokens, size))))
+    sums = torch.cat(
+        [values[:, 1:size].sum(1, keepdim=True), later.unflatten(1, (chunks - 1, size)).sum(2)], dim=1
+    )  # [B, chunks, D]
+    up_to = torch.cat([sums.new_zeros(batch, 1, width), sums.cumsum(1)], dim=1)  # before each chunk of `size` tokens
+    alone = values[:, :1]
+    of_first = (
+        alone if first == 1 else values[:, 1:first].sum(1, keepdim=True)
+    )  # before the chunk that begins at `first`
+    parts = [of_first / max(1, first - 1)] if first < min(size, tokens) else []
+    starts = torch.arange(1, chunks, device=device) * size
+    before_chunks = up_to[:, 1:chunks]
+    if size == 1:
+        before_chunks = torch.cat([alone, before_chunks[:, 1:]], dim=1)[:, : chunks - 1]
+    parts.append(before_chunks / (starts - 1).clamp(min=1).unsqueeze(-1))
+    guided = torch.cat(parts, dim=1)  # [B, U, D]
+    means = torch.cat([guided.new_zeros(1, width), guided.flatten(0, 1)])
+
+    index, each = torch.arange(tokens, device=device), guided.shape[1]
+    left_out = 0 if first < size else 1
+    of_row = torch.arange(batch, device=device).unsqueeze(1) * each + 1 + index // size - left_out
+    of_token = torch.where(index < first, 0, of_row)
+    is_real = torch.ones(batch, tokens, device=device) if real is None else real.float()
+    counts = torch.zeros(len(means), device=device).index_add(0, of_token.flatten(), is_real.flatten())
+    pooled = Pooled(means, RowChunks(of_token, first, size), counts, {})
+    if not keeps:
+        return pooled
+    count = is_real.sum(1).long()
+    begun = (count // size).clamp(max=chunks)
+    before = up_to[torch.arange(batch, device=device), begun]
+    if size == 1:
+        before = torch.where((count == 1).unsqueeze(-1), alone.squeeze(1), before)
+    in_first = torch.where((count >= first).unsqueeze(-1), of_first.squeeze(1), 0)
+    before = torch.where((count < size).unsqueeze(-1), in_first, before)
+    return pooled._replace(kept={"count": count, "total": up_to[:, -1], "before": before})
 
 
-def _pool_row(hidden_states: torch.Tensor, chosen: torch.Tensor | None, real: torch.Tensor | None) -> Pooled:
-    """The mean over some tokens of each row, for all of its tokens."""
-    batch, tokens, _ = hidden_states.shape
-    wide = hidden_states.to(_wide(hidden_states))
+def _row_means(
+    states: torch.Tensor, chosen: torch.Tensor | None, real: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean `[B, D]` over some tokens of each row, without its first where there is another; the tokens of the row `[B]`."""
+    batch, tokens, _ = states.shape
+    wide = states.to(_wide(states))
+    counts = _counts(real, batch, tokens, states.device)
     if chosen is None:
-        states = wide.mean(1, keepdim=True)
-    else:
-        sums = (wide * chosen.unsqueeze(-1)).sum(1, keepdim=True)
-        states = sums / chosen.sum(1).clamp(min=1)[:, None, None]
-    return Pooled(states.to(hidden_states.dtype), tokens, _counts(real, batch, tokens, hidden_states.device), {})
+        return wide[:, min(1, tokens - 1) :].mean(1), counts
+    first = torch.ones_like(chosen) if real is None else real
+    others = chosen & (first.long().cumsum(1) > 1)
+    pooled = torch.where(others.any(1, keepdim=True), others, chosen)
+    sums = (wide * pooled.unsqueeze(-1)).sum(1)
+    return sums / pooled.sum(1, keepdim=True).clamp(min=1), counts
+
+
+def _kept_of(
+    states: torch.Tensor, kept: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What was kept of each row: count `[B]`, total and before `[B, D]`; zeros where it begins here."""
+    if kept:
+        return kept["count"], kept["total"].to(_wide(states)), kept["before"].to(_wide(states))
+    batch, _, width = states.shape
+    nothing = _zeros(states, (batch, width))
+    return torch.zeros(batch, dtype=torch.int64, device=states.device), nothing, nothing
+
+
+def _positions(places: TokenPlaces, real: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
+    """Where each token `[B, T]` stands in its document, of whose first `[B]` earlier passes had `count` tokens."""
+    position = real.long().cumsum(1) - 1
+    if count is not None:
+        position = position + count.unsqueeze(1)
+    if places.starts is None:
+        return position
+    index = torch.arange(real.shape[1], device=real.device).expand(real.shape)
+    start = torch.where(places.starts, index, -1).cummax(1).values  # -1 in the first document
+    first = position.gather(1, start.clamp(min=0))
+    return torch.where(start >= 0, position - first, position)
+
+
+def _marks(places: TokenPlaces, states: torch.Tensor) -> torch.Tensor:
+    """Whether a row or a document begins at each place, `[B, T]`."""
+    first = torch.arange(states.shape[1], device=states.device) == 0
+    first = first.expand(states.shape[:2])
+    return first if places.starts is None else first | places.starts
+
+
+def _documents(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
+    """The number of the document that each token `[B, T]` is in."""
+    return (_marks(places, states).flatten().cumsum(0) - 1).view(states.shape[:2])
+
+
+def _real(states: torch.Tensor, places: TokenPlaces) -> torch.Tensor:
+    """Which tokens are no padding, `[B, T]`."""
+    if places.real is not None:
+        return places.real
+    return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+
+
+def _rows(batch: int, tokens: int, device: torch.device) -> EqualStretches:
+    """Each row as a stretch."""
+    return EqualStretches(torch.arange(batch, device=device).unsqueeze(1).expand(batch, tokens), tokens)
 
 
 def _counts(real: torch.Tensor | None, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
-    """Tokens `[B, 1]` of each row that are no padding."""
-    if real is None:
-        return torch.full((batch, 1), float(tokens), device=device)
-    return real.sum(1, keepdim=True).float()
+    """Tokens `[B]` of each row that are no padding."""
+    return torch.full((batch,), float(tokens), device=device) if real is None else real.sum(1).float()
 
 
-def _at(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """States `[B, S, D]` at an index `[B, T]`; below zero, the first."""
-    return states.gather(1, index.clamp(min=0).unsqueeze(-1).expand(-1, -1, states.shape[-1]))
-
-
-def _wide(hidden_states: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(hidden_states.dtype, torch.float32)
+def _wide(states: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(states.dtype, torch.float32)
 
 
 def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,13 +9,22 @@ from torch import nn
 
 from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory.chapter_pooling import Pooled, Routing, pool_chunks, pool_prompt, pool_sequence, pool_tokens
+from midus_hf.memory.chapter_pooling import (
+    ChunkSizes,
+    Pooled,
+    Routing,
+    pool_chunks,
+    pool_prompt,
+    pool_sequence,
+    pool_tokens,
+)
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.router_losses import balance_loss, z_loss
 from midus_hf.memory.router_report import RouterReport
+from midus_hf.memory.stretches import Numbers
 from midus_hf.memory.token_places import TokenPlaces
 from midus_hf.ops.chapter_attention import chapter_attention
 from midus_hf.ops.chapter_mass import chapter_mass
@@ -92,10 +101,10 @@ class Chapters(MemoryModule):
         Raises:
             ValueError: Where routing is `sequence` and `state` has seen a part of the sequence; as `pool_prompt`.
         """
-        batch, num_tokens, _ = hidden_states.shape
-        if num_tokens == 0 or batch == 0:
+        if hidden_states.shape[0] == 0 or hidden_states.shape[1] == 0:
             return hidden_states * 0
-        routing = self.route(hidden_states, tokens, state, prompt_mask)
+        normalised = _rms_normalised(hidden_states)
+        routing = self._route(normalised, tokens, state, prompt_mask)
         if state is not None:
             state.keep(routing.pooled.kept)
         if report is not None:
@@ -103,9 +112,14 @@ class Chapters(MemoryModule):
         chapters, scales, biases = self._mixture(routing)
         keys, values, chapters = self._memory_tokens(tables or {}, chapters, hidden_states)
 
-        query = self._queries(hidden_states, routing)
-        output = chapter_attention(query, keys, values, chapters, scales, biases, backend=backend)
-        return self.output_projection(output[:, :num_tokens].flatten(-2))
+        def attend(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+            weights = (
+                None if of_stretch is None else of_stretch[numbers].unsqueeze(1) for of_stretch in (scales, biases)
+            )
+            return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), *weights, backend=backend)
+
+        output = routing.pooled.stretches.read(self._queries(normalised), attend)
+        return self.output_projection(output.flatten(-2))
 
     def route(
         self,
@@ -115,13 +129,23 @@ class Chapters(MemoryModule):
         prompt_mask: torch.Tensor | None = None,
     ) -> Routing:
         """Choose chapters; arguments as those of `forward`. Nothing is changed."""
-        pooled = self._pool(hidden_states, tokens or TokenPlaces(), state, prompt_mask)
+        return self._route(_rms_normalised(hidden_states), tokens, state, prompt_mask)
+
+    def _route(
+        self,
+        normalised: torch.Tensor,
+        tokens: TokenPlaces | None,
+        state: MemoryState | None,
+        prompt_mask: torch.Tensor | None,
+    ) -> Routing:
+        """Choose chapters for hidden states over their root mean square."""
+        pooled = self._pool(normalised, tokens or TokenPlaces(), state, prompt_mask)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        with without_autocast(hidden_states.device.type):
+        wide = torch.promote_types(normalised.dtype, torch.float32)
+        with without_autocast(normalised.device.type):
             logits = nn.functional.linear(
                 states.to(wide), self.router_weight.to(wide), self.router_bias.to(wide)
-            )  # [B, U, C]
+            )  # [N, C]
         shared = self.options.shared_chapters
         best = logits[..., shared:].topk(self.options.k, dim=-1)
         return Routing(logits, best.indices + shared, best.values.log_softmax(-1), pooled)
@@ -137,13 +161,21 @@ class Chapters(MemoryModule):
             tables: As in `forward`.
 
         Returns:
-            The chapters `[B, U, S + k]` of each stretch, shared ones first, and the share of each, the mean over query heads,
+            The chapters of each token, shared ones first, `[B, T, S + k]`, and the share of each, the mean over query heads,
             `[B, T, S + k]`, float32 at least: those of a token add up to 1.
         """
-        read, scales, biases = self._mixture(routing)
-        keys, _, places = self._memory_tokens(tables or {}, read, hidden_states)
-        mass = chapter_mass(self._queries(hidden_states, routing), keys, places, scales, biases)
-        return read, mass[:, : hidden_states.shape[1]]
+        chapters, scales, biases = self._mixture(routing)
+        keys, _, rows = self._memory_tokens(tables or {}, chapters, hidden_states)
+
+        def weigh(query: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+            weights = (
+                None if of_stretch is None else of_stretch[numbers].unsqueeze(1) for of_stretch in (scales, biases)
+            )
+            return chapter_mass(query, keys, rows[numbers].unsqueeze(1), *weights)
+
+        stretches = routing.pooled.stretches
+        mass = stretches.read(self._queries(_rms_normalised(hidden_states)), weigh)
+        return chapters[stretches.of_token], mass
 
     def token_outputs(
         self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None
@@ -163,37 +195,35 @@ class Chapters(MemoryModule):
         values = values.repeat_interleave(self.num_heads // self.num_kv_heads, dim=-2)  # [C', M, H, d]
         return self.output_projection(values.flatten(-2))
 
-    def _queries(self, hidden_states: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Queries `[B, T', H, d]`, T' >= T, as many as the stretches have tokens."""
-        query = self.query_projection(_rms_normalised(hidden_states) * self.norm_weight.to(hidden_states.dtype))
-        query = query.unflatten(-1, (self.num_heads, self.head_dim))  # [B, T, H, d]
-        missing = routing.pooled.length * routing.chosen.shape[1] - query.shape[1]
-        return nn.functional.pad(query, (0, 0, 0, 0, 0, missing)) if missing else query
+    def _queries(self, normalised: torch.Tensor) -> torch.Tensor:
+        """Queries `[B, T, H, d]`, of hidden states over their root mean square."""
+        query = self.query_projection(normalised * self.norm_weight.to(normalised.dtype))
+        return query.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _pool(
         self,
-        hidden_states: torch.Tensor,
+        normalised: torch.Tensor,
         tokens: TokenPlaces,
         state: MemoryState | None,
         prompt_mask: torch.Tensor | None,
     ) -> Pooled:
         kept = {} if state is None else state.kept
         if self.options.routing == "chunk":
-            return pool_chunks(hidden_states, tokens, self.options.chunk_size, kept)
+            sizes = ChunkSizes(self.options.first_tokens, self.options.chunk_size)
+            return pool_chunks(normalised, tokens, sizes, kept, keeps=state is not None)
         if self.options.routing == "prompt":
-            return pool_prompt(hidden_states, tokens, prompt_mask, kept)
+            return pool_prompt(normalised, tokens, prompt_mask, kept)
         if self.options.routing == "token":
-            return pool_tokens(hidden_states, tokens)
+            return pool_tokens(normalised, tokens)
         if kept:
             raise ValueError(
                 "routing is 'sequence', which looks at the whole sequence, and a cache holds a part of it; expected passes without a "
                 "cache. Set use_cache to false, or upscale with routing = 'chunk'."
             )
-        pooled = pool_sequence(hidden_states, tokens)
-        return pooled._replace(kept={"seen": pooled.counts})
+        return pool_sequence(normalised, tokens)
 
     def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """All chapters `[B, U, S + k]` that are read, shared ones first; their scales and biases, likewise, where they have any."""
+        """All chapters `[N, S + k]` that are read, shared ones first; their scales and biases, likewise, where they have any."""
         shared = torch.arange(self.options.shared_chapters, device=routing.chosen.device)
         shared = shared.expand(*routing.chosen.shape[:-1], -1)
         chapters = torch.cat([shared, routing.chosen], dim=-1)
@@ -212,7 +242,7 @@ class Chapters(MemoryModule):
     def _memory_tokens(
         self, tables: Mapping[str, torch.Tensor], chapters: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values `[C', M, K, d]`, and which of them are read, `[B, U, n]`.
+        """Keys and values `[C', M, K, d]`, and which of them each stretch reads, `[N, n]`.
 
         The whole bank is projected where as many chapters are read as it has; otherwise those that are read, one after another.
         """
@@ -237,11 +267,7 @@ class Chapters(MemoryModule):
 
     def _report(self, routing: Routing, report: RouterReport) -> None:
         """Tell the router's logits, and its losses times their coefficients."""
-        logits, chosen, counts = (
-            routing.logits.flatten(0, 1),
-            routing.chosen.flatten(0, 1),
-            routing.pooled.counts.flatten(),
-        )
+        logits, chosen, counts = routing.logits, routing.chosen, routing.pooled.counts
         first = 0 if self.options.balance == "released" else self.options.shared_chapters
         candidates = logits[:, first:]  # [N, C - S]: what nothing is chosen by must not change what a choice costs
         balance = balance_loss(candidates, chosen - first, counts, self.options.balance == "per-choice")

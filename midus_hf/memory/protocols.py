@@ -95,7 +95,7 @@ class ReadsChapters(Protocol):
     def attention_mass(
         self, hidden_states: torch.Tensor, routing: Routing, *, tables: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chapters `[B, U, S + k]`, and the share `[B, T, S + k]` of each token's attention that each gets."""
+        """Chapters `[B, T, S + k]` of each token, and the share `[B, T, S + k]` of its attention that each gets."""
 
     def token_outputs(
         self, chapters: torch.Tensor, *, tables: Mapping[str, torch.Tensor] | None = None

@@ -84,6 +84,11 @@ def chapter_attention(
     return output.reshape(query.shape)
 
 
+def fewest_together() -> int:
+    """Queries that read the same chapters, from which on `chapter_attention` gathers keys for all of them at once."""
+    return _FEWEST_TOGETHER
+
+
 def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -12,6 +12,8 @@ from midus_hf.models import FAMILIES
 CHAPTERS, SHARED, TOKENS, LAYERS = 6, 1, 4, [0, 2]
 LOGITS = torch.tensor([0.0, 8, 7, 0, -7, -8])
 """Of the router for a token of kind a; for one of kind b they are the negative of it."""
+_LARGE = 1e4
+"""First element of the residual stream, beside which all others are as nothing in the root mean square that it is divided by."""
 READ = {"a": [0, 1, 2], "b": [0, 4, 5]}
 """Chapters that a token of each kind reads, the shared one included: nobody reads chapter 3."""
 
@@ -34,7 +36,7 @@ def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:
             if "memor" in name:
                 parameter.copy_(torch.randn_like(parameter))
         embedding = model.get_input_embeddings()
-        kinds = torch.where(torch.arange(config.vocab_size) < 64, 1.0, -1.0)
+        kinds = _LARGE * torch.where(torch.arange(config.vocab_size) < 64, 1.0, -1.0)
         embedding.weight[:, 0] = kinds / getattr(embedding, "embed_scale", torch.ones(()))
         for layer, block in enumerate(model.model.layers):
             block.self_attn.o_proj.weight[0] = 0
@@ -43,7 +45,7 @@ def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:
                 memory = block.memories["chapters"]
                 memory.output_projection.weight[0] = 0
                 memory.router_weight.zero_()
-                memory.router_weight[:, 0] = LOGITS
+                memory.router_weight[:, 0] = LOGITS / config.hidden_size**0.5
                 memory.router_bias.zero_()
     return model.eval()
 

@@ -18,7 +18,7 @@ def test_what_a_memory_token_adds_is_what_a_token_gets_that_attends_to_it_alone(
     model = routed_model(memory_tokens=6, shared_chapters=0, k=1, weighting="paper", **options).double()
     memory, tables = memory_of(model), {"bank": model.model.memory_tables["chapters"]["0"].bank}
     read = torch.randn(1, 9, 32, dtype=torch.float64)
-    chosen = memory.route(read).chosen[0, :, 0]
+    chosen = memory.route(read).chosen[:, 0]
     assert len(set(chosen.tolist())) > 1
     added = memory.token_outputs(torch.arange(6), tables=tables)
     assert added.shape == (6, 1, 32)

@@ -293,7 +293,7 @@ def chapters(**options: Any) -> dict[str, int]:
 
 
 def test_a_prompt_and_one_stretch_choose_as_a_sequence_does():
-    assert chapters(routing="prompt") == chapters(routing="chunk", chunk_size=TOKENS) == chapters()
+    assert chapters(routing="prompt") == chapters(routing="chunk", chunk_size=TOKENS, first_chunk=TOKENS) == chapters()
 
 
 def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at_most():
@@ -306,8 +306,14 @@ def test_a_choice_for_each_stretch_or_token_is_routed_and_reads_the_bank_once_at
         assert counted["attention"] == (
             2 * 2 * ROWS * 32 * 32 + 2 * 2 * rows * 32 * 32 + 4 * ROWS * SELECTED * 32 + 4 * ROWS * SELECTED * 7
         )
-    few = chapters(routing="chunk", chunk_size=12, memory_tokens=4096, chapters=256)
+    few = chapters(routing="chunk", chunk_size=12, first_chunk=12, memory_tokens=4096, chapters=256)
     assert few["attention"] == chapters()["attention"] + 2 * 2 * (2 * BATCH - BATCH) * SELECTED * 32 * 32
+    of_chunks = {"memory_tokens": 4096, "chapters": 256, "routing": "chunk", "chunk_size": 12}
+    own_beginning = chapters(**of_chunks, first_chunk=4)
+    assert own_beginning == chapters(**of_chunks) != chapters(**of_chunks, first_chunk=12), (
+        "three choices instead of two"
+    )
+    assert own_beginning["attention"] == few["attention"] + 2 * 2 * BATCH * SELECTED * 32 * 32
 
 
 def test_weights_of_chapters_and_norms_of_their_tokens_cost_what_they_do():

@@ -47,17 +47,25 @@ def read_by_loops(
         states = hidden_states[row]
         everything = [index for document in of_row for index in document]
         prompt = everything if prompts is None else prompts[row]
+        first_chunk = min(8, options.chunk_size) if options.first_chunk is None else options.first_chunk
         for document in of_row:
             for position, index in enumerate(document):
+                begin = 0
+                for other in range(position + 1):
+                    if other == first_chunk or (other > first_chunk and other % options.chunk_size == 0):
+                        begin = other
                 pooled_over = {
                     "token": [index],
                     "sequence": list(document),
                     "prompt": list(prompt),
-                    "chunk": list(document[: position // options.chunk_size * options.chunk_size]),
+                    "chunk": list(document[:begin]),
                 }[options.routing]
+                if len(pooled_over) > 1 and options.routing != "token":
+                    pooled_over = [other for other in pooled_over if other != document[0]]
                 pooled = torch.zeros_like(states[index])
                 for other in pooled_over:
-                    pooled = pooled + states[other] / len(pooled_over)
+                    state = states[other] / (states[other].square().mean() + EPS).sqrt()
+                    pooled = pooled + state / len(pooled_over)
                 reads[row, index] = _read(options, num_heads, tensors, states[index], pooled)
     return reads
 

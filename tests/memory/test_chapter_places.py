@@ -104,6 +104,36 @@ def test_a_row_without_a_prompt_is_refused(tokens, prompt_mask):
         )
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("routing", ["chunk", "prompt", "sequence"])
+def test_neither_the_first_token_of_a_document_nor_the_size_of_states_decides(routing, packed):
+    """In trained models the first token is an attention sink, a hundred times as large as others and alike in all texts."""
+    if packed and routing == "prompt":
+        pytest.skip("rows of prompts hold one document")
+    memory, hidden_states = layer(routing=routing), states().detach()
+    starts = torch.zeros(2, 8, dtype=torch.bool)
+    starts[:, 4] = packed
+    places = TokenPlaces(None, starts, is_plain=False) if packed else TokenPlaces()
+    logits = memory.route(hidden_states, places).logits
+    others = hidden_states.clone()
+    others[:, [0, 4] if packed else 0] = 100 * torch.randn(2, 2 if packed else 1, 8, dtype=torch.float64).squeeze(1)
+    others *= torch.arange(1, 9, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(memory.route(others, places).logits, logits, rtol=1e-4, atol=1e-4)
+    others[:, 1, 0] += 10
+    assert not torch.allclose(memory.route(others, places).logits, logits, atol=1e-2)
+
+
+def test_texts_of_a_few_tokens_read_by_their_own_words():
+    """With chunks of 64, of which none but the first had begun before."""
+    memory = layer(chunk_size=64)
+    routes = memory.route(states(5, 40).detach())
+    assert routes.pooled.stretches.of_token.tolist() == [[0] * 8 + [row] * 32 for row in range(1, 6)]
+    assert not routes.pooled.states[0].any() and routes.pooled.states[1:].any(-1).all()
+    assert len(routes.logits[1:].unique(dim=0)) == 5
+    one_for_all = layer(chunk_size=64, first_chunk=64).route(states(5, 40).detach())
+    assert len(one_for_all.logits) == 1
+
+
 STEPS = [[1] * 8, [3, 5], [2, 1, 4, 1], [6, 1, 1], [5, 0, 3]]
 
 

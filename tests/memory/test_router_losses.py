@@ -171,7 +171,7 @@ def test_the_loss_of_the_release_lets_a_collapsed_router_cost_less_than_an_even_
 
 @pytest.mark.parametrize("shared", [1, 2])
 def test_training_takes_no_probability_to_shared_chapters(shared):
-    """Their logits get no gradient. Each of N tokens gives k / C or more to its k chapters, so the loss is k / N or more."""
+    """Their logits get no gradient. Each of N tokens gives k / C or more to the k it chose, so the loss is k / N or more."""
     memory = layer(shared_chapters=shared, routing="token", router_aux_loss_coef=1.0, router_z_loss_coef=0.0)
     hidden_states = states(1, 4).detach()
     optimizer = torch.optim.SGD([memory.router_weight, memory.router_bias], lr=1.0)

@@ -49,8 +49,10 @@ def router_loss(router_logits: torch.Tensor, stretches: list[int], shared: int =
 
 
 def stretches_of(routing: str, batch: int = 2) -> list[int]:
-    of_row = {"chunk": [CHUNK, CHUNK, TOKENS - 2 * CHUNK], "token": [1] * TOKENS}.get(routing, [TOKENS])
-    return of_row * batch
+    """Tokens of each stretch: the beginnings of all rows are one, before the chunks of each."""
+    if routing == "chunk":
+        return [batch * CHUNK, *[CHUNK, TOKENS - 2 * CHUNK] * batch]
+    return ([1] * TOKENS if routing == "token" else [TOKENS]) * batch
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -212,7 +214,7 @@ def test_two_memories_add_the_loss_of_each():
     model = chapter_model(memory=memory).train()
     labels = labels_of(prompt(TOKENS))
     output = model(prompt(TOKENS), labels=labels, output_router_logits=True)
-    assert [len(logits) for logits in output.router_logits] == [16, 6, 16, 16, 6], "by layer, and then by name"
+    assert [len(logits) for logits in output.router_logits] == [16, 5, 16, 16, 5], "by layer, and then by name"
     by_memory = {"chunk": (1, 4), "token": (0, 2, 3)}
     added = sum(
         sum(router_loss(output.router_logits[place], stretches_of(routing)) for place in places) / len(places)

@@ -234,6 +234,8 @@ REFUSED = [
     (["kv_heads=3"], r"kv_heads is 3, which does not divide the 4 query heads; expected a divisor\."),
     (["routing=chunks"], r"routing is 'chunks'; expected one of: chunk, prompt, token, sequence"),
     (["weighting=none"], r"weighting is 'none'; expected one of: released, logit_bias, paper"),
+    (["first_chunk=65"], r"first_chunk is 65; expected 1 to chunk_size = 64, or null\. Lower it or raise chunk_size\."),
+    (["first_chunk=0"], r"first_chunk is 0; expected 1 to chunk_size = 64, or null"),
     (["balance=even"], r"balance is 'even'; expected one of: routed, per-choice, released"),
     (["share=some"], r"share is 'some'; expected all, none, or every:K such as every:2\."),
     (["share=every:0"], r"share is 'every:0'; expected all, none, or every:K"),

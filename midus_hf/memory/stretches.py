@@ -1,0 +1,204 @@
+"""Which tokens read the same chapters: a list of stretches, and how attention goes over many of these at once."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from midus_hf.ops.chapter_attention import fewest_together
+
+Numbers = slice | torch.Tensor
+"""Which stretches of the list: a slice, or `[S]`, int64."""
+
+Read = Callable[[torch.Tensor, Numbers], torch.Tensor]
+"""Reads for tokens `[S, L, ...]`, a row for each of these stretches, and returns `[S, L, ...]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretches:
+    """The stretches of a pass, in no order that attention could use: every token reads by itself.
+
+    Args:
+        of_token: `[B, T]`, int64, from 0 to N - 1: the stretch that each token belongs to.
+    """
+
+    of_token: torch.Tensor
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        """Read for tokens `[B, T, ...]` what their stretches do, `[B, T, ...]`."""
+        alone = tokens.flatten(0, 1).unsqueeze(1)  # [B * T, 1, ...]
+        return read(alone, self.of_token.flatten()).squeeze(1).unflatten(0, self.of_token.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualStretches(Stretches):
+    """Stretches of equal length that follow each other.
+
+    Args:
+        length: Tokens of each.
+    """
+
+    length: int
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        by_stretch = tokens.reshape(-1, self.length, *tokens.shape[2:])
+        output = read(by_stretch, slice(None))
+        return output.reshape(*tokens.shape[:2], *output.shape[2:])
+
+
+@dataclasses.dataclass(frozen=True)
+class RowChunks(Stretches):
+    """Chunks of rows that begin here: stretch 0 is the beginning of all rows; then come the chunks of one row after another.
+
+    Args:
+        first: Tokens of the beginning of a row.
+        size: Tokens of a chunk. The first chunk of a row is its tokens from `first` on; it is left out where there are none.
+    """
+
+    first: int
+    size: int
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        batch, num_tokens = tokens.shape[:2]
+        beginning = tokens[:, : self.first]
+        of_all_rows = read(beginning.reshape(1, -1, *tokens.shape[2:]), slice(0, 1))
+        parts = [of_all_rows.reshape(*beginning.shape[:2], *of_all_rows.shape[2:])]
+        if num_tokens > self.first:
+            left_out = 0 if self.first < self.size else self.size
+            length = min(self.size, num_tokens - left_out)
+            chunks = -(-(num_tokens - left_out) // length)
+            missing = chunks * length - (num_tokens - left_out)
+            # Tokens of the beginning are read for once more, with the first chunk, so that chunks stay of equal length.
+            rest = torch.nn.functional.pad(tokens[:, left_out:], (*(0, 0) * (tokens.dim() - 2), 0, missing))
+            output = read(rest.reshape(batch * chunks, length, *tokens.shape[2:]), slice(1, None))
+            output = output.reshape(batch, chunks * length, *output.shape[2:])
+            parts.append(output[:, self.first - left_out : num_tokens - left_out])
+        return torch.cat(parts, dim=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedStretches(Stretches):
+    """Stretches in groups of like length, in which shorter ones are filled up.
+
+    Args:
+        numbers: For each group, `[S]`, the numbers of its stretches.
+        lengths: For each group, L, the tokens that each of its stretches has room for.
+        tokens: `[P]`, int64, the tokens of all groups, one group after another, by their place among the B * T; what fills up is any.
+        places: `[B * T]`, int64, where each token stands among the P; P for padding, which reads nothing.
+    """
+
+    numbers: Sequence[torch.Tensor]
+    lengths: Sequence[int]
+    tokens: torch.Tensor
+    places: torch.Tensor
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        taken = _Taken.apply(tokens.flatten(0, 1), self.tokens, self.places)
+        outputs, first = [], 0
+        for numbers, length in zip(self.numbers, self.lengths, strict=True):
+            end = first + len(numbers) * length
+            outputs.append(read(taken[first:end].unflatten(0, (len(numbers), length)), numbers).flatten(0, 1))
+            first = end
+        nothing = outputs[0].new_zeros(1, *outputs[0].shape[1:])
+        of_token = _PutBack.apply(torch.cat([*outputs, nothing]), self.places)
+        return of_token.unflatten(0, tokens.shape[:2])
+
+
+def grouped(
+    of_token: torch.Tensor,
+    first_tokens: torch.Tensor,
+    room: int,
+    *,
+    alike: torch.Tensor | None = None,
+    alike_room: int = 0,
+    by_length: bool = False,
+) -> Stretches:
+    """Put stretches of tokens that stand together into groups.
+
+    Args:
+        of_token: `[B, T]`, int64, as `Stretches` has it; -1 for padding.
+        first_tokens: `[N]`, int64, where each stretch begins among the B * T tokens.
+        room: Tokens that a stretch may have.
+        alike: `[B, T]`, bool, the tokens of stretch 0, which may stand anywhere. Default: stretch 0 is as all others.
+        alike_room: Tokens that stretch 0 may have.
+        by_length: Whether stretches are sorted by their lengths, so that less is filled up; this waits for the device.
+
+    Returns:
+        Them, for which attention to chapters gathers; those that are too short for this as they are, for each token by itself.
+    """
+    real, device = of_token.flatten() >= 0, of_token.device
+    numbers = of_token.flatten().clamp(min=0)
+    if room < fewest_together():
+        return Stretches(numbers.view(of_token.shape))
+    every = torch.arange(len(numbers), device=device)  # [B * T]
+    several = len(first_tokens)
+    skipped = 0 if alike is None else 1
+    lengths = [room]
+    while by_length and lengths[-1] >= 2 * fewest_together():
+        lengths.append(-(-lengths[-1] // 2))
+    members = torch.arange(skipped, several, device=device)
+    sizes = [several - skipped]
+    if by_length:
+        tokens_of = torch.zeros(several, dtype=torch.int64, device=device).index_add_(0, numbers, real.long())
+        rooms = torch.tensor(lengths, device=device)
+        group = (tokens_of[skipped:, None] <= rooms).sum(1).clamp(min=1) - 1  # the last one that has room
+        order = group.argsort(stable=True)
+        members, sizes = members[order], torch.bincount(group, minlength=len(lengths)).tolist()
+    parts, tokens, firsts, first = [], [], torch.zeros_like(first_tokens), 0
+    kept_lengths = []
+    for length, of_group in zip(lengths, members.split(sizes), strict=True):
+        if len(of_group) == 0:
+            continue
+        parts.append(of_group)
+        kept_lengths.append(length)
+        tokens.append((first_tokens[of_group][:, None] + torch.arange(length, device=device)).flatten())
+        starts = first + length * torch.arange(len(of_group), device=device)
+        firsts = firsts.index_copy(0, of_group, starts)
+        first += length * len(of_group)
+    places = firsts[numbers] + every - first_tokens[numbers]
+    if alike is not None and alike_room:
+        rank = alike.flatten().cumsum(0) - 1
+        rank = torch.where(alike.flatten(), rank, alike_room)
+        listed = torch.zeros(alike_room + 1, dtype=torch.int64, device=device).scatter_(0, rank, every)[:-1]
+        parts.append(torch.zeros(1, dtype=torch.int64, device=device))
+        kept_lengths.append(alike_room)
+        tokens.append(listed)
+        places = torch.where(alike.flatten(), first + rank, places)
+        first += alike_room
+    if not parts:  # nothing but padding
+        return Stretches(numbers.view(of_token.shape))
+    places = torch.where(real, places, first)
+    together = torch.cat(tokens).clamp(max=len(numbers) - 1)
+    return GroupedStretches(numbers.view(of_token.shape), tuple(parts), tuple(kept_lengths), together, places)
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of a tensor in the order of groups; each row that is no filling is taken once, so its gradient is where it stands."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return rows.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        nothing = gradient.new_zeros(1, *gradient.shape[1:])
+        return torch.cat([gradient, nothing]).index_select(0, places), None, None
+
+
+class _PutBack(torch.autograd.Function):
+    """Rows in the order of tokens; what fills groups up is dropped, and padding is the last row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        rows = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
+        return rows.index_copy(0, places, gradient), None

@@ -1,0 +1,202 @@
+"""Stretches of tokens that are routed as one: for any layout of rows they read what loops read, however attention goes over them."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
+
+from midus_hf.memory.chapter_pooling import ChunkSizes
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.stretches import EqualStretches, GroupedStretches, RowChunks, Stretches
+from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.ops import chapter_attention
+
+TOKENS = 12
+
+
+@pytest.fixture
+def always_together(monkeypatch):
+    """Keys are gathered for stretches of any length."""
+    monkeypatch.setattr(chapter_attention, "_FEWEST_TOGETHER", 1)
+
+
+@st.composite
+def chunks(draw) -> dict[str, int]:
+    size = draw(st.integers(1, 6))
+    return {"chunk_size": size, "first_chunk": draw(st.integers(1, size))}
+
+
+@st.composite
+def packed_row(draw) -> tuple[int, list[int]]:
+    """Padding in front of a row, and the lengths of its documents, of at most TOKENS together."""
+    left = draw(st.integers(0, TOKENS))
+    lengths, room = [], TOKENS - left
+    while room and draw(st.booleans()):
+        lengths.append(draw(st.integers(1, room)))
+        room -= lengths[-1]
+    return left, lengths
+
+
+def packed(rows: list[tuple[int, list[int]]]) -> tuple[TokenPlaces, list[list[list[int]]]]:
+    """Where the tokens of such rows stand, and the indices of each document."""
+    real, starts = (torch.zeros(len(rows), TOKENS, dtype=torch.bool) for _ in range(2))
+    documents = []
+    for row, (left, lengths) in enumerate(rows):
+        documents.append([])
+        first = left
+        for length in lengths:
+            real[row, first : first + length] = True
+            starts[row, first] = first > left
+            documents[-1].append(list(range(first, first + length)))
+            first += length
+    return TokenPlaces(real, starts if starts.any() else None, is_plain=False), documents
+
+
+def reads_as_loops(options: dict, rows: list[tuple[int, list[int]]]) -> None:
+    places, documents = packed(rows)
+    memory, hidden_states = layer(**options), states(len(rows), TOKENS)
+    output = memory(hidden_states, tokens=places)
+    reads = by_loops(memory, hidden_states, documents)
+    if not reads:
+        return
+    assert_reads(output, reads)
+    found = torch.stack([output[place] for place in reads])
+    expected = torch.stack([read.added for read in reads.values()])
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    wanted = [hidden_states, memory.bank, memory.router_weight]
+    for gradient, by_loop in zip(
+        torch.autograd.grad((found * weights).sum(), wanted, allow_unused=True),
+        torch.autograd.grad((expected * weights).sum(), wanted, allow_unused=True),
+        strict=True,
+    ):
+        zeros = torch.zeros(()).expand(1)
+        torch.testing.assert_close(
+            zeros if gradient is None else gradient, torch.zeros_like(gradient) if by_loop is None else by_loop
+        )
+
+
+@pytest.mark.usefixtures("always_together")
+@settings(max_examples=25)
+@given(options=chunks(), rows=st.lists(packed_row(), min_size=1, max_size=3))
+def test_chunks_of_any_rows_are_those_of_loops(options, rows):
+    reads_as_loops(options, rows)
+
+
+@pytest.mark.usefixtures("always_together")
+@settings(max_examples=15)
+@given(rows=st.lists(packed_row(), min_size=1, max_size=3))
+def test_whole_documents_of_any_rows_are_those_of_loops(rows):
+    reads_as_loops({"routing": "sequence"}, rows)
+
+
+@pytest.mark.usefixtures("always_together")
+@settings(max_examples=25)
+@given(options=chunks(), left=st.integers(0, 6), cuts=st.sets(st.integers(1, TOKENS - 1), max_size=5))
+def test_any_steps_are_those_of_one_pass(options, left, cuts):
+    memory, hidden_states = layer(**options), states(2, TOKENS)
+    mask = [[0] * left + [1] * (TOKENS - left), [1] * TOKENS]
+    state, outputs = MemoryState("chapters", 0, can_forget=False), []
+    edges = [0, *sorted(cuts), TOKENS]
+    for first, last in itertools.pairwise(edges):
+        part = places_of([row[first:last] for row in mask])
+        outputs.append(memory(hidden_states[:, first:last], tokens=part, state=state))
+    assert_reads(torch.cat(outputs, dim=1), by_loops(memory, hidden_states, indices(mask)))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize(("first", "size"), [(1, 1), (1, 4), (2, 4), (3, 4), (4, 4), (8, 8)])
+def test_plain_rows_are_those_of_loops_and_the_general_way_agrees(first, size, tokens, always_together):
+    memory, hidden_states = layer(first_chunk=first, chunk_size=size), states(2, tokens)
+    output = memory(hidden_states)
+    assert_reads(output, by_loops(memory, hidden_states))
+    in_general = memory(hidden_states, tokens=TokenPlaces(None, None, is_plain=False))
+    torch.testing.assert_close(in_general, output)
+    state, general_state = (MemoryState("chapters", 0, can_forget=False) for _ in range(2))
+    memory(hidden_states, state=state)
+    memory(hidden_states, tokens=TokenPlaces(None, None, is_plain=False), state=general_state)
+    for name, kept in state.kept.items():
+        torch.testing.assert_close(kept, general_state.kept[name], msg=lambda text, at=name: f"{at}: {text}")
+
+
+@given(
+    sizes=st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size))),
+    documents=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    before=st.integers(0, 30),
+)
+def test_no_row_has_more_chunks_than_there_is_room_for(sizes, documents, before):
+    """`most` is what a compiled graph makes room for; a row may go on with a document that has `before` tokens."""
+    chunk_sizes, tokens = ChunkSizes(*sizes), sum(documents)
+    places = [*range(before, before + documents[0])]
+    for length in documents[1:]:
+        places += range(length)
+    position = torch.tensor(places)
+    begins = chunk_sizes.begins(position)
+    begins[0] |= before >= chunk_sizes.first
+    most = chunk_sizes.most(tokens, 3, continues=before > 0, holds_documents=len(documents) > 1)
+    assert 3 * begins.sum() <= most <= 3 * tokens
+
+
+def test_room_for_chunks_follows_documents_and_not_tokens():
+    sizes = ChunkSizes(8, 64)
+    assert sizes.most(512, 4, continues=False, holds_documents=False) == 4 * 8
+    assert sizes.most(512, 4, continues=True, holds_documents=False) == 4 * 9
+    assert sizes.most(512, 4, continues=False, holds_documents=True) == 4 * 56
+
+
+def test_a_pass_routes_its_stretches_and_not_its_tokens(monkeypatch):
+    """512 tokens of chunks of 64: eight that are guided, and one for all beginnings, however rows are laid out."""
+    memory = layer(chunk_size=64)
+    hidden_states = states(2, 512).detach()
+    documents = torch.zeros(2, 512, dtype=torch.bool)
+    documents[:, 100] = documents[:, 300] = True
+    mask = torch.ones(2, 512, dtype=torch.bool)
+    mask[0, :200] = False
+    cases = {
+        "plain": (TokenPlaces(), RowChunks, 1 + 2 * 8),
+        "packed": (TokenPlaces(None, documents, is_plain=False), GroupedStretches, 1 + 2 * (2 + 4 + 4)),
+        "left": (TokenPlaces(mask, None, is_plain=False), GroupedStretches, 1 + 2 * 8),
+    }
+    for name, (places, kind, number) in cases.items():
+        routing = memory.route(hidden_states, places)
+        assert len(routing.logits) == len(routing.pooled.counts) == number, name
+        assert type(routing.pooled.stretches) is kind
+        assert routing.pooled.counts.sum() == (824 if name == "left" else 1024)
+    for routing, kind, number in (("sequence", EqualStretches, 2), ("token", EqualStretches, 1024)):
+        found = layer(routing=routing).route(hidden_states)
+        assert (type(found.pooled.stretches), len(found.logits)) == (kind, number)
+    packed_documents = layer(routing="sequence").route(hidden_states, cases["packed"][0])
+    assert len(packed_documents.logits) == 6
+
+
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
+def test_documents_in_a_compiled_graph_read_as_they_do_outside(routing):
+    """Whose number a graph cannot know: it has room for the most that there could be, and its tokens attend one by one."""
+    memory, hidden_states = layer(routing=routing, chunk_size=16, first_chunk=4), states(2, 40)
+    starts = torch.zeros(2, 40, dtype=torch.bool)
+    starts[0, 5] = starts[0, 30] = starts[1, 39] = True
+    places = TokenPlaces(None, starts, is_plain=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for forward in (memory, compiled):
+        output = forward(hidden_states, tokens=places)
+        gradients.append((output, *torch.autograd.grad(output.square().sum(), [hidden_states, memory.bank])))
+    torch.testing.assert_close(gradients[1], gradients[0])
+    torch._dynamo.reset()
+
+
+def test_padding_reads_nothing_where_stretches_are_grouped(always_together):
+    mask = [[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]
+    output = layer()(states(2), tokens=places_of(mask))
+    assert not output[0, :3].any() and not output[1].any() and output[0, 3:].any(-1).all()
+
+
+def test_a_list_of_stretches_alone_reads_by_token():
+    stretches = Stretches(torch.tensor([[1, 0, 1]]))
+    read = stretches.read(
+        torch.tensor([[[1.0], [2.0], [3.0]]]), lambda tokens, numbers: tokens * numbers[:, None, None]
+    )
+    assert read.flatten().tolist() == [1.0, 0.0, 3.0]
