@@ -1,5 +1,6 @@
 """Hierarchical k-means: a tree from its root to its leaves, and the leaf of each row."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -127,7 +128,18 @@ def build_tree(
         centroids.append(of_level)
         sizes.append(counts)
     tree = ClusterTree(branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
+    tree.min_similarity = _least_similarity(tree, embeddings)
     return BuiltTree(tree, nodes)
+
+
+def _least_similarity(tree: ClusterTree, embeddings: Embeddings) -> float:
+    """Return the similarity that 99 of 100 rows have, or more: their first percentile, rounded down to four places.
+
+    What a row loses when it is embedded in another batch is less than that.
+    """
+    places = [slice(begin, begin + _STRETCH) for begin in range(0, len(embeddings), _STRETCH)]
+    similarity = np.concatenate([tree.similarity(unit_rows(embeddings, place)).numpy() for place in places])
+    return math.floor(np.percentile(similarity, 1, method="lower") * 10_000) / 10_000
 
 
 def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:

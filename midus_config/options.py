@@ -74,9 +74,12 @@ def read_options(
                 inner = value if isinstance(value, Mapping) else {first: value}
                 read_class = typing.cast(type, alternative)
                 return read_options(read_class, inner, what, prefix=f"{key}.", how_to_set=how_to_set)
-            if typing.get_origin(alternative) is list and isinstance(value, list):
+            if typing.get_origin(alternative) is list:
                 (item_hint,) = typing.get_args(alternative)
-                return [read(item_hint, item, f"{key}[{index}]") for index, item in enumerate(value)]
+                items = _numbers_of(value) if item_hint in (int, float) else None
+                if isinstance(value, list) or items is not None:
+                    items = value if items is None else items
+                    return [read(item_hint, item, f"{key}[{index}]") for index, item in enumerate(items)]
             if typing.get_origin(alternative) is dict and isinstance(value, Mapping):
                 _, item_hint = typing.get_args(alternative)
                 return {name: read(item_hint, item, f"{key}.{name}") for name, item in value.items()}
@@ -94,6 +97,14 @@ def _preset(presets: Mapping[str, dict[str, Any]], values: Mapping[str, Any]) ->
     if name is not None and name not in list(presets):
         raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
     return {} if name is None else presets[name]
+
+
+def _numbers_of(value: Any) -> list[float] | None:
+    """Return the numbers of a line such as `768,256,16,0`, which a command line has in place of a list; None if it is none."""
+    if not isinstance(value, str) or "," not in value:
+        return None
+    numbers = [finite_number(word.strip()) for word in value.split(",")]
+    return None if None in numbers else [number for number in numbers if number is not None]
 
 
 def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
@@ -180,7 +191,10 @@ def _expected(alternatives: tuple[Any, ...]) -> str:
     """What values are taken, for a message."""
     if len(alternatives) == 1 and typing.get_origin(alternatives[0]) is typing.Literal:
         return f"one of: {', '.join(map(str, typing.get_args(alternatives[0])))}"
-    return " or ".join(map(_type_name, alternatives))
+    takes_numbers = any(
+        typing.get_origin(each) is list and typing.get_args(each)[0] in (int, float) for each in alternatives
+    )
+    return " or ".join(map(_type_name, alternatives)) + (", such as [4, 2] or 4,2" if takes_numbers else "")
 
 
 def _listed_type(hint: Any) -> str:

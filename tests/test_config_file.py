@@ -93,7 +93,7 @@ def test_a_scalar_stands_for_the_first_key_of_a_group_and_words_reach_inside_it(
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"tasks": "a"}, "tasks is 'a'; expected a list, each item of it a string."),
         ({"tasks": ["a", 1]}, "tasks[1] is 1; expected a string."),
-        ({"rates": 1}, "rates is 1; expected a list, each item of it a number or null."),
+        ({"rates": 1}, "rates is 1; expected a list, each item of it a number or null, such as [4, 2] or 4,2."),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected(values: dict[Any, Any], message):

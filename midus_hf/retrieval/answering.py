@@ -45,7 +45,8 @@ class FetchingPipeline:
         """Answer prompts, batch by batch: while one generates, threads read the blocks of the next.
 
         Args:
-            prompts: One, or several.
+            prompts: One, or several. A blank prompt, as one that is near no topic, is answered with the generic memory; the model
+                goes on from the token that begins a text.
             blocked: Nodes whose blocks are never fetched, as in `ClusterTree.paths`. Default: none.
             return_full_text: Whether the text begins with the prompt. Default: true.
             batch_size: Prompts of a batch. Default: all in one.
@@ -126,9 +127,20 @@ class FetchingPipeline:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
 
+    @property
+    def _first_token(self) -> list[int]:
+        """What the model goes on from where a prompt has no token."""
+        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if begin is None and end is None:
+            raise ValueError(
+                "a prompt has no token, and the tokenizer has neither a first token nor a last one; expected a prompt to go on from. "
+                "Leave the prompt out."
+            )
+        return [end if begin is None else begin]
+
     def _encoded(self, texts: list[str]) -> dict[str, torch.Tensor]:
         """Tokens and their mask, padded on the left, where generation does not begin."""
-        rows = [self.tokenizer(text).input_ids for text in texts]
+        rows = [self.tokenizer(text).input_ids or self._first_token for text in texts]
         longest = max(map(len, rows))
         padding = self._pad_token_id or 0
         tokens = torch.tensor([[padding] * (longest - len(row)) + row for row in rows])

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.retrieval.tree_files import TreeContents, TreeOrigin, fingerprint_of, read_tree, write_tree
+from midus_hf.retrieval.tree_files import (
+    TreeContents,
+    TreeOrigin,
+    check_similarity,
+    fingerprint_of,
+    read_tree,
+    write_tree,
+)
 
 _ELEMENTS = 2**23
 """Elements of centroids that are copied at a time: each embedding that descends has copies of its own."""
@@ -25,9 +32,11 @@ class ClusterTree:
             has no data: nothing is ever assigned to it.
         origin: What the tree was built with. Default: nothing is known of it.
         sizes: Windows of each node, `[branching ** (l + 1)]` int64 a level. Default: None, nobody counted.
+        min_similarity: The least `similarity` of texts that a topic of the tree is about, as those have which the tree was built
+            of. Default: None, nobody measured it.
 
     Raises:
-        ValueError: If shapes do not fit, a value is infinite, or no path leads to a leaf.
+        ValueError: If shapes do not fit, a value is infinite, `min_similarity` is no cosine, or no path leads to a leaf.
     """
 
     def __init__(
@@ -36,7 +45,10 @@ class ClusterTree:
         centroids: list[torch.Tensor],
         origin: TreeOrigin | None = None,
         sizes: list[torch.Tensor] | None = None,
+        min_similarity: float | None = None,
     ):
+        check_similarity(min_similarity)
+        self.min_similarity = min_similarity
         if branching < 2:
             raise ValueError(f"branching is {branching}; expected at least 2 children of a node.")
         if not centroids:
@@ -104,6 +116,21 @@ class ClusterTree:
         rows = embeddings.detach().cpu().split(max(1, _ELEMENTS // (self.branching * self.width)))
         return torch.cat([self._descend(stretch, takeable) for stretch in rows])
 
+    def similarity(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return how near each embedding is to the nearest topic of the first level: the cosine with the topic's centroid.
+
+        Topics of the first level are broad, and have many windows. A leaf may have a single window, to which no other text is near.
+
+        Args:
+            embeddings: As in `paths`.
+
+        Returns:
+            `[N]` float32, from -1 to 1.
+        """
+        topics = self.centroids[0][self._takeable[0]]
+        rows = torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=-1)
+        return (rows @ torch.nn.functional.normalize(topics.double(), dim=-1).T).max(-1).values.float()
+
     def leaf_path(self, leaf: int) -> tuple[int, ...]:
         """The node at each level on the way to a leaf, the leaf itself last.
 
@@ -124,7 +151,7 @@ class ClusterTree:
         Args:
             folder: Where to; it is made.
         """
-        write_tree(folder, TreeContents(self.branching, self.centroids, self.origin, self.sizes))
+        write_tree(folder, TreeContents(self.branching, self.centroids, self.origin, self.sizes, self.min_similarity))
 
     @classmethod
     def load(cls, folder: str | Path) -> "ClusterTree":
@@ -137,7 +164,7 @@ class ClusterTree:
             ValueError: If a file is absent, of another version, truncated or altered; it names the file.
         """
         contents = read_tree(folder)
-        return cls(contents.branching, contents.centroids, contents.origin, contents.sizes)
+        return cls(contents.branching, contents.centroids, contents.origin, contents.sizes, contents.min_similarity)
 
     def _descend(self, embeddings: torch.Tensor, takeable: list[torch.Tensor]) -> torch.Tensor:
         nodes = torch.zeros(len(embeddings), dtype=torch.int64)  # the root

@@ -9,21 +9,31 @@ import torch
 from midus_hf.retrieval.blocking import paths_without_best
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder
-from midus_hf.retrieval.tree_files import lasting_name
+from midus_hf.retrieval.tree_files import check_similarity, lasting_name
+
+_GENERIC = -1
+"""At each level of a path: the generic memory."""
 
 
 class MemoryRetriever:
     """Finds the path of a text in a tree of topics.
 
+    A text that is near no topic has the path of the generic memory, which is -1 at each level: its blocks were trained by texts of
+    all topics.
+
     Args:
         tree: The tree.
         embedder: The model whose embeddings it was built from.
+        min_similarity: The least `ClusterTree.similarity` of a text that has a path of its own; -1 for every text. Default: that of
+            the tree, and without one -1.
 
     Raises:
-        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with.
+        ValueError: If the embedder has another width than the tree, or is not the model that the tree was built with, or
+            `min_similarity` is no cosine.
     """
 
-    def __init__(self, tree: ClusterTree, embedder: TextEmbedder):
+    def __init__(self, tree: ClusterTree, embedder: TextEmbedder, min_similarity: float | None = None):
+        self.min_similarity = tree.min_similarity if min_similarity is None else check_similarity(min_similarity)
         if embedder.width != tree.width:
             raise ValueError(
                 f"embedding model {embedder.name!r} has the width {embedder.width}; expected {tree.width}, that of the tree. "
@@ -53,12 +63,14 @@ class MemoryRetriever:
                 Default: none.
 
         Returns:
-            `[N, p]` int64: the node at each level.
+            `[N, p]` int64: the node at each level, or -1 at each where the text is blank or near no topic.
 
         Raises:
             ValueError: As `paths_without_best`.
         """
-        return self.paths_of(self.embedder.embed(texts), blocked, block_best)
+        paths = self.paths_of(self.embedder.embed(texts), blocked, block_best)
+        is_blank = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
+        return paths.masked_fill(is_blank[:, None], _GENERIC)
 
     def paths_of(
         self,
@@ -68,8 +80,10 @@ class MemoryRetriever:
     ) -> torch.Tensor:
         """As `paths`, of texts that are embedded already, `[N, c]`."""
         if block_best is None:
-            return self.tree.paths(embeddings, blocked)
-        return paths_without_best(self.tree, embeddings, *block_best, blocked)
+            paths = self.tree.paths(embeddings, blocked)
+        else:
+            paths = paths_without_best(self.tree, embeddings, *block_best, blocked)
+        return paths_near_topics(self.tree, embeddings, paths, self.min_similarity)
 
     def save(self, folder: str | Path) -> None:
         """Write the tree, and where its embedding model lies; the model itself is not copied.
@@ -83,19 +97,26 @@ class MemoryRetriever:
             embedding_fingerprint=self.embedder.fingerprint,
             embedding_max_tokens=self.embedder.max_tokens,
         )
-        ClusterTree(self.tree.branching, self.tree.centroids, origin, self.tree.sizes).save(folder)
+        tree = self.tree
+        ClusterTree(tree.branching, tree.centroids, origin, tree.sizes, self.min_similarity).save(folder)
 
     @classmethod
     def load(
-        cls, folder: str | Path, embedding_model: str | None = None, device: str = "cpu", batch_size: int = 64
+        cls,
+        folder: str | Path,
+        embedding_model: str | None = None,
+        device: str = "cpu",
+        batch_size: int = 64,
+        min_similarity: float | None = None,
     ) -> "MemoryRetriever":
         """Read a tree and load its embedding model.
 
         Args:
-            folder: What `save`, or `midus-cluster build`, wrote.
+            folder: What `save`, or `midus-cluster build`, wrote; or a model that was trained with a tree, beside which the tree lies.
             embedding_model: Where the model lies now. Default: where it lay when the tree was saved.
             device: As in `TextEmbedder`. Default: `"cpu"`.
             batch_size: As in `TextEmbedder`. Default: 64.
+            min_similarity: As in the class. Default: that of the tree.
 
         Raises:
             ValueError: As `ClusterTree.load`, `TextEmbedder` and `MemoryRetriever`, or if nobody says which model it is.
@@ -106,4 +127,20 @@ class MemoryRetriever:
             raise ValueError(
                 f"tree {str(folder)!r} does not say which model embeds its texts; expected a name. Set embedding_model."
             )
-        return cls(tree, TextEmbedder(name, device, batch_size, tree.origin.embedding_max_tokens))
+        return cls(tree, TextEmbedder(name, device, batch_size, tree.origin.embedding_max_tokens), min_similarity)
+
+
+def paths_near_topics(
+    tree: ClusterTree, embeddings: torch.Tensor, paths: torch.Tensor, min_similarity: float | None
+) -> torch.Tensor:
+    """Return paths `[N, p]`, -1 at each level in place of those of embeddings `[N, c]` that are near no topic.
+
+    Args:
+        tree: Whose paths they are.
+        embeddings: Whose paths they are.
+        paths: As `ClusterTree.paths` found them.
+        min_similarity: As in `MemoryRetriever`; None for no limit.
+    """
+    if min_similarity is None or min_similarity == -1:
+        return paths
+    return paths.masked_fill((tree.similarity(embeddings) < min_similarity)[:, None], _GENERIC)

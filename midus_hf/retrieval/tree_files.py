@@ -51,12 +51,33 @@ class TreeContents:
         centroids: `[branching ** (l + 1), c]` float32 for level l, from 0; NaN for nodes without data.
         origin: What the tree was built with.
         sizes: Windows of each node, `[branching ** (l + 1)]` int64 for level l; None where nobody counted.
+        min_similarity: As in `ClusterTree`.
     """
 
     branching: int
     centroids: list[torch.Tensor]
     origin: TreeOrigin
     sizes: list[torch.Tensor] | None
+    min_similarity: float | None = None
+
+
+def check_similarity(min_similarity: object) -> float | None:
+    """Return a least similarity that is a cosine, or None.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if min_similarity is None:
+        return None
+    if (
+        isinstance(min_similarity, bool)
+        or not isinstance(min_similarity, int | float)
+        or not -1 <= min_similarity <= 1
+    ):
+        raise ValueError(
+            f"min_similarity is {min_similarity!r}; expected a cosine from -1, which every text has, to 1, or null for no limit."
+        )
+    return float(min_similarity)
 
 
 def lasting_name(model: str) -> str:
@@ -101,6 +122,7 @@ def write_tree(folder: str | Path, contents: TreeContents) -> None:
         "width": contents.centroids[0].shape[1],
         "fingerprint": fingerprint_of(contents.branching, contents.centroids),
         **dataclasses.asdict(contents.origin),
+        "min_similarity": contents.min_similarity,
         "sizes": None if contents.sizes is None else [level.tolist() for level in contents.sizes],
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
@@ -131,6 +153,7 @@ def read_tree(folder: str | Path) -> TreeContents:
         branching, levels, width = (int(record[key]) for key in ("branching", "levels", "width"))
         fingerprint = str(record["fingerprint"])
         origin = TreeOrigin(**{field.name: record[field.name] for field in dataclasses.fields(TreeOrigin)})
+        min_similarity = check_similarity(record.get("min_similarity"))
         sizes = (
             None if record["sizes"] is None else [torch.tensor(level, dtype=torch.int64) for level in record["sizes"]]
         )
@@ -142,7 +165,7 @@ def read_tree(folder: str | Path) -> TreeContents:
     centroids = _read_centroids(file, branching, levels, width)
     if fingerprint_of(branching, centroids) != fingerprint:
         raise _altered(file, f"its fingerprint is not that of {RECORD_FILE}")
-    return TreeContents(branching, centroids, origin, sizes)
+    return TreeContents(branching, centroids, origin, sizes, min_similarity)
 
 
 def _folder_of_tree(folder: Path) -> Path:

@@ -37,6 +37,18 @@ def test_leaves_are_where_greedy_descent_ends(monkeypatch):
         assert torch.equal(sizes == 0, built.tree.centroids[level].isnan().all(-1))
 
 
+def test_99_of_100_rows_are_as_near_to_a_topic_as_the_tree_expects_and_unlike_ones_are_not():
+    rows = nested_topics(each=50)[0]
+    tree = build_tree(rows, TreeOptions(branching=3, levels=2, samples=60)).tree
+    far = (tree.similarity(unit_rows(rows, slice(None))) < tree.min_similarity).float().mean().item()
+    assert 0 <= far <= 0.01
+    assert (tree.similarity(-unit_rows(rows, slice(None))) < tree.min_similarity).all()
+    few = build_tree(rows[:20], TreeOptions(branching=3, levels=2, samples=60)).tree
+    assert not (few.similarity(unit_rows(rows[:20], slice(None))) < few.min_similarity).any(), (
+        "the least of a few rows"
+    )
+
+
 @pytest.mark.parametrize("stretch", [1, 64])
 def test_the_same_seed_gives_the_same_tree_whatever_is_assigned_at_a_time(stretch, monkeypatch, tmp_path):
     rows = np.random.default_rng(0).normal(size=(500, 6)).astype(np.float32)

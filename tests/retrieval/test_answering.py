@@ -103,6 +103,25 @@ def test_blocked_nodes_are_not_fetched(model, retriever):
     assert answer["memory_ids"][0] != node
 
 
+def test_a_blank_prompt_is_answered_with_the_generic_memory_alone(model, retriever):
+    ask = FetchingPipeline(model, byte_tokenizer(), retriever)
+    blank, other = ask(["", PROMPTS[0]], max_new_tokens=4, do_sample=False)
+    assert blank["memory_ids"] == [-1, -1] and blank["generated_text"]
+    assert other["generated_text"].startswith(PROMPTS[0])
+    tokenizer = byte_tokenizer()
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor([[first]]), memory_ids=torch.tensor([[-1, -1]]), max_new_tokens=4, do_sample=False
+        )
+    assert blank["generated_text"] == tokenizer.decode(found[0, 1:], skip_special_tokens=True)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(
+        ValueError, match="a prompt has no token, and the tokenizer has neither a first token nor a last"
+    ):
+        FetchingPipeline(model, tokenizer, retriever)([""], max_new_tokens=1, pad_token_id=0)
+
+
 def test_models_without_banks_and_other_trees_are_refused(model, retriever):
     with pytest.raises(ValueError, match=r"this llama model fetches no blocks; .* Use transformers\.pipeline"):
         FetchingPipeline(byte_model("llama"), byte_tokenizer(), retriever)

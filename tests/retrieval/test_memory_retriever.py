@@ -27,6 +27,36 @@ def test_paths_are_those_of_the_embeddings(embedder):
     assert retriever.paths(TEXTS[:1], blocked)[0, 0] != paths[0, 0]
 
 
+def test_texts_that_are_near_no_topic_have_the_path_of_the_generic_memory(embedder):
+    rows = embedder.embed(TEXTS)
+    centroids = [rows[:3], rows[3:12]]
+    cosines = torch.nn.functional.normalize(rows, dim=-1) @ torch.nn.functional.normalize(rows[:3], dim=-1).T
+    nearest = cosines.max(dim=-1).values
+    limit = nearest.sort().values[10].item() + 1e-4
+    free, limited = ClusterTree(3, centroids), ClusterTree(3, centroids, min_similarity=limit)
+    torch.testing.assert_close(free.similarity(rows), nearest)
+    paths, is_far = MemoryRetriever(limited, embedder).paths(TEXTS), nearest < limit
+    assert (paths[is_far] == -1).all() and is_far.sum() == 11
+    assert torch.equal(paths[~is_far], free.paths(rows)[~is_far])
+    for retriever in (MemoryRetriever(limited, embedder, -1), MemoryRetriever(free, embedder)):
+        assert torch.equal(retriever.paths(TEXTS), free.paths(rows))
+    assert torch.equal(MemoryRetriever(free, embedder, limit).paths(TEXTS), paths)
+    with pytest.raises(ValueError, match="min_similarity is 2; expected a cosine"):
+        MemoryRetriever(free, embedder, 2)
+
+
+def test_the_limit_of_a_retriever_is_saved_and_may_be_another_when_it_is_loaded(embedder, tmp_path):
+    MemoryRetriever(random_tree(width=WIDTH), embedder, 0.3).save(tmp_path)
+    assert MemoryRetriever.load(tmp_path).min_similarity == 0.3
+    assert MemoryRetriever.load(tmp_path, min_similarity=-1).min_similarity == -1
+
+
+@pytest.mark.parametrize("text", ["", "  \n"], ids=repr)
+def test_a_blank_text_is_about_nothing(text, embedder):
+    paths = MemoryRetriever(random_tree(width=WIDTH), embedder).paths([TEXTS[0], text])
+    assert paths[1].tolist() == [-1, -1, -1] and (paths[0] >= 0).all()
+
+
 def test_a_saved_retriever_finds_its_model_again(embedder, tmp_path):
     MemoryRetriever(random_tree(width=WIDTH), embedder).save(tmp_path)
     again = MemoryRetriever.load(tmp_path)

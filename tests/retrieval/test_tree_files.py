@@ -38,6 +38,27 @@ def test_a_tree_of_unknown_origin_keeps_its_empty_nodes(tmp_path):
     assert again.centroids[0][0].isnan().all() and again.centroids[2][20].isnan().all()
 
 
+def test_the_least_similarity_is_kept_and_a_tree_without_one_has_none(folder, tmp_path):
+    random_tree(min_similarity=0.25).save(tmp_path / "limited")
+    assert ClusterTree.load(tmp_path / "limited").min_similarity == 0.25
+    assert ClusterTree.load(tmp_path / "limited").fingerprint == random_tree().fingerprint, "paths are the same"
+    record = json.loads((folder / "tree.json").read_text())
+    del record["min_similarity"]  # as versions before wrote it
+    (folder / "tree.json").write_text(json.dumps(record))
+    assert ClusterTree.load(folder).min_similarity is None
+
+
+@pytest.mark.parametrize("value", [1.5, "0.2", True], ids=repr)
+def test_a_least_similarity_that_is_no_cosine_is_refused(value, folder):
+    message = rf"min_similarity is {value!r}; expected a cosine from -1, which every text has, to 1, or null"
+    with pytest.raises(ValueError, match=message):
+        random_tree(min_similarity=value)
+    record = json.loads((folder / "tree.json").read_text())
+    (folder / "tree.json").write_text(json.dumps({**record, "min_similarity": value}))
+    with pytest.raises(ValueError, match=message):
+        ClusterTree.load(folder)
+
+
 def test_the_record_says_what_the_tree_is(folder):
     record = json.loads((folder / "tree.json").read_text())
     assert record == {
@@ -52,6 +73,7 @@ def test_the_record_says_what_the_tree_is(folder):
         "tokenizer": "tokenizer",
         "window_tokens": 2048,
         "seed": 7,
+        "min_similarity": None,
         "sizes": [[3, 12, 21], list(range(9))],
     }
 

@@ -7,6 +7,7 @@ import pytest
 
 from midus_config import MEMORY_TYPES
 from midus_config.memories.headwise import HeadwiseOptions
+from midus_config.memories.hierarchical import HierFFNOptions
 from midus_config.memories.linear import LinearOptions
 from midus_config.memories.product_key import ProductKeyOptions
 from midus_config.memory_types import MemoryOptions
@@ -55,6 +56,21 @@ def test_values_of_the_right_kind_are_taken():
 def test_values_of_the_wrong_kind_and_unknown_keys_are_refused(given, message):
     with pytest.raises(RequestError, match=message):
         parse_options(Sample, given, "sample")
+
+
+@pytest.mark.parametrize("value", [[768, 256, 16, 0], "768,256,16,0", "768, 256, 16, 0", "768,2.56e2,16,0"], ids=str)
+def test_numbers_of_a_list_may_stand_in_one_line(value):
+    options = parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
+    assert options.sizes == [768, 256, 16, 0] and all(type(size) is int for size in options.sizes)
+
+
+@pytest.mark.parametrize("value", ["768;256", "768,x", 768, "768,1.5"], ids=str)
+def test_what_is_no_list_of_numbers_is_refused_with_forms_that_are_accepted(value):
+    message = r"sizes is .*; expected a list, each item of it a whole number, such as \[4, 2\] or 4,2\."
+    if value == "768,1.5":
+        message = r"sizes\[1\] is 1.5; expected a whole number\."
+    with pytest.raises(RequestError, match=message):
+        parse_options(HierFFNOptions, {"sizes": value}, "method hier-ffn")
 
 
 def test_options_are_described_for_people():
