@@ -119,6 +119,10 @@ def print_report(report: UpscaleReport, dry_run: bool) -> None:
     }
     if counts.bank is not None:
         rows["bank"] = f"{counts.bank:,} parameters beside the checkpoint, of which a text fetches {counts.fetched:,}"
+    if report.renumbers_layers:
+        rows["adapters"] = (
+            "a LoRA that was made for the base does not fit: layers have other numbers. Merge it into the base first"
+        )
     if dry_run:
         rows["would write"] = _gigabytes(report.bytes.written)
         rows["identity"] = "promised" if report.promises_identity else "not promised by the method"

@@ -20,6 +20,7 @@ from midus_hf.memory.router_report import RouterReports
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.memory.token_places import TokenPlaces, token_places
 from midus_hf.models.adapted import PROJECTION_NAMES
+from midus_hf.models.adapter_layers import adapter_tensors, check_adapter_layers, refuse_adapter_of_base
 from midus_hf.models.dead_memories import warn_of_dead_memories
 from midus_hf.models.export import auto_map, write_code
 from midus_hf.models.fetching import BLOCKS, IDS, Banks, folder_of_checkpoint, upload
@@ -116,6 +117,25 @@ class HostsMemory:
         if kwargs.get("is_main_process", True):
             self.banks.save(save_directory)
         return saved
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's, of transformers; an adapter that was made for the base of this model is taken off again.
+
+        Raises:
+            ValueError: If layers of the base have other numbers here than the adapter knows.
+        """
+        model: Any = self
+        before = set(getattr(model, "peft_config", {}))
+        told = super().load_adapter(*args, **kwargs)
+        for adapter in set(model.peft_config) - before:
+            names = adapter_tensors(model).get(adapter, set())
+            missing = names & set(told.missing_keys)
+            try:
+                check_adapter_layers(model.config, adapter, names - missing, missing, model.peft_config[adapter])
+            except ValueError:
+                model.delete_adapter(adapter)
+                raise
+        return told
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """As the family's; banks that are open are uploaded with the weights, in folders of folders, which transformers does not.
@@ -227,6 +247,7 @@ class MemoryModel(HostsMemory):
         self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
         if any(entry.options.narrows_start for entry in memories.attached.values()):
             self._narrow_start()
+        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         self.post_init()
 
     @property

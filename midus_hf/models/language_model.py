@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.router_report import RouterReports
+from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import BLOCKS
 from midus_hf.models.host import HostsMemory
 
@@ -39,6 +40,7 @@ class MemoryForCausalLM(HostsMemory):
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         self.post_init()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

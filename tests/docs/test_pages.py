@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from training.tiny_run import NEW_LAYERS, document, save_native, save_upscaled, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,10 +15,10 @@ MODEL = "smollm2-135m-hml"
 """What the pages call the upscaled model."""
 
 
-def script(page: str) -> str:
-    """The one block of Python of a page."""
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    return block
+def script(page: str, number: int = 0) -> str:
+    """A block of Python of a page."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    return blocks[number]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def check_rates(defined: dict) -> None:
     assert len({event["learning_rate"] for event in logged}) > 1
 
 
-@pytest.mark.parametrize(("page", "output"), [("trainer.md", "trained"), ("trl.md", "tuned")])
+@pytest.mark.parametrize(("page", "output"), [("trainer.md", "trained"), ("trl.md", "tuned-by-trl")])
 def test_new_layers_are_trained_and_saved(page, output, folder):
     check_rates(run(page))
     before, after = weights(MODEL), weights(output)
@@ -94,6 +94,31 @@ def test_adapters_and_new_layers_are_trained_saved_and_merged(folder):
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32"), "adapter")
     for name, tensor in again.merge_and_unload().state_dict().items():
         torch.testing.assert_close(tensor, merged[name])
+    assert AutoTokenizer.from_pretrained("merged")("w5 w7")["input_ids"] == [5, 7]
+
+
+def test_an_adapter_of_the_base_is_merged_into_it_as_the_page_says(folder):
+    base = AutoModelForCausalLM.from_pretrained("base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    adapted.save_pretrained("ADAPTER")
+    prompt = torch.tensor([[5, 7, 9]])
+    with torch.no_grad():
+        expected = adapted(prompt).logits
+        exec(script("peft.md", 1).replace("HuggingFaceTB/SmolLM2-135M", "base"))
+        found = AutoModelForCausalLM.from_pretrained("base-with-adapter")(prompt).logits
+    torch.testing.assert_close(found, expected)
+    assert AutoTokenizer.from_pretrained("base-with-adapter")("w5 w7")["input_ids"] == [5, 7]
+
+
+def test_pages_do_not_write_over_one_another():
+    written = re.compile(
+        r'(?:TrainingArguments|SFTConfig)\(\s*"([^"]+)"|save_pretrained\("([^"]+)"\)|output="([^"]+)"'
+    )
+    owners: dict[str, str] = {}
+    for page in ("trainer.md", "trl.md", "peft.md", "sft.md"):
+        for groups in written.findall("".join(script(page))):
+            (folder,) = filter(None, groups)
+            assert owners.setdefault(folder, page) == page or folder == "runs", f"{page} writes {folder}"
 
 
 @pytest.mark.parametrize("page", ["trainer.md", "trl.md", "peft.md", "sft.md"])

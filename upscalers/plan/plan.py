@@ -80,6 +80,11 @@ class Plan:
         kept = set(self.kept_indices.values())
         return [index for index in range(self.num_layers) if index not in kept]
 
+    @property
+    def renumbers(self) -> bool:
+        """Whether a layer of the base has another number in the upscaled model, so that adapters made for the base miss it."""
+        return any(layer != number for layer, number in self.kept_indices.items()) or bool(self.dropped_layers)
+
     def owns(self, name: str) -> bool:
         """Whether a tensor of the upscaled model, by its full name, is new: the base does not have it, and `strip` takes it away.
 

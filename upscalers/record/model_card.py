@@ -16,6 +16,12 @@ from upscalers.record.report import ParameterCounts
 from upscalers.tensors.measurements import summary_table
 from upscalers.tensors.solver import Measurement
 
+_ADAPTERS = [
+    "An adapter, such as a LoRA, finds layers by their number. One that was made for the base does not fit this model, whose layers",
+    "are numbered as above: PEFT would put it on the wrong ones. Merge it into the base, and upscale what comes out.",
+    "",
+]
+
 
 def model_card(
     method: Method,
@@ -92,6 +98,7 @@ def model_card(
             "|---|---|",
             *rows,
             "",
+            *(_ADAPTERS if plan.renumbers else []),
             *measured,
             *licence_section(carried),
             *_citation(method),

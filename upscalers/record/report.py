@@ -50,7 +50,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """What was done. `to_dict` gives the object that `--json` prints, which is all of it but the last three fields.
+    """What was done. `to_dict` gives the object that `--json` prints, which is all of it but the last four fields.
 
     Args:
         method: Name of the method.
@@ -68,6 +68,7 @@ class UpscaleReport:
         kl_divergence: From the base's next-token distribution to the result's, mean over tokens, in nats; None where
             logits were not compared.
         measurements: What solvers found out about each tensor that they made; empty for methods without solvers.
+        renumbers_layers: Whether layers of the base have other numbers in the upscaled model.
     """
 
     method: str
@@ -84,6 +85,7 @@ class UpscaleReport:
     promises_identity: bool
     kl_divergence: float | None
     measurements: list[dict[str, Any]]
+    renumbers_layers: bool
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, as `--json` prints it; `upscale.json` has the rest as well."""
@@ -92,7 +94,7 @@ class UpscaleReport:
         return {key: value for key, value in values.items() if key not in _NOT_PRINTED}
 
 
-_NOT_PRINTED = ("promises_identity", "kl_divergence", "measurements")
+_NOT_PRINTED = ("promises_identity", "kl_divergence", "measurements", "renumbers_layers")
 
 
 class PushError(RuntimeError):

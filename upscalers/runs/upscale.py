@@ -157,6 +157,7 @@ def upscale(
         promises_identity=chosen.promises_identity,
         kl_divergence=outcome.kl_divergence,
         measurements=list(outcome.measurements),
+        renumbers_layers=job.plan.renumbers,
     )
     if push_to_hub and not dry_run:
         _push(Path(str(output)).expanduser(), push_to_hub, private, report, progress)

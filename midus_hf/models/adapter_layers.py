@@ -1,0 +1,111 @@
+"""Adapters of PEFT find layers by number, which an upscaled model gives anew: adapters that were made for its base are refused."""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def base_layer_numbers(config: Any) -> dict[int, int]:
+    """Return for each layer of the base its number in the upscaled model; `{}` for a model that was not upscaled.
+
+    A layer that the upscaled model has twice is numbered where it stands first.
+
+    Args:
+        config: Of a model. `upscale` in it has the plan by which it was made.
+    """
+    record = getattr(config, "upscale", None)
+    plan = record.get("plan", []) if isinstance(record, Mapping) else []
+    numbers: dict[int, int] = {}
+    for number, layer in enumerate(plan):
+        if "base" in layer:
+            numbers.setdefault(layer["base"], number)
+    return numbers
+
+
+def refuse_adapter_of_base(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_of_torch: Any, **_more: Any
+) -> None:
+    """Refuse an adapter that was made for the base of an upscaled model, before its weights are loaded.
+
+    It is a pre-hook of `load_state_dict`, by which PEFT loads adapters. PEFT has put modules of an adapter on every layer that its
+    targets match by then. An adapter that has weights for layers of the base alone, while such modules wait in layers beyond
+    these, was made for the base.
+
+    Args:
+        module: An upscaled model.
+        state_dict: What is loaded.
+        prefix: Of the names in it that are the module's.
+
+    Raises:
+        ValueError: If layers of the base have other numbers here than the adapter knows.
+    """
+    if not base_layer_numbers(module.config):
+        return
+    for adapter, names in adapter_tensors(module).items():
+        loaded = {name for name in names if prefix + name in state_dict}
+        configs = getattr(module, "peft_config", {})
+        check_adapter_layers(module.config, adapter, loaded, names - loaded, configs.get(adapter))
+
+
+def check_adapter_layers(
+    config: Any, adapter: str, loaded: Iterable[str], missing: Iterable[str], adapter_config: Any = None
+) -> None:
+    """See that an adapter was not made for the base of an upscaled model.
+
+    Args:
+        config: Of the upscaled model.
+        adapter: The adapter's name.
+        loaded: Names of the tensors that the adapter brings.
+        missing: Names of the tensors that its targets make for it in this model, and that it does not bring.
+        adapter_config: Of PEFT, which says on what model the adapter was trained. Default: nobody says.
+
+    Raises:
+        ValueError: If it was.
+    """
+    numbers = base_layer_numbers(config)
+    has, lacks = _layers(loaded), _layers(missing)
+    moved = [layer for layer in has if numbers.get(layer, layer) != layer]
+    if not moved or has[-1] >= len(numbers):
+        return
+    first = moved[0]
+    moving = f"layer {first} of the base is layer {numbers[first]} here"
+    if any(layer > has[-1] for layer in lacks):
+        raise ValueError(
+            f"adapter {adapter!r} has weights for layers {has[0]} to {has[-1]} and none for {', '.join(map(str, lacks))}, which its "
+            f"targets also match: it was made for the base of {len(numbers)} layers, and {moving}. On this model of "
+            f"{config.num_hidden_layers} layers it would change the wrong ones. Expected an adapter that was trained on this model. "
+            "Or merge this one into the base (merge_and_unload), and upscale what comes out."
+        )
+    trained_on = getattr(adapter_config, "base_model_name_or_path", None)
+    if trained_on and trained_on != config._name_or_path:
+        warnings.warn(
+            f"adapter {adapter!r} was trained on {trained_on!r} and changes layers {has[0]} to {has[-1]}. If that is the base of "
+            f"this model, these are the wrong layers: {moving}.",
+            stacklevel=2,
+        )
+
+
+def adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
+    """Return for each adapter the names of its tensors, which PEFT has put on modules within this one.
+
+    Args:
+        module: A model, with adapters or without.
+    """
+    tensors: dict[str, set[str]] = {}
+    for module_name, within in module.named_modules():
+        for attribute in getattr(within, "adapter_layer_names", ()):
+            of_adapters = getattr(within, attribute, None)
+            for name, _ in of_adapters.named_parameters() if isinstance(of_adapters, nn.Module) else ():
+                # A ModuleDict has "default.weight", a ParameterDict "default".
+                tensors.setdefault(name.split(".")[0], set()).add(f"{module_name}.{attribute}.{name}")
+    return tensors
+
+
+def _layers(names: Iterable[str]) -> list[int]:
+    matches = map(_LAYER.search, names)
+    return sorted({int(match[1]) for match in matches if match})

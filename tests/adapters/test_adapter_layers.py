@@ -1,0 +1,101 @@
+"""An adapter that was made for the base of an upscaled model would find the wrong layers there, and is refused."""
+
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import prompt
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from midus_hf.training import lora_config
+
+TARGETS = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+REFUSED = (
+    r"adapter .default. has weights for layers 0 to 3 and none for (4, )?5, which its targets also match: it was made for the "
+    r"base of 4 layers, and layer (1|2) of the base is layer (2|3) here\. On this model of 6 layers it would change the wrong "
+    r"ones\. Expected an adapter that was trained on this model\. Or merge this one into the base \(merge_and_unload\), and upscale "
+    r"what comes out\."
+)
+
+
+def save_adapter(model, config, folder):
+    """Save an adapter that changes what the model computes; return the logits with it."""
+    adapted = get_peft_model(model, config).eval()
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    adapted.save_pretrained(folder)
+    return logits(adapted)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(prompt(9)).logits
+
+
+def test_an_adapter_of_the_base_is_refused_by_either_loader(family, upscaled, tmp_path):
+    folder = upscaled(family)
+    # New layers of this method have attention and no feed-forward part.
+    config = LoraConfig(**{**TARGETS, "target_modules": ["down_proj"]})
+    save_adapter(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), config, tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    computed = logits(model)
+    with pytest.raises(ValueError, match=REFUSED):
+        model.load_adapter(str(tmp_path / "adapter"))
+    assert torch.equal(logits(model), computed)
+    with pytest.raises(ValueError, match=REFUSED):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+
+
+def test_an_adapter_of_the_stack_of_the_base_is_refused_as_well(upscaled, tmp_path):
+    folder = upscaled("llama")
+    get_peft_model(AutoModel.from_pretrained(folder.parent / "base"), LoraConfig(**TARGETS)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"none for 4, 5, which its targets also match"):
+        PeftModel.from_pretrained(AutoModel.from_pretrained(folder), tmp_path)
+
+
+@pytest.mark.parametrize("of", ["targets", "lora_config", "last layers"])
+def test_an_adapter_of_the_upscaled_model_is_loaded(of, upscaled, tmp_path, recwarn):
+    folder = upscaled("llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    configs = {
+        "targets": lambda: LoraConfig(**TARGETS),
+        "lora_config": lambda: lora_config(model, r=2),
+        "last layers": lambda: LoraConfig(**TARGETS, layers_to_transform=[3, 5]),
+    }
+    expected = save_adapter(model, configs[of](), tmp_path / "adapter")
+    moved = folder.rename(folder.with_name("moved"))
+    try:
+        assert torch.equal(
+            logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), tmp_path / "adapter")),
+            expected,
+        )
+        if of == "targets":
+            model = AutoModelForCausalLM.from_pretrained(moved)
+            model.load_adapter(str(tmp_path / "adapter"))
+            assert torch.equal(logits(model), expected)
+    finally:
+        moved.rename(folder)
+    assert not [warning for warning in recwarn if "trained on" in str(warning.message)]
+
+
+def test_one_of_which_nothing_says_whose_it_is_is_loaded_with_a_warning(upscaled, tmp_path):
+    folder = upscaled("llama")
+    config = LoraConfig(**TARGETS, layers_to_transform=[0, 1])
+    save_adapter(AutoModelForCausalLM.from_pretrained(folder.parent / "base"), config, tmp_path / "adapter")
+    message = "changes layers 0 to 1. If that is the base of this model, these are the wrong layers: layer 1 of the base is layer 2"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+
+
+def test_a_second_adapter_is_judged_by_its_own_weights(upscaled, tmp_path):
+    folder = upscaled("llama")
+    save_adapter(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**TARGETS), tmp_path / "own")
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder.parent / "base"), LoraConfig(**TARGETS)
+    ).save_pretrained(tmp_path / "base")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "own")
+    with pytest.raises(ValueError, match="adapter 'second' has weights for layers 0 to 3"):
+        model.load_adapter(tmp_path / "base", adapter_name="second")
