@@ -114,7 +114,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[RowPlace, Any]]:
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield RowPlace(place, path, number), row
+            yield RowPlace(f"row {number} of {str(path)!r}", path, number), row
     except DocumentError:
         raise
     except (OSError, ValueError, RuntimeError) as error:

@@ -48,7 +48,7 @@ def encode_rows(
 
     Raises:
         DocumentError: As `read_example` and `encode`.
-        ValueError: As `set_template` and `encode`.
+        ValueError: As `set_template`.
     """
     known = None if format is None else format_named(format)
     first = list(itertools.islice(rows, 1))

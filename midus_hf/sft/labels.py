@@ -16,6 +16,8 @@ _MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
 """By which a template may say itself where answers stand."""
 
 _NOWHERE = (math.inf, math.inf)
+_ELSEWHERE = "\u241f an answer \u241f"
+"""Text that no template has."""
 
 
 @dataclass(frozen=True)
@@ -53,47 +55,83 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example, place: str) -> 
         place: Where it is, for messages.
 
     Raises:
-        DocumentError: If the template does not take the chat.
-        ValueError: If the template does not let answers be found.
+        DocumentError: If the template does not take the chat, does not let answers be found, or leaves calls of tools out.
     """
     if not isinstance(example, Chat):
         return _encode_completion(tokenizer, example.prompt, example.completion)
     try:
         if _MARKERS.search(str(tokenizer.chat_template)):
-            return _encode_marked(tokenizer, example.messages)
-        text, spans = _write_out(tokenizer, example.messages)
-    except TemplateError as error:
+            return _encode_marked(tokenizer, example)
+        text, spans = _write_out(tokenizer, example)
+    except DocumentError as error:
+        raise DocumentError(f"{place}: {error}") from error
+    except (TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+        # Templates compute with what they are given, and fail like any other program.
         raise DocumentError(
             f"{place} is not taken by the chat template: {error}. Correct it, or take it out."
         ) from error
     return _tokens_of(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), spans)
 
 
-def _write_out(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
-) -> tuple[str, list[tuple[int, int]]]:
+def _write_out(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
     """The text of a chat, and from where to where in it each answer goes."""
 
     def write(number: int, **options: Any) -> str:
-        return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, **options))
+        return _render(tokenizer, Chat(chat.messages[:number], chat.tools), **options)
 
-    text, spans = write(len(messages)), []
-    for number, message in enumerate(messages):
+    text, spans = write(len(chat.messages)), []
+    for number, message in enumerate(chat.messages):
         if message["role"] != "assistant":
             continue
-        before, after = write(number, add_generation_prompt=True), write(number + 1)
+        after = write(number + 1)
+        before = write(number, add_generation_prompt=True) if number else _before_first(tokenizer, chat, after)
         if not (after.startswith(before) and text.startswith(after)):
-            raise ValueError(
+            raise DocumentError(
                 "the chat template writes earlier messages differently once others follow, so answers cannot be found in "
                 "its text; put {% generation %} and {% endgeneration %} around them in it, or set chat_template."
             )
-        spans.append((len(before), len(before) + len(after[len(before) :].rstrip())))
+        answer = after[len(before) :].rstrip()
+        for call in message.get("tool_calls", ()):
+            name = call.get("function", call)["name"]
+            if name not in answer:
+                raise DocumentError(
+                    f"the chat template does not write that message {number + 1} calls {name!r}; set chat_template to one that "
+                    "knows tool_calls, or take the row out."
+                )
+        spans.append((len(before), len(before) + len(answer)))
     return text, spans
 
 
-def _encode_marked(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Tokens:
+def _before_first(tokenizer: PreTrainedTokenizerBase, chat: Chat, after: str) -> str:
+    """What a template writes before an answer that begins a chat: no template writes a chat of no messages.
+
+    Args:
+        tokenizer: With the template.
+        chat: That begins with an answer.
+        after: The text of that answer alone.
+    """
+    question = Chat([{"role": "user", "content": "?"}], chat.tools)
+    without, asking = _render(tokenizer, question), _render(tokenizer, question, add_generation_prompt=True)
+    header = asking[len(without) :] if asking.startswith(without) else ""
+    start = after.find(header) + len(header) if header and header in after else -1
+    if start < 0:
+        # A template that marks questions alone has no words before an answer: another answer in its place shows where it stands.
+        start = _render(tokenizer, Chat([{**chat.messages[0], "content": _ELSEWHERE}], chat.tools)).find(_ELSEWHERE)
+    if start < 0:
+        raise DocumentError(
+            "it begins with an answer, which cannot be found in what the chat template makes of it; put a question in front, or take "
+            "it out."
+        )
+    return after[:start]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, chat: Chat, **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False, **options))
+
+
+def _encode_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Tokens:
     encoded: Any = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        chat.messages, tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     return Tokens(list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]])
 

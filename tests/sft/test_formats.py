@@ -15,6 +15,9 @@ from midus_hf.sft.rows import iterate_rows
 
 ASKED = {"role": "user", "content": "q"}
 SAID = {"role": "assistant", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+CALLED = {"type": "function", "id": "1", "function": {"name": "look", "arguments": {"where": "up"}}}
+FOUND = {"role": "tool", "tool_call_id": "1", "content": "sky"}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,24 @@ SAID = {"role": "assistant", "content": "a"}
             "dolly",
             {"instruction": "q", "context": "c", "response": "a", "category": "x"},
             Chat([{"role": "user", "content": "q\n\nc"}, SAID]),
+        ),
+        (
+            "messages",
+            {
+                "messages": [
+                    {**ASKED, "tool_calls": None},
+                    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+                    {**FOUND, "tool_calls": None},
+                    SAID,
+                ],
+                "tools": json.dumps([TOOL]),
+            },
+            Chat([ASKED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}, FOUND, SAID], [TOOL]),
+        ),
+        (
+            "messages",  # as OpenAI writes arguments
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "look", "arguments": '{"where": "up"}'}]}]},
+            Chat([{"role": "assistant", "content": "", "tool_calls": [CALLED["function"]]}]),
         ),
         ("prompt-completion", {"prompt": "p", "completion": "c"}, Completion("p", "c")),
         ("prompt-completion", {"prompt": [ASKED], "completion": [SAID]}, Chat([ASKED, SAID])),
@@ -90,6 +111,44 @@ def test_columns_of_no_format_are_refused(row, message):
             "message 2 of row 1, messages is no text with a role; expected role and content, or from and value.",
         ),
         ("alpaca", {"instruction": "q", "output": 3}, "row 1 has a int under 'output'; expected text."),
+        (
+            "messages",
+            {"messages": [{"role": "usr", "content": "q"}, SAID]},
+            "message 1 of row 1, messages has the role 'usr', which no template knows. Did you mean 'user'",
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "humann", "value": "q"}, SAID]},
+            "message 1 of row 1, conversations has the role 'humann', which no template knows. Did you mean 'human'",
+        ),
+        (
+            "messages",
+            {"messages": [ASKED, {"role": "assistant", "content": " \n"}]},
+            "message 2 of row 1, messages is an empty answer; expected text. Fill it in, or take the row out.",
+        ),
+        ("dolly", {"instruction": "q", "response": ""}, "row 1 has an empty answer under 'response'; expected text."),
+        ("prompt-completion", {"prompt": "p", "completion": " "}, "row 1 has an empty answer under 'completion'"),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}]},
+            "message 1 of row 1, messages calls a tool that has no name; expected a list of objects with function: name and",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "tool_calls": "look"}]},
+            "message 1 of row 1, messages has tool_calls that are no calls; expected",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            "message 1 of row 1, messages calls 'f' with arguments that are not JSON: ",
+        ),
+        ("messages", {"messages": [ASKED, SAID], "tools": "["}, "row 1 has tools that are not JSON: "),
+        (
+            "messages",
+            {"messages": [ASKED, SAID], "tools": {"a": 1}},
+            "row 1 has a dict under 'tools'; expected a list of",
+        ),
     ],
 )
 def test_a_row_that_is_not_of_its_format_is_refused(name, row, message):

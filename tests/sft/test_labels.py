@@ -102,10 +102,84 @@ def test_special_tokens_of_the_tokenizer_are_kept_and_its_end_is_not_doubled():
     assert parts(tokenizer, TURNS)[0][1].startswith("<bos>be brief")
 
 
+BEGUN = Chat([{"role": "assistant", "content": "hello?"}, *TURNS.messages[1:3]])
+OF_QUESTIONS = (  # as Mistral's, which has no words before an answer
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
+)
+OF_TOOLS = (
+    "{% if tools %}T{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("chatml", [(False, "<|im_start|>assistant\n"), (True, "hello?<|im_end|>")]),
+        ("alpaca", [(False, "### Response:\n"), (True, "hello?<eos>")]),
+        (OF_QUESTIONS, [(False, "<bos>"), (True, "hello?<eos>")]),
+        (MARKED, [(False, "A:"), (True, "hello?<eos>")]),
+    ],
+    ids=["chatml", "alpaca", "questions", "marked"],
+)
+def test_a_chat_that_begins_with_an_answer_is_trained_on(template, expected):
+    tokenizer = character_tokenizer(bos_token="<bos>")
+    tokenizer.chat_template = TEMPLATES.get(template, template)
+    found = parts(tokenizer, BEGUN)
+    assert found[:2] == expected
+    assert [text for inside, text in found if inside][1].startswith("yes, one")
+
+
+def test_an_answer_at_the_beginning_that_a_template_leaves_out_is_refused_by_its_row():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{% if not loop.first %}{{ m['content'] }}{% endif %}{% endfor %}"
+    message = (
+        "row 1: it begins with an answer, which cannot be found in what the chat template makes of it; put a question"
+    )
+    with pytest.raises(DocumentError, match=re.escape(message)):
+        encode(tokenizer, BEGUN, "row 1")
+
+
+def test_calls_of_tools_are_written_by_the_template_and_have_labels():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = OF_TOOLS
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "it is blue"},
+    ]
+    found = parts(tokenizer, Chat(messages, [{"name": "look"}]))
+    assert [text for inside, text in found if inside] == ['<look {"at": "sky"}><eos>', "it is blue<eos>"]
+    assert found[0] == (False, "Tlooku:qa:")
+    assert parts(tokenizer, Chat(messages[1:2], [{"name": "look"}]))[1][1] == '<look {"at": "sky"}><eos>'
+
+
+def test_a_template_that_knows_no_calls_of_tools_is_refused_by_the_row():
+    tokenizer = character_tokenizer()
+    set_template(tokenizer, "chatml")
+    call = {"function": {"name": "look", "arguments": {}}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    message = "row 1: the chat template does not write that message 2 calls 'look'; set chat_template to one that knows tool_calls"
+    with pytest.raises(DocumentError, match=re.escape(message)):
+        encode(tokenizer, Chat(messages), "row 1")
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{{ messages|length }}" + TEMPLATES["chatml"]
-    with pytest.raises(ValueError, match="the chat template writes earlier messages differently once others follow"):
+    message = "row 1: the chat template writes earlier messages differently once others follow"
+    with pytest.raises(DocumentError, match=message):
+        encode(tokenizer, TURNS, "row 1")
+
+
+def test_a_template_that_stumbles_over_a_chat_names_its_row():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] + 3 }}"
+    with pytest.raises(DocumentError, match="row 1 is not taken by the chat template: "):
         encode(tokenizer, TURNS, "row 1")
 
 
