@@ -1,8 +1,7 @@
 """What is pooled of a sequence to choose chapters by, for each scope of routing, and what is chosen.
 
-What is pooled are hidden states over their root mean square, without the first token of a document where there is another: in trained
-models that token draws attention whatever it is, and its state is so large and so alike in all texts that means with it tell texts
-apart badly.
+What is pooled are hidden states over their root mean square, each element limited to -1 ... 1, without the first token of a document
+where there is another: in trained models that token draws attention whatever it is, and its state is large and alike in all texts.
 """
 
 import warnings
@@ -141,7 +140,7 @@ def pool_prompt(
     """The mean over the tokens of the prompt, which later passes keep.
 
     Args:
-        states: `[B, T, D]`, hidden states over their root mean square.
+        states: `[B, T, D]`, normalised and limited hidden states.
         places: Of the tokens.
         prompt_mask: `[B, T]`, true for tokens of the prompt. Default: the first pass is the prompt.
         kept: What an earlier pass of the sequence left.
@@ -189,7 +188,7 @@ def pool_chunks(
     for rows of one document, it is as long as it could be.
 
     Args:
-        states: `[B, T, D]`, hidden states over their root mean square.
+        states: `[B, T, D]`, normalised and limited hidden states.
         places: Of the tokens; those of a row that are no padding stand together.
         sizes: Of chunks.
         kept: What earlier passes of the sequence left: per row the `count` of tokens so far, the `total` of all of these but the

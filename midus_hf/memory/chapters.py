@@ -138,8 +138,12 @@ class Chapters(MemoryModule):
         state: MemoryState | None,
         prompt_mask: torch.Tensor | None,
     ) -> Routing:
-        """Choose chapters for hidden states over their root mean square."""
-        pooled = self._pool(normalised, tokens or TokenPlaces(), state, prompt_mask)
+        """Choose chapters for hidden states over their root mean square.
+
+        Their elements are limited to what one is on average: in trained models a few are many times as large in every token of every
+        text, so that means with them are much the same for all texts.
+        """
+        pooled = self._pool(normalised.clamp(-1, 1), tokens or TokenPlaces(), state, prompt_mask)
         states = pooled.states if self.options.addressing == "content" else random_directions(pooled.states)
         wide = torch.promote_types(normalised.dtype, torch.float32)
         with without_autocast(normalised.device.type):
@@ -202,7 +206,7 @@ class Chapters(MemoryModule):
 
     def _pool(
         self,
-        normalised: torch.Tensor,
+        states: torch.Tensor,
         tokens: TokenPlaces,
         state: MemoryState | None,
         prompt_mask: torch.Tensor | None,
@@ -210,17 +214,17 @@ class Chapters(MemoryModule):
         kept = {} if state is None else state.kept
         if self.options.routing == "chunk":
             sizes = ChunkSizes(self.options.first_tokens, self.options.chunk_size)
-            return pool_chunks(normalised, tokens, sizes, kept, keeps=state is not None)
+            return pool_chunks(states, tokens, sizes, kept, keeps=state is not None)
         if self.options.routing == "prompt":
-            return pool_prompt(normalised, tokens, prompt_mask, kept)
+            return pool_prompt(states, tokens, prompt_mask, kept)
         if self.options.routing == "token":
-            return pool_tokens(normalised, tokens)
+            return pool_tokens(states, tokens)
         if kept:
             raise ValueError(
                 "routing is 'sequence', which looks at the whole sequence, and a cache holds a part of it; expected passes without a "
                 "cache. Set use_cache to false, or upscale with routing = 'chunk'."
             )
-        return pool_sequence(normalised, tokens)
+        return pool_sequence(states, tokens)
 
     def _mixture(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """All chapters `[N, S + k]` that are read, shared ones first; their scales and biases, likewise, where they have any."""

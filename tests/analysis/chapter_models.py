@@ -12,8 +12,8 @@ from midus_hf.models import FAMILIES
 CHAPTERS, SHARED, TOKENS, LAYERS = 6, 1, 4, [0, 2]
 LOGITS = torch.tensor([0.0, 8, 7, 0, -7, -8])
 """Of the router for a token of kind a; for one of kind b they are the negative of it."""
-_LARGE = 1e4
-"""First element of the residual stream, beside which all others are as nothing in the root mean square that it is divided by."""
+_LARGE = 100.0
+"""First element of the residual stream: so much above all others that it is limited to 1 where it is routed by."""
 READ = {"a": [0, 1, 2], "b": [0, 4, 5]}
 """Chapters that a token of each kind reads, the shared one included: nobody reads chapter 3."""
 
@@ -45,7 +45,7 @@ def routed_model(family: str = "llama", **options: Any) -> PreTrainedModel:
                 memory = block.memories["chapters"]
                 memory.output_projection.weight[0] = 0
                 memory.router_weight.zero_()
-                memory.router_weight[:, 0] = LOGITS / config.hidden_size**0.5
+                memory.router_weight[:, 0] = LOGITS
                 memory.router_bias.zero_()
     return model.eval()
 

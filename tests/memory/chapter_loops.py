@@ -65,7 +65,7 @@ def read_by_loops(
                 pooled = torch.zeros_like(states[index])
                 for other in pooled_over:
                     state = states[other] / (states[other].square().mean() + EPS).sqrt()
-                    pooled = pooled + state / len(pooled_over)
+                    pooled = pooled + state.clamp(-1, 1) / len(pooled_over)
                 reads[row, index] = _read(options, num_heads, tensors, states[index], pooled)
     return reads
 
