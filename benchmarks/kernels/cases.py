@@ -78,7 +78,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0
             ),
         )
-    for name, group, dim, slots, is_mixed, dtype in (
+    for name, group, dim, slots, is_gated, dtype in (
         ("both of moda-700m", 2, 64, 72, True, torch.bfloat16),
         ("both of llama-3.1-8b", 4, 128, 64, True, torch.bfloat16),
         ("both of table 2", 8, 64, 64, False, torch.bfloat16),
@@ -88,8 +88,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     ):
         yield (
             name,
-            lambda group=group, dim=dim, slots=slots, is_mixed=is_mixed, dtype=dtype: _fused(
-                group, dim, slots, is_mixed, dtype
+            lambda group=group, dim=dim, slots=slots, is_gated=is_gated, dtype=dtype: _fused(
+                group, dim, slots, is_gated, dtype
             ),
         )
 
@@ -153,9 +153,9 @@ def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch
     triton_depth_gradients(output, lse, query, keys, keys, output, lse, dim**-0.5, softcap, True, True)
 
 
-def _fused(group: int, dim: int, slots: int, is_mixed: bool, dtype: torch.dtype) -> None:
+def _fused(group: int, dim: int, slots: int, is_gated: bool, dtype: torch.dtype) -> None:
     query, key, keys = _heads(group * _KV_HEADS, dim, dtype), _heads(_KV_HEADS, dim, dtype), _slots(slots, dim, dtype)
-    given = (query, key, key, keys, keys, dim**-0.5, True, None, torch.zeros(query.shape[1]) if is_mixed else None)
+    given = (query, key, key, keys, keys, dim**-0.5, True, torch.zeros(query.shape[1]) if is_gated else None, is_gated)
     read = triton_fused_attention(*given, True)
     triton_fused_gradients(query, *given, read, True, True, True)
 

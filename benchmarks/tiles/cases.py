@@ -115,7 +115,7 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
 
 
 def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
-    """Attention to slots of the depth, and to them and the sequence at once, weighed apart."""
+    """Attention to slots of the depth, and to them and the sequence at once, with a gate."""
 
     def heads(count: int) -> torch.Tensor:
         return _normal(device, 1, tokens, count, dim).transpose(1, 2)
@@ -125,8 +125,8 @@ def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
     scaling = dim**-0.5
     output, lse = triton_depth_attention(query, keys, values, scaling, None)
     of_depth = (query, lse, query, keys, values, output, lse, scaling, None, True, True)
-    weight = torch.rand(group * KV_HEADS, device=device)
-    both = (query, key, value, keys, values, scaling, True, None, weight)
+    gate = torch.rand(group * KV_HEADS, device=device)
+    both = (query, key, value, keys, values, scaling, True, gate, True)
     read = triton_fused_attention(*both, True)
 
     def gradients(wants_query: bool, wants_sequence: bool) -> Call:

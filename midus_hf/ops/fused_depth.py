@@ -27,13 +27,13 @@ def fused_attention(
     values: Sequence[torch.Tensor],
     scaling: float,
     is_causal: bool,
-    depth_weight: torch.Tensor | None = None,
-    mixing: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    added: bool = False,
 ) -> torch.Tensor:
     """Attend to the sequence and to the slots of the depth in one pass: `joint_attention` of what is read of each.
 
-    The sequence is read by a kernel of this project, not by torch's: where g or a is 0 the result is what that kernel reads of the
-    sequence, which differs from torch's by rounding.
+    The sequence is read by a kernel of this project, not by torch's: where c is 0 the result is what that kernel reads of the
+    sequence, and of the depth if that is added, which differs from torch's by rounding.
 
     Args:
         query: `[B, H, T, d]`.
@@ -43,8 +43,8 @@ def fused_attention(
         values: n of `[B, K, T, d]`.
         scaling: By what scores are multiplied.
         is_causal: Whether query t reads keys of the sequence up to t alone.
-        depth_weight: `[H]`, g of `joint_attention`. Default: 1.
-        mixing: `[H]`, a of `joint_attention`. Default: 1.
+        gate: `[H]`, c of `joint_attention`. Default: 1.
+        added: As in `joint_attention`. Default: no.
 
     Returns:
         `[B, H, T, d]`, in the dtype of the query, or where dtypes differ under autocast in its own. Gradients flow to every tensor.
@@ -57,11 +57,11 @@ def fused_attention(
         raise ValueError(f"depth_path is 'fused', but {refusal}, or choose 'merged'.")
     dtype = shared_dtype(query, key, value, *keys, *values)
     resolve("triton", "auto", "auto", query.to(dtype))
-    tensors = (query, key, value, *keys, *values, depth_weight, mixing)
+    tensors = (query, key, value, *keys, *values, gate)
     keeps = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     slots = ([slot.to(dtype) for slot in part] for part in (keys, values))
     sequence = (part.to(dtype) for part in (query, key, value))
-    output = fused_attention_op(*sequence, *slots, scaling, is_causal, depth_weight, mixing, keeps)[0]
+    output = fused_attention_op(*sequence, *slots, scaling, is_causal, gate, added and gate is not None, keeps)[0]
     return output if torch.is_autocast_enabled(query.device.type) else output.to(query.dtype)
 
 
@@ -108,17 +108,17 @@ def fused_attention_op(
     values: Sequence[torch.Tensor],
     scaling: float,
     is_causal: bool,
-    depth_weight: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
-    mixing: Optional[torch.Tensor],  # noqa: UP045
+    gate: Optional[torch.Tensor],  # noqa: UP045 - torch.library reads this form alone
+    added: bool,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`fused_attention`, with what the gradient needs, as in `Read`."""
-    return triton_fused_attention(query, key, value, keys, values, scaling, is_causal, depth_weight, mixing, keeps)
+    return triton_fused_attention(query, key, value, keys, values, scaling, is_causal, gate, added, keeps)
 
 
 @fused_attention_op.register_fake
-def _(query, key, value, keys, values, scaling, is_causal, depth_weight, mixing, keeps):  # type: ignore[no-untyped-def]
-    apart = depth_weight is not None or mixing is not None
+def _(query, key, value, keys, values, scaling, is_causal, gate, added, keeps):  # type: ignore[no-untyped-def]
+    apart = gate is not None
     output = _by_token(query)
     parts = [_by_token(query) if apart and keeps else _nothing(query, 4) for _ in range(2)]
     sums = [
@@ -140,35 +140,32 @@ def fused_gradients_op(
     values: Sequence[torch.Tensor],
     scaling: float,
     is_causal: bool,
-    depth_weight: Optional[torch.Tensor],  # noqa: UP045
-    mixing: Optional[torch.Tensor],  # noqa: UP045
+    gate: Optional[torch.Tensor],  # noqa: UP045
+    added: bool,
     read: Sequence[torch.Tensor],
     wants_query: bool,
     wants_sequence: bool,
     wants_slots: bool,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key, value, g and a, empty where they are not wanted or there is none, then of keys and of values."""
+    """Gradients of query, key, value and gate, empty where they are not wanted or there is none, then of keys and of values."""
     made = triton_fused_gradients(
-        *(gradient, query, key, value, keys, values, scaling, is_causal, depth_weight, mixing, Read(*read)),
+        *(gradient, query, key, value, keys, values, scaling, is_causal, gate, added, Read(*read)),
         *(wants_query, wants_sequence, wants_slots),
     )
-    single = (made.query, made.key, made.value, made.weight, made.mixing)
+    single = (made.query, made.key, made.value, made.gate)
     return [*(query.new_empty(0) if one is None else one for one in single), *made.keys, *made.values]
 
 
 @fused_gradients_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    gradient, query, key, value, keys, values, scaling, is_causal, depth_weight, mixing, read,
+    gradient, query, key, value, keys, values, scaling, is_causal, gate, added, read,
     wants_query, wants_sequence, wants_slots,
 ):  # fmt: skip
     wanted = ((query, wants_query), (key, wants_sequence), (value, wants_sequence))
-    of_heads = [
-        query.new_empty(0) if part is None else torch.empty_like(part, dtype=torch.float32)
-        for part in (depth_weight, mixing)
-    ]
+    of_gate = query.new_empty(0) if gate is None else torch.empty_like(gate, dtype=torch.float32)
     return [
         *(_by_token(part) if wants else query.new_empty(0) for part, wants in wanted),
-        *of_heads,
+        of_gate,
         *(_by_token(slot) for slot in (*keys, *values) if wants_slots),
     ]
 
@@ -183,21 +180,19 @@ def _nothing(like: torch.Tensor, dims: int) -> torch.Tensor:
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, key, value, keys, values, ctx.scaling, ctx.is_causal, depth_weight, mixing, _ = inputs
+    query, key, value, keys, values, ctx.scaling, ctx.is_causal, gate, ctx.added, _ = inputs
     ctx.count = len(keys)
-    ctx.save_for_backward(query, key, value, depth_weight, mixing, *output, *keys, *values)
+    ctx.save_for_backward(query, key, value, gate, *output, *keys, *values)
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
-    query, key, value, depth_weight, mixing, *rest = ctx.saved_tensors
+    query, key, value, gate, *rest = ctx.saved_tensors
     read, slots = rest[: len(Read._fields)], rest[len(Read._fields) :]
     keys, values = slots[: ctx.count], slots[ctx.count :]
-    wants_query, wants_key, wants_value, wants_keys, wants_values, _, _, wants_weight, wants_mixing, _ = (
-        ctx.needs_input_grad
-    )
+    wants_query, wants_key, wants_value, wants_keys, wants_values, _, _, wants_gate, *_ = ctx.needs_input_grad
     wants_sequence, wants_slots = wants_key or wants_value, any(wants_keys) or any(wants_values)
-    into_query, into_key, into_value, into_weight, into_mixing, *into_slots = fused_gradients_op(
-        *(gradient, query, key, value, keys, values, ctx.scaling, ctx.is_causal, depth_weight, mixing, read),
+    into_query, into_key, into_value, into_gate, *into_slots = fused_gradients_op(
+        *(gradient, query, key, value, keys, values, ctx.scaling, ctx.is_causal, gate, ctx.added, read),
         *(wants_query, wants_sequence, wants_slots),
     )
     return (
@@ -208,8 +203,8 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
         into_slots[ctx.count :] if wants_slots else [None] * ctx.count,
         None,
         None,
-        into_weight.to(depth_weight.dtype) if wants_weight else None,
-        into_mixing.to(mixing.dtype) if wants_mixing else None,
+        into_gate.to(gate.dtype) if wants_gate else None,
+        None,
         None,
     )
 

@@ -4,8 +4,8 @@ A program takes a tile of rows, the query heads of one head of keys and values f
 rows meet the keys of the sequence, block by block, then the slots of all of its tokens, of which a row reads those of its own. So
 what a group shares is loaded once, any number of heads may share it, and no program meets another's slots.
 
-Where the depth is neither weighed nor mixed, both are one online softmax. Where it is, its scores may lie so far above those of the
-sequence that nothing would be left of that in one sum, so each has a sum of its own, and the program joins what it read of both.
+Without a gate both are one online softmax. With one, scores of the depth may lie so far above those of the sequence that nothing
+would be left of that in one sum, so each has a sum of its own, and the program joins what it read of both.
 Scores are powers of two within, and sums natural logarithms outside.
 
 As in other kernels of attention, a number that is not finite spoils what others of its tile read.
@@ -97,15 +97,29 @@ def met(scores, value, highest, total, read, PRECISION: tl.constexpr, BARE: tl.c
 
 
 @triton.jit
+def parts_of_rows(sequence_lse, depth_lse, c, ADDED: tl.constexpr):
+    """What rows [BM] multiply what they read of the sequence and of the depth with, and the share of the depth in one softmax."""
+    ratio = tl.exp(tl.minimum(depth_lse - sequence_lse, 80.0))
+    share = ratio / (1 + ratio)
+    of_depth = c * share
+    if ADDED:
+        of_depth = of_depth + (1 - c)
+    return (1 - c) + c / (1 + ratio), of_depth, share
+
+
+@triton.jit
 def fused_forward_kernel(
-    query, key, value, table, weight, mixing, output, of_sequence, of_depth, lse, depth_lse,
+    query, key, value, table, gate, output, of_sequence, of_depth, lse, depth_lse,
     tokens, kv_heads, texts, slots, runs,
     query_text, query_head, query_token, key_text, key_head, key_token, value_text, value_head, value_token, scaling,
-    CAUSAL: tl.constexpr, APART: tl.constexpr, KEEPS: tl.constexpr, UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr, APART: tl.constexpr, ADDED: tl.constexpr, KEEPS: tl.constexpr, UNIT: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """What heads read [B, T, H, d], and log-sum-exps [B, T, H]; `APART` where sums are, and `KEEPS` where both parts are kept."""
+    """What heads read [B, T, H, d], and log-sum-exps [B, T, H].
+
+    `APART` where there is a gate [H], and sums are apart; `ADDED` as in `joint_attention`; `KEEPS` where both parts are kept.
+    """
     program = tl.program_id(0)
     tile = tl.cdiv(tokens, BT) - 1 - program // (texts * kv_heads)  # those that meet the most keys begin first
     text = ((program // kv_heads) % texts).to(tl.int64)
@@ -165,14 +179,13 @@ def fused_forward_kernel(
         # Rows that are none have met no slot.
         read = read / tl.where(there, total, 1.0)[:, None]
         own_lse = (highest + tl.log2(tl.where(there, total, 1.0))) * 0.6931471805599453
-        ratio = tl.exp(tl.minimum(own_lse - alone_lse, 80.0)) * tl.load(weight + head)
-        share = ratio / (1 + ratio) * tl.load(mixing + head)
+        left, taken, _ = parts_of_rows(alone_lse, own_lse, tl.load(gate + head), ADDED)
         tl.store(lse + row, alone_lse, mask=there)
         tl.store(depth_lse + row, own_lse, mask=there)
         if KEEPS:
             store_rows(alone, of_sequence, row, there, WIDTH, DP)
             store_rows(read, of_depth, row, there, WIDTH, DP)
-        read = alone + share[:, None] * (read - alone)
+        read = left[:, None] * alone + taken[:, None] * read
     else:
         read = read / total[:, None]
         tl.store(lse + row, (highest + tl.log2(total)) * 0.6931471805599453, mask=there)
@@ -187,8 +200,8 @@ def triton_fused_attention(
     values: Sequence[torch.Tensor],
     scaling: float,
     is_causal: bool,
-    depth_weight: torch.Tensor | None,
-    mixing: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    added: bool,
     keeps: bool,
 ) -> Read:
     """What heads read of the sequence and the depth.
@@ -199,13 +212,13 @@ def triton_fused_attention(
         keys: n of `[B, K, T, d]`; values alike.
         scaling: By what scores are multiplied.
         is_causal: Whether query t reads keys of the sequence up to t alone.
-        depth_weight: g of each head, `[H]`, float32; None for 1.
-        mixing: a of each head, `[H]`, float32; None for 1.
+        gate: c of each head, `[H]`; None for 1.
+        added: Whether heads read 1 - c of the depth besides.
         keeps: Whether what is read of each is wanted beside what is read of both.
     """
     query, key, value = map(last_dense, (query, key, value))
     (texts, heads, tokens, width), kv_heads = query.shape, key.shape[1]
-    apart = depth_weight is not None or mixing is not None
+    apart = gate is not None
     output = query.new_empty(texts, tokens, heads, width)
     parts = [query.new_empty((texts, tokens, heads, width) if apart and keeps else (0, 0, 0, 0)) for _ in range(2)]
     sums = [
@@ -215,25 +228,20 @@ def triton_fused_attention(
     if output.numel():
         tile = _tile(query.device, *fused_shape(query, kv_heads, len(keys)), apart)
         table = slot_table(keys, values)
-        factors = of_heads(query, depth_weight, mixing)
         with on_device_of(query):
             fused_forward_kernel[(programs(query, kv_heads, tile["BT"]),)](
-                query, key, value, table.numbers, *factors, output, *parts, *sums,
+                query, key, value, table.numbers, of_heads(query, gate), output, *parts, *sums,
                 tokens, kv_heads, texts, len(keys), table.runs,
                 *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], scaling,
-                CAUSAL=is_causal, APART=apart, KEEPS=keeps, UNIT=table.unit, PRECISION=product_precision(query), WIDTH=width,
-                **tile,
+                CAUSAL=is_causal, APART=apart, ADDED=added, KEEPS=keeps, UNIT=table.unit, WIDTH=width,
+                PRECISION=product_precision(query), **tile,
             )  # fmt: skip
     return Read(*(made.transpose(1, 2) for made in (output, *parts, *sums)))
 
 
-def of_heads(
-    query: torch.Tensor, depth_weight: torch.Tensor | None, mixing: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """g and a of each head, `[H]`, float32."""
-    ones = torch.ones(query.shape[1], dtype=torch.float32, device=query.device)
-    weight, mixed = (ones if part is None else part.float().contiguous() for part in (depth_weight, mixing))
-    return weight, mixed
+def of_heads(query: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """c of each head, `[H]`, float32."""
+    return query.new_ones(query.shape[1], dtype=torch.float32) if gate is None else gate.float().contiguous()
 
 
 def programs(query: torch.Tensor, kv_heads: int, tile_tokens: int) -> int:

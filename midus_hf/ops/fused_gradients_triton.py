@@ -22,6 +22,7 @@ from midus_hf.ops.fused_depth_triton import (
     fused_tile,
     of_heads,
     padded_width,
+    parts_of_rows,
     programs,
     row_places,
     rows_at,
@@ -45,8 +46,7 @@ class Gradients(NamedTuple):
         value: `[B, K, T, d]`.
         keys: n of `[B, K, T, d]`.
         values: n of `[B, K, T, d]`.
-        weight: `[H]`, float32, of g.
-        mixing: `[H]`, float32, of a.
+        gate: `[H]`, float32.
     """
 
     query: torch.Tensor | None
@@ -54,39 +54,40 @@ class Gradients(NamedTuple):
     value: torch.Tensor | None
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    weight: torch.Tensor | None
-    mixing: torch.Tensor | None
+    gate: torch.Tensor | None
 
 
 @triton.jit
 def fused_rows_kernel(
-    gradient, output, of_sequence, of_depth, lse, depth_lse, weight, mixing,
-    divisor, loss, depth_divisor, depth_loss, into_weight, into_mixing,
+    gradient, output, of_sequence, of_depth, lse, depth_lse, gate,
+    divisor, loss, depth_divisor, depth_loss, into_gate,
     rows, heads,
-    APART: tl.constexpr, WIDTH: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr,
+    APART: tl.constexpr, ADDED: tl.constexpr, WIDTH: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Logarithms that weights divide by, and what gradients of scores lose, of both parts, and of g and a: each [B, T, H]."""
+    """Logarithms that weights divide by, and what gradients of scores lose, of both parts, and gradients of c: each [B, T, H]."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     there = row < rows
     upstream = rows_at(gradient, row * WIDTH, there, WIDTH, DP).to(tl.float32)
     if APART:
         along = tl.sum(upstream * rows_at(of_sequence, row * WIDTH, there, WIDTH, DP).to(tl.float32), axis=1)
         along_depth = tl.sum(upstream * rows_at(of_depth, row * WIDTH, there, WIDTH, DP).to(tl.float32), axis=1)
-        sum_of_both = tl.load(lse + row, mask=there, other=0.0)
-        own_sum = tl.load(depth_lse + row, mask=there, other=0.0)
-        g = tl.load(weight + row % heads, mask=there, other=0.0)
-        a = tl.load(mixing + row % heads, mask=there, other=0.0)
-        bare = tl.exp(tl.minimum(own_sum - sum_of_both, 80.0))
-        ratio = bare * g
-        share, rest = ratio / (1 + ratio), 1 / (1 + ratio)
-        left = 1 - a + a * rest  # of the sequence's weights
+        own_sum = tl.load(lse + row, mask=there, other=0.0)
+        depth_sum = tl.load(depth_lse + row, mask=there, other=0.0)
+        c = tl.load(gate + row % heads, mask=there, other=0.0)
+        left, taken, share = parts_of_rows(own_sum, depth_sum, c, ADDED)
         apart = along_depth - along
-        tl.store(divisor + row, sum_of_both - tl.log(left), mask=there)
-        tl.store(loss + row, along + a * share * rest / left * apart, mask=there)
-        tl.store(depth_divisor + row, own_sum - tl.log(a * share), mask=there)
-        tl.store(depth_loss + row, along_depth - rest * apart, mask=there)
-        tl.store(into_weight + row, apart * a * rest * bare / (1 + ratio), mask=there)
-        tl.store(into_mixing + row, apart * share, mask=there)
+        moved = (
+            c * share / (1 + tl.exp(tl.minimum(depth_sum - own_sum, 80.0))) * apart
+        )  # by a score, from one part to the other
+        tl.store(divisor + row, own_sum - tl.log(left), mask=there)
+        tl.store(loss + row, along + moved / left, mask=there)
+        tl.store(depth_divisor + row, depth_sum - tl.log(taken), mask=there)
+        # Rows that take nothing of the depth give its slots nothing, whatever is stored here but no number that is none.
+        tl.store(depth_loss + row, along_depth - moved / tl.where(taken > 0, taken, 1.0), mask=there)
+        of_gate = apart * share
+        if ADDED:
+            of_gate = of_gate - along_depth
+        tl.store(into_gate + row, of_gate, mask=there)
     else:
         along = tl.sum(upstream * rows_at(output, row * WIDTH, there, WIDTH, DP).to(tl.float32), axis=1)
         tl.store(loss + row, along, mask=there)
@@ -217,8 +218,8 @@ def triton_fused_gradients(
     values: Sequence[torch.Tensor],
     scaling: float,
     is_causal: bool,
-    depth_weight: torch.Tensor | None,
-    mixing: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    added: bool,
     read: Read,
     wants_query: bool,
     wants_sequence: bool,
@@ -228,7 +229,7 @@ def triton_fused_gradients(
 
     Args:
         gradient: `[B, H, T, d]`, of the output.
-        query: As the forward pass got it, like all up to `mixing`.
+        query: As the forward pass got it, like all up to `added`.
         read: As it gave it, both parts kept.
         wants_query: Whether the gradient of the query is wanted.
         wants_sequence: Whether those of key and value are.
@@ -236,14 +237,13 @@ def triton_fused_gradients(
     """
     query, key, value = map(last_dense, (query, key, value))
     (texts, heads, tokens, width), kv_heads = query.shape, key.shape[1]
-    apart = depth_weight is not None or mixing is not None
+    apart = gate is not None
     gradient, *by_token = (part.transpose(1, 2).contiguous() for part in (gradient.to(query.dtype), *read))
-    # For both parts the logarithm that weights divide by and what gradients lose, then what g and a get: [B, T, H] each.
+    # For both parts the logarithm that weights divide by and what gradients lose, then what c gets: [B, T, H] each.
     sums = [
-        torch.empty(texts, tokens, heads, dtype=torch.float32, device=query.device) for _ in range(6 if apart else 1)
+        torch.empty(texts, tokens, heads, dtype=torch.float32, device=query.device) for _ in range(5 if apart else 1)
     ]
     of_parts = sums[:4] if apart else [by_token[3], sums[0], by_token[3], sums[0]]
-    of_weights = sums[4:] if apart else [sums[0], sums[0]]
     makes_query = wants_query or wants_slots
     into_query = query.new_empty(texts, tokens, heads, width) if makes_query else None
     into_key, into_value = (
@@ -259,8 +259,8 @@ def triton_fused_gradients(
         with on_device_of(query):
             rows = texts * tokens * heads
             fused_rows_kernel[(-(-rows // _ROWS_AT_ONCE),)](
-                gradient, *by_token, *of_heads(query, depth_weight, mixing), *of_parts, *of_weights, rows, heads,
-                APART=apart, WIDTH=width, DP=padded_width(query), BR=_ROWS_AT_ONCE,
+                gradient, *by_token, of_heads(query, gate), *of_parts, sums[-1], rows, heads,
+                APART=apart, ADDED=added, WIDTH=width, DP=padded_width(query), BR=_ROWS_AT_ONCE,
             )  # fmt: skip
             if into_query is not None:
                 table = slot_table(keys, values, into_keys, into_values) if wants_slots else slot_table(keys, values)
@@ -280,11 +280,8 @@ def triton_fused_gradients(
         None if into is None else into.transpose(1, 2) for into in (into_query, into_key, into_value)
     )
     of_keys, of_values = ([into.transpose(1, 2) for into in slots] for slots in (into_keys, into_values))
-    of_weight, of_mixing = (
-        None if part is None else into.sum((0, 1))
-        for part, into in zip((depth_weight, mixing), of_weights, strict=True)
-    )
-    return Gradients(of_query if wants_query else None, of_key, of_value, of_keys, of_values, of_weight, of_mixing)
+    of_gate = sums[-1].sum((0, 1)) if apart else None
+    return Gradients(of_query if wants_query else None, of_key, of_value, of_keys, of_values, of_gate)
 
 
 @tiles("fused_query_gradient_kernel", BM=(64, 128), BN=(16, MOST_KEYS), num_warps=(2, 8))

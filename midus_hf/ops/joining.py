@@ -82,7 +82,7 @@ def _fused(call: Call, depth: Depth) -> torch.Tensor:
     """By one kernel of this project."""
     return fused_attention(
         *(call.query, call.key, call.value, depth.keys, depth.values, call.scaling, call.is_causal),
-        *(None, depth.gate),
+        *(depth.gate, depth.added),
     )
 
 
@@ -105,8 +105,6 @@ def _chosen(call: Call, depth: Depth) -> str:
 
 def _may_be_fused(call: Call, depth: Depth) -> bool:
     if call.attn_mask is not None or call.dropout_p or depth.softcap is not None or depth.query is not call.query:
-        return False
-    if depth.added and depth.gate is not None:
         return False
     if chosen_depth_path() == "measured" and torch.compiler.is_compiling():  # nothing can be timed, nor looked up
         return False

@@ -67,8 +67,8 @@ def test_models_by_kernels_launch_them(monkeypatch):
 @pytest.mark.parametrize(
     "kind, checkpointed",
     by_default(
-        [("joint", True), ("reused", False)],
-        itertools.product(["joint", "reused"], [False, True]),
+        [("default", True), ("joint", False), ("reused", False)],
+        itertools.product(["default", "joint", "reused"], [False, True]),
     ),
 )
 def test_models_that_read_both_by_one_kernel_are_those_by_pytorch(kind, checkpointed, monkeypatch):
@@ -87,7 +87,8 @@ def test_models_that_read_both_by_one_kernel_are_those_by_pytorch(kind, checkpoi
         model.train()
     with op_choices(depth_path="fused"):
         found = logits_and_gradients(model, tokens, "triton")
-    read = [2 * layer for layer in range(1, model.config.num_hidden_layers)]
+    each = 1 if kind == "default" else 2
+    read = [each * layer for layer in range(1, model.config.num_hidden_layers)]
     assert asked == (read + read[::-1] if checkpointed else read)
     assert expected.keys() == found.keys()
     for name, exact in expected.items():
@@ -102,7 +103,7 @@ def test_generation_reads_prompts_by_one_kernel_and_tokens_behind_a_cache_by_two
         "fused_attention_op",
         lambda *given: (asked.append(given[0].shape[2]), op(*given))[1],
     )
-    model = depth_model(kind="reused", dtype=torch.bfloat16).to(DEVICE)
+    model = depth_model(dtype=torch.bfloat16).to(DEVICE)
     with op_choices(backend="triton", depth_path="fused"):
         model.generate(torch.arange(1, 5, device=DEVICE)[None], max_new_tokens=3, do_sample=False)
     assert asked == [4] * (model.config.num_hidden_layers - 1)

@@ -14,8 +14,7 @@ from midus_hf.ops.fused_depth import fused_attention, fused_attention_op
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
 
-FORMS = {"one": (), "multiplied": ("weight",), "mixed": ("mixing",), "both": ("weight", "mixing")}
-"""Which of g and a there are."""
+JOININGS = ("joint", "interpolated", "added")
 EXACT = torch.float16 if DEVICE == "cuda" else torch.float32
 """The most precise that kernels are run with; GPUs have no room for tiles of float32, Triton's interpreter has."""
 
@@ -26,8 +25,8 @@ def drawn(texts, count, tokens, width, generator, dtype):
     return numbers.to(DEVICE, dtype).transpose(1, 2)
 
 
-def inputs(group=2, width=16, slots=3, tokens=5, form="one", dtype=EXACT, kv_heads=2, texts=2):
-    """By name: a query, key and value, keys and values of slots, and g and a of heads if the form has them."""
+def inputs(group=2, width=16, slots=3, tokens=5, joining="joint", dtype=EXACT, kv_heads=2, texts=2):
+    """By name: a query, key and value, keys and values of slots, and gates of heads unless both are one softmax."""
     generator = torch.Generator().manual_seed(0)
 
     def heads(count):
@@ -35,17 +34,16 @@ def inputs(group=2, width=16, slots=3, tokens=5, form="one", dtype=EXACT, kv_hea
 
     made = {"query": heads(group * kv_heads), "key": heads(kv_heads), "value": heads(kv_heads)}
     made |= {f"{part} {slot}": heads(kv_heads) for part in ("keys", "values") for slot in range(slots)}
-    factors = {"weight": 3 * torch.rand(group * kv_heads, generator=generator)}
-    factors["mixing"] = torch.rand(group * kv_heads, generator=generator)
-    return made | {name: factors[name].to(DEVICE) for name in FORMS[form]}
+    gate = torch.rand(group * kv_heads, generator=generator).to(DEVICE)
+    return made if joining == "joint" else made | {"gate": gate}
 
 
 def slots_of(leaves, part):
     return [leaf for name, leaf in leaves.items() if name.startswith(f"{part} ")]
 
 
-def reference(leaves, is_causal):
-    """One softmax over both, every score at once."""
+def reference(leaves, is_causal, added):
+    """Both by the reference, every score at once."""
     query, key = leaves["query"], leaves["key"]
     group, tokens = query.shape[1] // key.shape[1], query.shape[2]
     scaling = query.shape[-1] ** -0.5
@@ -55,35 +53,34 @@ def reference(leaves, is_causal):
     sequence = scores.softmax(-1) @ leaves["value"].repeat_interleave(group, 1)
     keys, values = (slots_of(leaves, part) for part in ("keys", "values"))
     depth, depth_lse = depth_attention(query, keys, values, scaling, backend="reference")
-    factors = (leaves[name][:, None] if name in leaves else None for name in ("weight", "mixing"))
-    return joint_attention(sequence, scores.logsumexp(-1), depth, depth_lse, *factors)
+    gate = leaves["gate"][:, None] if "gate" in leaves else None
+    return joint_attention(sequence, scores.logsumexp(-1), depth, depth_lse, gate, added)
 
 
-def expected_of(made, is_causal=True):
+def expected_of(made, is_causal=True, added=False):
     """Output and every gradient in float64, and the gradient of the output."""
     leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in made.items()}
-    output = reference(leaves, is_causal)
+    output = reference(leaves, is_causal, added)
     along = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE, made["query"].dtype)
     gradients = torch.autograd.grad(output, list(leaves.values()), along.double())
     return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True)), along
 
 
-def found_by_kernels(made, along, is_causal=True):
+def found_by_kernels(made, along, is_causal=True, added=False):
     """What `expected_of` gives, by kernels, whatever the dtype."""
     parts = (slots_of(made, part) for part in ("keys", "values"))
     arguments = (made["query"], made["key"], made["value"], *parts, made["query"].shape[-1] ** -0.5, is_causal)
-    factors = (made.get("weight"), made.get("mixing"))
-    read = triton_fused_attention(*arguments, *factors, True)
-    got = triton_fused_gradients(along, *arguments, *factors, read, True, True, True)
+    read = triton_fused_attention(*arguments, made.get("gate"), added, True)
+    got = triton_fused_gradients(along, *arguments, made.get("gate"), added, read, True, True, True)
     found = {"output": read.output, "query": got.query, "key": got.key, "value": got.value}
     for part, slots in (("keys", got.keys), ("values", got.values)):
         found |= {f"{part} {number}": slot for number, slot in enumerate(slots)}
-    return found | {name: getattr(got, name) for name in ("weight", "mixing") if name in made}
+    return found | ({"gate": got.gate} if "gate" in made else {})
 
 
-def assert_equals_float64(made, is_causal=True):
-    expected, along = expected_of(made, is_causal)
-    found = found_by_kernels(made, along, is_causal)
+def assert_equals_float64(made, is_causal=True, added=False):
+    expected, along = expected_of(made, is_causal, added)
+    found = found_by_kernels(made, along, is_causal, added)
     assert found.keys() == expected.keys()
     for name, exact in expected.items():
         assert_close(name, found[name], exact, made["query"].dtype)
@@ -91,32 +88,33 @@ def assert_equals_float64(made, is_causal=True):
 
 
 SIZES = [
-    (1, 64, 5, 131, "mixed", True, EXACT),  # three tiles of queries
-    (1, 80, 3, 65, "one", False, torch.bfloat16),
-    (2, 256, 2, 41, "both", True, EXACT),
-    (3, 64, 70, 29, "one", True, torch.float16),
-    (4, 128, 7, 17, "multiplied", False, EXACT),
-    (6, 96, 3, 23, "mixed", False, EXACT),
-    (7, 128, 3, 1, "both", True, torch.bfloat16),
-    (8, 80, 64, 9, "mixed", True, torch.bfloat16),
-    (64, 16, 2, 5, "one", True, EXACT),
-    (3, 128, 1, 43, "mixed", True, EXACT),
+    (1, 64, 5, 131, "interpolated", True, EXACT),  # three tiles of queries
+    (1, 80, 3, 65, "joint", False, torch.bfloat16),
+    (2, 256, 2, 41, "added", True, EXACT),
+    (3, 64, 70, 29, "joint", True, torch.float16),
+    (4, 128, 7, 17, "added", False, EXACT),
+    (6, 96, 3, 23, "interpolated", False, EXACT),
+    (7, 128, 3, 1, "added", True, torch.bfloat16),
+    (8, 80, 64, 9, "added", True, torch.bfloat16),
+    (64, 16, 2, 5, "joint", True, EXACT),
+    (3, 128, 1, 43, "interpolated", True, EXACT),
 ]
 MORE_SIZES = [
-    (2, 96, 33, 3, "multiplied", True, EXACT),
-    (4, 80, 3, 35, "one", True, EXACT),
-    (6, 256, 2, 11, "one", True, torch.bfloat16),
-    (7, 64, 33, 19, "multiplied", True, EXACT),
-    (8, 64, 5, 33, "one", True, EXACT),
-    (5, 20, 3, 67, "mixed", True, EXACT),
+    (2, 96, 33, 3, "added", True, EXACT),
+    (4, 80, 3, 35, "joint", True, EXACT),
+    (6, 256, 2, 11, "joint", True, torch.bfloat16),
+    (7, 64, 33, 19, "added", True, EXACT),
+    (8, 64, 5, 33, "joint", True, EXACT),
+    (5, 20, 3, 67, "interpolated", True, EXACT),
 ]
 
 
 @pytest.mark.parametrize(
-    "group, width, slots, tokens, form, is_causal, dtype", by_default(SIZES, [*SIZES, *MORE_SIZES])
+    "group, width, slots, tokens, joining, is_causal, dtype", by_default(SIZES, [*SIZES, *MORE_SIZES])
 )
-def test_every_size(group, width, slots, tokens, form, is_causal, dtype):
-    assert_equals_float64(inputs(group, width, slots, tokens, form, dtype), is_causal)
+def test_every_size(group, width, slots, tokens, joining, is_causal, dtype):
+    made = inputs(group, width, slots, tokens, joining, dtype)
+    assert_equals_float64(made, is_causal, joining == "added")
 
 
 LAYOUTS = {
@@ -129,7 +127,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_in_memory_does_not_matter(layout):
-    made = inputs(form="mixed")
+    made = inputs(joining="interpolated")
     _, along = expected_of(made)
     expected = found_by_kernels(made, along)
     laid = {name: LAYOUTS[layout](tensor) if tensor.dim() == 4 else tensor for name, tensor in made.items()}
@@ -147,61 +145,69 @@ def test_slots_may_each_lie_otherwise():
 
 
 def test_two_runs_give_the_same_bytes():
-    made = inputs(group=3, tokens=70, form="both")
+    made = inputs(group=3, tokens=70, joining="interpolated")
     _, along = expected_of(made)
     first, second = (found_by_kernels(made, along) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("form", ["multiplied", "mixed"])
-def test_a_weight_of_zero_gives_the_sequence_alone_and_has_a_gradient(form):
-    made = inputs(tokens=9, form=form)
-    (factor,) = FORMS[form]
-    made[factor] = torch.zeros_like(made[factor])
-    found = assert_equals_float64(made)
-    alone = found_by_kernels(
-        made | {f"values {slot}": 7 * made[f"values {slot}"] for slot in range(3)}, found["output"]
-    )
-    assert torch.equal(found["output"], alone["output"])
-    assert found[factor].all()
-    assert not any(found[name].any() for name in found if name.startswith(("keys", "values")))
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("joining", ["interpolated", "added"])
+def test_a_gate_at_a_bound_is_none_or_one_softmax_and_has_a_gradient(joining, gate):
+    made, added = inputs(tokens=9, joining=joining), joining == "added"
+    made["gate"] = torch.full_like(made["gate"], gate)
+    found = assert_equals_float64(made, added=added)
+    assert found["gate"].all()
+    nothing = made | {f"values {slot}": torch.zeros_like(made[f"values {slot}"]) for slot in range(3)}
+    alone = found_by_kernels(nothing, found["output"], added=added)
+    if gate == 0 and not added:
+        assert torch.equal(found["output"], alone["output"])
+        assert not any(found[name].any() for name in found if name.startswith(("keys", "values")))
+    elif gate == 0:
+        assert all(
+            alone[name].any() == name.startswith("values") for name in alone if name.startswith(("keys", "values"))
+        )
 
 
-def test_slots_that_score_far_above_the_sequence_do_not_hide_it_where_they_weigh_nothing():
-    """As in pretrained models: by e^30 and more."""
-    made = inputs(tokens=9, form="multiplied")
-    made["query"] = 30 * made["query"]
-    made |= {f"keys {slot}": 6 * made["query"][:, ::2] for slot in range(3)}
-    made["weight"] = torch.zeros_like(made["weight"])
-    expected, _ = expected_of(made)
-    found = found_by_kernels(made, torch.zeros_like(made["query"]))
-    assert_close("output", found["output"], expected["output"], torch.bfloat16)  # of scores in the hundreds
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("far", [30.0, -30.0])
+def test_slots_that_score_far_from_the_sequence_leave_nothing_that_is_no_number(far, gate):
+    """As in pretrained models: by e^30 and more, and by so much less that nothing is read of them."""
+    for joining in ("interpolated", "added"):
+        made = inputs(tokens=9, joining=joining)
+        made["query"] = abs(far) * made["query"]
+        made |= {f"keys {slot}": far / 5 * made["query"][:, ::2] for slot in range(3)}
+        made["gate"] = torch.full_like(made["gate"], gate)
+        expected, _ = expected_of(made, added=joining == "added")
+        found = found_by_kernels(made, torch.ones_like(made["query"]), added=joining == "added")
+        assert_close("output", found["output"], expected["output"], torch.bfloat16)  # of scores in the hundreds
+        assert all(tensor.isfinite().all() for tensor in found.values())
 
 
-def autograd_inputs(form="mixed", wanted=None, **sizes):
-    made = inputs(form=form, dtype=torch.bfloat16, **sizes)
+def autograd_inputs(joining="interpolated", wanted=None, **sizes):
+    made = inputs(joining=joining, dtype=torch.bfloat16, **sizes)
     return {name: tensor.requires_grad_(wanted is None or name in wanted) for name, tensor in made.items()}
 
 
-def fused(made, is_causal=True):
+def fused(made, is_causal=True, added=False):
     parts = (slots_of(made, part) for part in ("keys", "values"))
     sequence = (made["query"], made["key"], made["value"])
-    return fused_attention(*sequence, *parts, 0.25, is_causal, made.get("weight"), made.get("mixing"))
+    return fused_attention(*sequence, *parts, 0.25, is_causal, made.get("gate"), added)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_op_and_its_gradients_are_those_of_the_kernels(form):
-    made = autograd_inputs(form)
-    expected, along = expected_of(made)
-    output = fused(made)
+@pytest.mark.parametrize("joining", JOININGS)
+def test_the_op_and_its_gradients_are_those_of_the_kernels(joining):
+    made, added = autograd_inputs(joining), joining == "added"
+    expected, along = expected_of(made, added=added)
+    output = fused(made, added=added)
     gradients = torch.autograd.grad(output, list(made.values()), along)
     found = {"output": output} | dict(zip(made, gradients, strict=True))
     for name, exact in expected.items():
-        assert found[name].dtype == (torch.float32 if name in ("weight", "mixing") else torch.bfloat16)
+        assert found[name].dtype == (torch.float32 if name == "gate" else torch.bfloat16)
         assert_close(name, found[name], exact, torch.bfloat16)
 
 
-@pytest.mark.parametrize("wanted", [["query"], ["key"], ["values 1"], ["mixing"]], ids="-".join)
+@pytest.mark.parametrize("wanted", [["query"], ["key"], ["values 1"], ["gate"]], ids="-".join)
 def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     launched = []
 
@@ -217,20 +223,20 @@ def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     made = autograd_inputs(wanted=wanted)
     _, along = expected_of(made)
     (found,) = torch.autograd.grad(fused(made), [made[wanted[0]]], along)
-    of_wanted = {"query": ["query"], "key": ["key"], "values 1": ["query"], "mixing": []}[wanted[0]]
+    of_wanted = {"query": ["query"], "key": ["key"], "values 1": ["query"], "gate": []}[wanted[0]]
     assert launched == ["fused_rows_kernel", *(f"fused_{part}_gradient_kernel" for part in of_wanted)]
     whole = autograd_inputs()
     assert torch.equal(found, torch.autograd.grad(fused(whole), [whole[wanted[0]]], along)[0])
 
 
 def test_parts_are_kept_for_a_gradient_alone():
-    made = inputs(form="mixed", dtype=torch.bfloat16)
+    made = inputs(joining="interpolated", dtype=torch.bfloat16)
     parts = [slots_of(made, part) for part in ("keys", "values")]
-    given = (made["query"], made["key"], made["value"], *parts, 0.25, True, None, made["mixing"])
-    kept, left = (triton_fused_attention(*given, keeps) for keeps in (True, False))
+    given = (made["query"], made["key"], made["value"], *parts, 0.25, True)
+    kept, left = (triton_fused_attention(*given, made["gate"], False, keeps) for keeps in (True, False))
     assert torch.equal(kept.output, left.output) and kept.sequence.shape == kept.depth.shape == kept.output.shape
     assert left.sequence.numel() == left.depth.numel() == 0
-    assert triton_fused_attention(*given[:-1], None, True).sequence.numel() == 0  # one softmax needs none
+    assert triton_fused_attention(*given, None, False, True).sequence.numel() == 0  # one softmax needs none
 
 
 def test_nothing_to_read_gives_nothing():
@@ -285,9 +291,9 @@ def test_slots_of_another_number_of_heads_are_refused():
         fused_attention(made["query"], made["key"], made["value"], keys, values, 0.25, True)
 
 
-@pytest.mark.parametrize("form", ["one", "both"])
-def test_it_is_registered_rightly(form):
-    made = autograd_inputs(form)
+@pytest.mark.parametrize("joining", ["joint", "added"])
+def test_it_is_registered_rightly(joining):
+    made = autograd_inputs(joining)
     parts = [slots_of(made, part) for part in ("keys", "values")]
     given = (
         made["query"],
@@ -296,8 +302,8 @@ def test_it_is_registered_rightly(form):
         *parts,
         0.25,
         True,
-        made.get("weight"),
-        made.get("mixing"),
+        made.get("gate"),
+        joining == "added",
         True,
     )
     torch.library.opcheck(fused_attention_op, given)

@@ -15,13 +15,13 @@ def drawn(count, tokens, seed, dtype=torch.bfloat16):
     return torch.randn(2, tokens, count, 16, generator=generator).to(DEVICE, dtype).transpose(1, 2).requires_grad_()
 
 
-def heads(dtype=torch.bfloat16, mixed=True, tokens=5):
-    """Four query heads on two, two slots, causal, and a of each head."""
+def heads(dtype=torch.bfloat16, gated=True, tokens=5, added=False):
+    """Four query heads on two, two slots, causal, and a gate of each head."""
     query = drawn(4, tokens, 0, dtype)
     call = Call(query, drawn(2, tokens, 1, dtype), drawn(2, tokens, 2, dtype), None, 0.0, True, 0.25, True)
     keys, values = ([drawn(2, tokens, 10 * part + slot, dtype) for slot in range(2)] for part in (1, 2))
-    gate = torch.tensor([0.1, 0.9, 0.0, 0.5], device=DEVICE, requires_grad=True) if mixed else None
-    return call, Depth(query, keys, values, 0.25, gate=gate)
+    gate = torch.tensor([0.1, 0.9, 0.0, 0.5], device=DEVICE, requires_grad=True) if gated else None
+    return call, Depth(query, keys, values, 0.25, gate=gate, added=added)
 
 
 def leaves_of(call, depth):
@@ -45,10 +45,11 @@ def taken(monkeypatch):
     return ways
 
 
-def test_both_ways_give_the_same_and_the_same_gradients(taken):
+@pytest.mark.parametrize("added", [False, True], ids=["interpolated", "added"])
+def test_both_ways_give_the_same_and_the_same_gradients(added, taken):
     found = {}
     for way in ("merged", "fused"):
-        call, depth = heads()
+        call, depth = heads(added=added)
         with op_choices(backend="triton", depth_path=way):
             output = joined_attention(call, depth)
             along = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, torch.bfloat16)
@@ -148,7 +149,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(taken, monkeypatch):
 @pytest.mark.parametrize("chosen", ["fused", "measured"])
 def test_a_compiled_graph_takes_the_kernel_that_is_named_and_measures_nothing(chosen, monkeypatch):
     monkeypatch.setattr(joining, "_milliseconds", lambda *given: pytest.fail("measured"))
-    call, depth = heads(mixed=False)
+    call, depth = heads(gated=False)
 
     def step(query, key, value, *slots):
         own = call._replace(query=query, key=key, value=value)
