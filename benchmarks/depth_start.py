@@ -29,6 +29,7 @@ ARMS = ("added", "interpolated", "lora")
 _LAYERS, _NUM_LAYERS = 6, 30
 _RANK = 18
 """Of adapters on all linear maps of six layers: 1,099,008 parameters, where attention over the depth has 1,105,965."""
+_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _TOKENS, _SEQUENCES = 256, 2
 
 
@@ -146,7 +147,7 @@ def _recipe(
 ) -> dict[str, Any]:
     """What `midus-train` is told; JSON is YAML as well."""
     layers = list(range(_NUM_LAYERS - _LAYERS, _NUM_LAYERS))
-    adapters = {"r": _RANK, "lora_alpha": 2 * _RANK, "layers_to_transform": layers}
+    adapters = {"r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": _LINEAR, "layers_to_transform": layers}
     texts = addresses()
     return {
         "model": str(model),

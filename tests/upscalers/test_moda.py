@@ -90,6 +90,28 @@ def test_either_check_would_find_what_should_start_at_zero_and_does_not(kind, ve
 
 
 @pytest.mark.parametrize(
+    ("verify", "message"),
+    [
+        (True, "differ"),
+        (
+            False,
+            "new memory 'depth-attention' of layer 0 gives later layers ffn_value other than zero; expected zero until it is trained.",
+        ),
+    ],
+)
+def test_either_check_would_find_values_that_are_added_and_do_not_start_at_zero(
+    verify, message, base, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "upscalers.methods.attached_memory.initialised",
+        lambda tensor, *_: Fill(tensor.shape, 0.1 if tensor.role == "projection" else 0.0),
+    )
+    with pytest.raises(VerificationError, match=message):
+        upscale(base=base, method="moda", output=tmp_path / "out", verify=verify)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("kind", "found"),
     [
         (
