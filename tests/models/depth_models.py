@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from tiny import NUM_LAYERS, tiny_model
 
+from midus_config.declared_tensors import ZEROS
 from midus_hf.memory.depth_attention import DepthAttention
 from midus_hf.models import FAMILIES
 
@@ -38,7 +39,7 @@ def depth_model(
         family: A key of `tiny.NATIVE_FAMILIES`.
         kind: A key of `KINDS`.
         dtype: Of the model.
-        acting: Whether all that memories have is drawn; else gates and what they act through are zero.
+        acting: Whether all that memories have is drawn; else what starts at zero is zero.
         num_hidden_layers: Of the model.
         base: Fields of the base's config that differ from the table's.
         options: Of the memory.
@@ -55,10 +56,10 @@ def depth_model(
     model.load_state_dict(native.state_dict(), strict=False)
     for memory in model.modules():
         if isinstance(memory, DepthAttention):
-            silent = set() if acting else {*memory.names_it_acts_through(), *memory.names_of("gate")}
+            start = set() if acting else {name for name, made in memory.declared.items() if made.initial == ZEROS}
             with torch.no_grad():
                 for name, value in memory.named_parameters():
-                    if name in silent:
+                    if name in start:
                         value.zero_()
                     else:
                         value.copy_(

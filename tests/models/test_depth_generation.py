@@ -87,3 +87,14 @@ def test_attention_to_the_depth_is_to_the_own_position_alone(native_family):
     before, after = logits(model, tokens), logits(model, changed)
     torch.testing.assert_close(before[:, :5], after[:, :5], **CLOSE)
     assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["default", "projected", "reused"])
+def test_before_training_it_generates_as_the_base_does_bit_for_bit(native_family, kind):
+    model, base = depth_model(native_family, kind, torch.float32, acting=False), tiny_model(native_family)
+    row, longest = prompt(3, batch=1), WINDOW + 4
+    padded = torch.cat([prompt(longest, batch=1, seed=1), torch.nn.functional.pad(row, (longest - 3, 0))])
+    given = {"attention_mask": (padded != 0).long(), "return_dict_in_generate": True, "output_logits": True, **GREEDY}
+    found, expected = model.generate(padded, **given), base.generate(padded, **given)
+    for step, of_base in zip(found.logits, expected.logits, strict=True):
+        assert torch.equal(step, of_base)

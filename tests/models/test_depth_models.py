@@ -8,6 +8,7 @@ from models.optimizer_steps import train_steps
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
+from midus_config.declared_tensors import ZEROS
 from midus_hf.memory.depth_attention import DepthAttention
 
 SEVEN = {"num_hidden_layers": 7}
@@ -96,9 +97,9 @@ def test_what_was_trained_and_set_to_zero_again_changes_no_bit_after_loading(nat
         memory.declared_tensor(name)
         for memory in model.modules()
         if isinstance(memory, DepthAttention)
-        for name in memory.names_it_acts_through()
+        for name, tensor in memory.declared.items()
+        if tensor.initial == ZEROS
     ]
-    acts += [gate for name, gate in model.named_parameters() if name.endswith("depth_gate")]
     for parameter in model.parameters():
         parameter.requires_grad_(any(parameter is acting for acting in acts))
     train_steps(model, 2)
