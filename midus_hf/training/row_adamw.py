@@ -1,28 +1,38 @@
 """AdamW that updates only those rows of a table that were read (lazy Adam)."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_GROWTH = 1.5
+"""By which there is more room for moments than is needed, so that growing copies each row a few times at most."""
 
 
 class RowAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, where a gradient may be a sparse tensor of rows, as `torch.optim.SparseAdam` takes it.
 
     Rows without a gradient stay as they are, their moments and their decay included; in every other row the update is AdamW's, with
-    the step of the whole table for its bias correction. The time of a step follows the rows that were read. Moments are as
-    large as the table; those of rows that nobody has read yet are never written.
+    the step of the whole table for its bias correction. The time of a step follows the rows that were read, and memory follows the
+    rows that any step has read: there are moments of these alone, `[U, v]`, in the order in which they were first read, which the
+    state says as `rows`, `[U]`, int64. Beside them is a number of four bytes for each row of the table.
+
+    A state without `rows`, of moments as large as the table, is gone on with as it is. Where the gradient of a table becomes dense,
+    its moments become as large as the table.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """As `Optimizer.step`."""
-        tables = [
-            (group, table, table.grad)
-            for group in self.param_groups
-            for table in group["params"]
-            if table.grad is not None and table.grad.is_sparse
-        ]
+        tables = []
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None and table.grad.is_sparse:
+                    tables.append((group, table, table.grad))
+                elif table.grad is not None and "rows" in self.state.get(table, {}):
+                    self._spread(table)
         for _, table, _ in tables:
             table.grad = None
         try:
@@ -34,22 +44,96 @@ class RowAdamW(torch.optim.AdamW):
                 table.grad = gradient
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `Optimizer.state_dict`; moments of rows have no more room than they need, since all of it would be saved."""
+        for state in self.state.values():
+            for key in _MOMENTS if "rows" in state else ():
+                if state[key].untyped_storage().nbytes() > state[key].nbytes:
+                    state[key] = state[key].clone()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `Optimizer.load_state_dict`, which would cast the numbers of rows to the dtype of their table."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        tables = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, table in zip(saved, tables, strict=True):
+            rows = state_dict["state"].get(number, {}).get("rows")
+            if rows is not None:
+                self.state[table]["rows"] = rows.to(table.device)
+
     def _update_rows(self, group: dict[str, Any], table: torch.Tensor, gradient: torch.Tensor) -> None:
+        gradient = gradient.coalesce()
+        shape = table.shape[: gradient.sparse_dim()]
+        flat = table.view(shape.numel(), *table.shape[gradient.sparse_dim() :])  # [R, ...]
+        rows = _numbered(gradient.indices(), shape)
+        of_rows = gradient.values().to(table.dtype)
         state = self.state[table]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(table), torch.zeros_like(table)
+            state["rows"] = rows.new_empty(0)
+            state |= {key: flat.new_empty(0, *flat.shape[1:]) for key in _MOMENTS}
         state["step"] += 1
         step, (beta1, beta2) = state["step"].item(), group["betas"]
-        gradient = gradient.coalesce()
-        rows, of_rows = gradient.indices()[0], gradient.values().to(table.dtype)
-        mean = state["exp_avg"][rows].lerp_(of_rows, 1 - beta1)
-        square = state["exp_avg_sq"][rows].mul_(beta2).addcmul_(of_rows, of_rows, value=1 - beta2)
-        state["exp_avg"].index_copy_(0, rows, mean)
-        state["exp_avg_sq"].index_copy_(0, rows, square)
+        places = self._places(table, rows, len(flat)) if "rows" in state else rows
+        means, squares = (state[key].view(-1, *flat.shape[1:]) for key in _MOMENTS)
+        mean = means[places].lerp_(of_rows, 1 - beta1)
+        square = squares[places].mul_(beta2).addcmul_(of_rows, of_rows, value=1 - beta2)
+        means.index_copy_(0, places, mean)
+        squares.index_copy_(0, places, square)
         root = square.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-        updated = table[rows].mul_(1 - group["lr"] * group["weight_decay"])
-        table.index_copy_(0, rows, updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step)))
+        updated = flat[rows].mul_(1 - group["lr"] * group["weight_decay"])
+        flat.index_copy_(0, rows, updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step)))
+
+    def _places(self, table: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Where the moments of rows are, int64; those that are read for the first time get a place, and moments of zero."""
+        known: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = self.__dict__.setdefault("_known", {})
+        state = self.state[table]
+        seen, place_of_row = known.get(table, (None, None))
+        if seen is not state["rows"] or place_of_row is None:  # the first step, or that after a state was loaded
+            place_of_row = torch.full((num_rows,), -1, dtype=torch.int32, device=rows.device)
+            place_of_row[state["rows"]] = torch.arange(len(state["rows"]), dtype=torch.int32, device=rows.device)
+        new = rows[place_of_row[rows] < 0]
+        if len(new):
+            first = len(state["rows"])
+            place_of_row[new] = torch.arange(first, first + len(new), dtype=torch.int32, device=rows.device)
+            state["rows"] = torch.cat([state["rows"], new])
+            for key in _MOMENTS:
+                state[key] = _longer(state[key], len(state["rows"]), num_rows)
+        known[table] = (state["rows"], place_of_row)
+        return place_of_row[rows].long()
+
+    def _spread(self, table: torch.Tensor) -> None:
+        """Make moments as large as the table: its gradient is no longer one of rows."""
+        state = self.state[table]
+        rows = state.pop("rows")
+        for key in _MOMENTS:
+            whole = torch.zeros_like(table)
+            whole.view(-1, *state[key].shape[1:])[rows] = state[key]
+            state[key] = whole
+
+
+def _numbered(indices: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Numbers of rows, in order, of indices `[len(shape), U]`: `[U]`."""
+    number = indices[0]
+    for index, size in zip(indices[1:], shape[1:], strict=True):
+        number = number * size + index
+    return number
+
+
+def _longer(moment: torch.Tensor, length: int, most: int) -> torch.Tensor:
+    """A moment `[U, ...]` with zeros behind it, `[length, ...]`: in its own storage if that has room, else in one with room for more.
+
+    What is not yet used of a storage is not written, so that a CPU commits no memory to it.
+    """
+    used, row = len(moment), moment.shape[1:]
+    if moment.untyped_storage().nbytes() < length * row.numel() * moment.element_size():
+        room = moment.new_empty(min(most, max(length, int(_GROWTH * used))), *row)
+        room[:used] = moment
+        moment = room
+    grown = moment.as_strided((length, *row), moment.stride(), 0)
+    grown[used:] = 0
+    return grown
 
 
 def norm_of_rows(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -110,7 +110,7 @@ class TableColumns:
         state: Any = optimizer.state
         for name, parameter in self.parameters.items():
             for key, value in state.get(parameter, {}).items():
-                if torch.is_tensor(value) and value.shape == self.shapes[name]:
+                if torch.is_tensor(value) and _is_of_rows(value, self.shapes[name]):
                     state[parameter][key] = self.stretch_of(value)
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
@@ -160,4 +160,11 @@ def tables_of_values(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _moments(state: dict[str, Any], parameter: nn.Parameter) -> Iterable[tuple[str, torch.Tensor]]:
-    return [(key, value) for key, value in state.items() if torch.is_tensor(value) and value.shape == parameter.shape]
+    return [
+        (key, value) for key, value in state.items() if torch.is_tensor(value) and _is_of_rows(value, parameter.shape)
+    ]
+
+
+def _is_of_rows(moment: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether it has numbers for rows of a table of this shape, all of them or those that were read."""
+    return moment.dim() == len(shape) and moment.shape[-1] == shape[-1]

@@ -85,6 +85,100 @@ def test_dense_and_sparse_gradients_train_side_by_side_and_after_a_restart():
     assert torch.equal(matrix, run(torch.optim.AdamW, start, [gradient.clone() for gradient in gradients]))
 
 
+class WholeMoments(torch.optim.AdamW):
+    """The same update by moments as large as the table."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for table in group["params"]:
+                gradient, state = table.grad.coalesce(), self.state[table]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(table), "exp_avg_sq": torch.zeros_like(table)}
+                state["step"] += 1
+                (beta1, beta2), rows, values = group["betas"], gradient.indices()[0], gradient.values()
+                mean = state["exp_avg"][rows].lerp_(values, 1 - beta1)
+                square = state["exp_avg_sq"][rows].mul_(beta2).addcmul_(values, values, value=1 - beta2)
+                state["exp_avg"][rows], state["exp_avg_sq"][rows] = mean, square
+                root = square.div_(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])
+                updated = table[rows].mul_(1 - group["lr"] * group["weight_decay"])
+                table[rows] = updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1 ** state["step"]))
+
+
+def steps_of_rows(count: int = 12) -> list[list[int]]:
+    """Which rows of 40 each step reads: more and more of them, some again and again."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randperm(40, generator=generator)[: 1 + number].tolist() for number in range(count)]
+
+
+@pytest.mark.parametrize("restarts", [(), (1, 4, 9)], ids=["at-once", "resumed"])
+def test_moments_of_the_rows_that_were_read_train_to_the_same_bits(restarts, tmp_path):
+    table, *gradients = torch.randn(13, 40, 3, generator=torch.Generator().manual_seed(4))
+    expected = run(WholeMoments, table, [sparse(*step) for step in zip(gradients, steps_of_rows(), strict=True)])
+    trained = torch.nn.Parameter(table.clone())
+    optimizer, read = RowAdamW([trained], **OPTIONS), set()
+    for number, (gradient, rows) in enumerate(zip(gradients, steps_of_rows(), strict=True)):
+        trained.grad = sparse(gradient, rows)
+        optimizer.step()
+        read |= set(rows)
+        state = optimizer.state[trained]
+        assert len(state["exp_avg"]) == len(state["exp_avg_sq"]) == len(read) and set(state["rows"].tolist()) == read
+        if number in restarts:
+            torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+            assert (tmp_path / "optimizer.pt").stat().st_size < 4096 + 2 * 12 * len(read) + 8 * len(read)
+            optimizer = RowAdamW([trained], **OPTIONS)
+            optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+            assert optimizer.state[trained]["rows"].dtype == torch.int64
+    assert torch.equal(trained, expected)
+    assert not torch.equal(trained, table)
+
+
+def test_moments_as_large_as_the_table_are_gone_on_with(tmp_path):
+    """As checkpoints had them before there were rows in them."""
+    table, *gradients = torch.randn(13, 40, 3, generator=torch.Generator().manual_seed(4))
+    steps = [sparse(*step) for step in zip(gradients, steps_of_rows(), strict=True)]
+    expected = run(WholeMoments, table, steps)
+    trained = torch.nn.Parameter(table.clone())
+    before = WholeMoments([trained], **OPTIONS)
+    for gradient in steps[:5]:
+        trained.grad = gradient
+        before.step()
+    state = copy.deepcopy(before.state_dict())
+    state["state"][0]["step"] = torch.tensor(float(state["state"][0]["step"]))
+    optimizer = RowAdamW([trained], **OPTIONS)
+    optimizer.load_state_dict(state)
+    for gradient in steps[5:]:
+        trained.grad = gradient
+        optimizer.step()
+    assert torch.equal(trained, expected) and "rows" not in optimizer.state[trained]
+
+
+def test_a_table_whose_gradient_becomes_dense_keeps_its_moments():
+    table, *gradients = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(6))
+    expected = run(torch.optim.AdamW, table, [gradient.clone() for gradient in gradients])
+    found = run(RowAdamW, table, [sparse(gradients[0], [4, 1, 0, 2, 3, 5]), *map(torch.clone, gradients[1:])])
+    torch.testing.assert_close(found, expected)
+
+
+def test_rows_of_tables_of_tables_are_numbered_in_order():
+    table, gradient = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(7))
+    flat = run(RowAdamW, table, [sparse(gradient, [1, 5])])
+    by_two = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), gradient[[1, 5]], (2, 3, 3))
+    assert torch.equal(run(RowAdamW, table.view(2, 3, 3), [by_two]).view(6, 3), flat)
+
+
+def test_memory_follows_the_rows_that_were_read():
+    """A step of a few rows writes no more of the process's memory than these need: 64 MB otherwise."""
+    table = torch.nn.Parameter(torch.zeros(1 << 17, 64))
+    optimizer = RowAdamW([table], **OPTIONS)
+    for _ in range(3):
+        table.grad = torch.sparse_coo_tensor(torch.randint(len(table), (1, 50)), torch.randn(50, 64), table.shape)
+        optimizer.step()
+    state = optimizer.state[table]
+    held = sum(state[key].untyped_storage().nbytes() for key in ("exp_avg", "exp_avg_sq", "rows"))
+    assert held <= 2 * 150 * 1.5 * 256 + 150 * 8
+
+
 def test_rows_are_clipped_to_a_norm_that_they_have_together():
     tables = [torch.nn.Parameter(torch.zeros(4, 2)) for _ in range(2)]
     for table in tables:
