@@ -58,6 +58,11 @@ def _unfinished(kind: Kind) -> Kind:
 WEIGHTS: Kind = (SINGLE_FILE, "model-#-of-#.safetensors", INDEX_FILE)
 """Weights as `save_pretrained` and `upscale` call them. Shards of other names are those that an index names: `indexed_weights`."""
 
+PARTS_OF_WEIGHTS: Kind = tuple(
+    f"{part}{number}.safetensors" for part in ("trained", "frozen") for number in ("", "-#-of-#")
+)
+"""Weights in a checkpoint of a run whose frozen ones are shared with other checkpoints; its index names them."""
+
 CONFIG: Kind = (CONFIG_FILE, "generation_config.json")
 """Written by `save_pretrained` and `upscale`."""
 

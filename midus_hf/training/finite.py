@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from midus_config.checkpoint_files import ADAPTERS, WEIGHTS, globs
+from midus_config.checkpoint_files import ADAPTERS, PARTS_OF_WEIGHTS, WEIGHTS, globs
 
 
 class NotFiniteError(FloatingPointError):
@@ -81,7 +81,9 @@ def first_not_finite_in(checkpoint: Path, frozen: Iterable[str]) -> str | None:
         frozen: Names of tensors that do not train, which may be what they are.
     """
     left_out = frozenset(frozen)
-    for path in sorted(path for pattern in globs((*WEIGHTS, *ADAPTERS)) for path in checkpoint.glob(pattern)):
+    for path in sorted(
+        path for pattern in globs((*WEIGHTS, *PARTS_OF_WEIGHTS, *ADAPTERS)) for path in checkpoint.glob(pattern)
+    ):
         if path.suffix != ".safetensors":
             continue
         with safe_open(path, "pt") as file:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_config.checkpoint_files import BEGUN_CHECKPOINT, CHECKPOINT_NAME, MANIFEST_FILE, TRAINER_STATE
-from midus_config.manifest import describe_files, first_damage, first_misfit
+from midus_config.manifest import FileEntry, Manifest, describe_files, first_damage, first_misfit
 from midus_config.whole_files import sync, whole_file
 from midus_hf.training.written_files import is_of_checkpoint, remove_written
 
@@ -60,7 +60,7 @@ def is_complete(checkpoint: Path) -> bool:
     Args:
         checkpoint: Its folder.
     """
-    return _manifest_of(checkpoint) is not None
+    return manifest_of(checkpoint) is not None
 
 
 def is_of_earlier_version(checkpoint: Path) -> bool:
@@ -87,7 +87,7 @@ def damage_of(checkpoint: Path) -> str | None:
         if is_of_earlier_version(checkpoint):
             return f"it has no {MANIFEST_FILE}, as those of earlier versions"
         return UNFINISHED
-    manifest = _manifest_of(checkpoint)
+    manifest = manifest_of(checkpoint)
     if manifest is None:
         return f"its {MANIFEST_FILE} is damaged"
     return _damage_as_it_lies(checkpoint, json.dumps(manifest), _appearance(checkpoint, manifest))
@@ -111,8 +111,12 @@ def _appearance(checkpoint: Path, manifest: Mapping[str, Any]) -> tuple[tuple[in
     return tuple(found)
 
 
-def _manifest_of(checkpoint: Path) -> dict[str, Any] | None:
-    """Return what the manifest of a checkpoint says, or None if it is no manifest of one."""
+def manifest_of(checkpoint: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint, or None if there is none that can be read.
+
+    Args:
+        checkpoint: Its folder.
+    """
     manifest = _json_of(checkpoint / MANIFEST_FILE)
     return manifest if isinstance(manifest, dict) and TRAINER_STATE in manifest else None
 
@@ -149,12 +153,15 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
     )
 
 
-def finish_checkpoint(checkpoint: Path, beside: Collection[Path]) -> None:
+def finish_checkpoint(
+    checkpoint: Path, beside: Collection[Path], linked: Mapping[str, FileEntry] | None = None
+) -> None:
     """Force all files of a checkpoint to the disk, and then write the manifest with which it is whole.
 
     Args:
         checkpoint: The folder, into which all processes have written their parts.
         beside: The files there that are a person's, from `begin_checkpoint`.
+        linked: Entries, by name, of files whose contents are known since they are those of another checkpoint. Default: none.
 
     Raises:
         OSError: If something cannot be written, or a file is not on the disk as it was written.
@@ -162,7 +169,8 @@ def finish_checkpoint(checkpoint: Path, beside: Collection[Path]) -> None:
     marks = {checkpoint / name for name in (MANIFEST_FILE, BEGUN_CHECKPOINT)}
     inside = sorted(checkpoint.rglob("*"))
     files = [path for path in inside if path.is_file() and path not in beside and path not in marks]
-    manifest = describe_files(checkpoint, files)
+    read = [path for path in files if path.relative_to(checkpoint).as_posix() not in (linked or {})]
+    manifest = {**describe_files(checkpoint, read), **(linked or {})}
     for path in files:
         sync(path)
     for folder in (*(path for path in inside if path.is_dir()), checkpoint, checkpoint.parent):
@@ -170,8 +178,8 @@ def finish_checkpoint(checkpoint: Path, beside: Collection[Path]) -> None:
     with whole_file(checkpoint / MANIFEST_FILE) as partial:
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     (checkpoint / BEGUN_CHECKPOINT).unlink(missing_ok=True)
-    misfit = first_misfit(checkpoint, _manifest_of(checkpoint) or {})
-    if misfit is not None or _manifest_of(checkpoint) != manifest:
+    misfit = first_misfit(checkpoint, manifest_of(checkpoint) or {})
+    if misfit is not None or manifest_of(checkpoint) != manifest:
         raise OSError(errno.EIO, misfit or f"{MANIFEST_FILE} does not have the contents that were written")
 
 

@@ -14,6 +14,7 @@ from transformers.trainer_callback import PrinterCallback
 from midus_config.checkpoint_files import BLOCK_STATES
 from midus_hf.evaluation.fetching import fetches_blocks
 from midus_hf.training.finite import error_of, first_not_finite, first_not_finite_in, trained_tensors
+from midus_hf.training.frozen_weights import FrozenWeights
 from midus_hf.training.held_out import (
     HeldOut,
     HeldOutEvents,
@@ -83,6 +84,8 @@ class InRun(AidsMemory):
         self.save_failure: str | None = None
         """Why the last checkpoint could not be written; None if it was."""
         self._parts_failed = False
+        self._frozen_weights = FrozenWeights(copies=1 if keep_checkpoints == 1 else 2)
+        self._is_writing_checkpoint = False
         self.interruption = Interruption(self._largest)
         self.clock = TrainingClock(max_seconds, self._largest, bool(self.held_out))
         # Before the log, which has an event wherever there is a checkpoint.
@@ -270,10 +273,15 @@ class InRun(AidsMemory):
             self.tokenizer.save_pretrained(folder)
 
         def write() -> None:
-            super(InRun, self)._save_checkpoint(model, trial)
+            self._is_writing_checkpoint = True
+            try:
+                super(InRun, self)._save_checkpoint(model, trial)
+            finally:
+                self._is_writing_checkpoint = False
 
         def finish() -> None:
-            finish_checkpoint(folder, beside)
+            finish_checkpoint(folder, beside, self._frozen_weights.linked)
+            self._frozen_weights.know(folder)
 
         parts = (begin if self.args.should_save else _nothing, write, finish if self.args.should_save else _nothing)
         failed = any(self._cannot_write(part) for part in parts)
@@ -289,6 +297,20 @@ class InRun(AidsMemory):
         else:
             best = best_step(self.held_out_losses()) if self.keep_best else None
             remove_old_checkpoints(folder.parent, step, self.keep_checkpoints, best)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As `Trainer._save`; of a checkpoint whose frozen weights lie in an earlier one as well, these are linked."""
+        whole = state_dict is None and self.columns is None and not _has_adapters(self.model)
+        if not (self._is_writing_checkpoint and self.args.should_save and whole):
+            super()._save(output_dir, state_dict)
+            return
+        assert output_dir is not None and isinstance(self.model, nn.Module)
+        save = super()._save
+        self._frozen_weights.save(Path(output_dir), self.model, lambda weights: save(output_dir, weights))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._frozen_weights.know(Path(resume_from_checkpoint))
 
     def _cannot_write(self, part: Callable[[], None]) -> bool:
         """Do a part of saving; return whether a file could not be written in any process, which `save_failure` tells. All call it."""

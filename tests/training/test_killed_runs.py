@@ -27,8 +27,10 @@ KILLS = {
         ("os.pwrite", f"checkpoint-4/{STATE}/.level-1.safetensors.midus-*.partial", 2),
         ("os.rename", f"checkpoint-4/{STATE}/.audit.sqlite3.midus-*.partial", 1),
         ("open", "checkpoint-4/trainer_state.json", 1),
+        ("os.rename", "checkpoint-4/.manifest.json.partial", 1),
     ],
     "the-end": [
+        ("os.remove", "checkpoint-2/trainer_state.json", 1),
         ("os.remove", f"checkpoint-2/{STATE}/level-2.safetensors", 1),
         ("os.pwrite", f".partial_model/{BANK}/level-1.safetensors", 2),
         ("os.rename", ".partial_model/memory_bank", 1),
