@@ -30,7 +30,6 @@ KILLS = {
         ("os.rename", "checkpoint-4/.manifest.json.partial", 1),
     ],
     "the-end": [
-        ("os.remove", "checkpoint-2/trainer_state.json", 1),
         ("os.remove", f"checkpoint-2/{STATE}/level-2.safetensors", 1),
         ("os.pwrite", f".partial_model/{BANK}/level-1.safetensors", 2),
         ("os.rename", ".partial_model/memory_bank", 1),
