@@ -12,7 +12,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from midus_config.checkpoint_files import CONFIG_FILE, RUN_CONFIG, TRAINER_STATE
-from midus_hf.training.run_checkpoints import UNFINISHED, damage_of, is_of_earlier_version, whole_checkpoint
+from midus_hf.training.run_checkpoints import (
+    UNFINISHED,
+    damage_of,
+    is_of_earlier_version,
+    missing_of_earlier_version,
+    whole_checkpoint,
+)
 from midus_hf.training.run_options import AUTO, RunOptions
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -118,7 +124,8 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
     skipped = skipped or {}
     if isinstance(config.resume, str):
         checkpoint = Path(config.resume)
-        damage = skipped.get(checkpoint) or (None if is_of_earlier_version(checkpoint) else damage_of(checkpoint))
+        look = missing_of_earlier_version if is_of_earlier_version(checkpoint) else damage_of
+        damage = skipped.get(checkpoint) or look(checkpoint)
         if damage is not None:
             raise ValueError(
                 f"resume is {config.resume!r}, which is no whole checkpoint ({damage}); expected a folder checkpoint-N with all that "
@@ -135,7 +142,11 @@ def find_checkpoint(config: RunOptions, skipped: Mapping[Path, str] | None = Non
             "start the run again with overwrite: true, and save_every to have checkpoints."
         )
     earlier = next(filter(is_of_earlier_version, passed_over), None)
-    hint = "" if earlier is None else f"resume: {earlier} goes on from that one without a check of its files, or "
+    hint = (
+        ""
+        if earlier is None
+        else f"resume: {earlier} goes on from that one with no more than a look for its files, or "
+    )
     reasons = "; ".join(f"{path.name}: {damage}" for path, damage in passed_over.items())
     raise ValueError(
         f"output {config.output!r} holds no whole checkpoint ({reasons}); {hint}put back what is missing, "

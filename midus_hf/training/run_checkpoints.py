@@ -74,6 +74,23 @@ def is_of_earlier_version(checkpoint: Path) -> bool:
     return isinstance(_json_of(checkpoint / TRAINER_STATE), dict)
 
 
+def missing_of_earlier_version(checkpoint: Path) -> str | None:
+    """Return one line about a file without which a Trainer would silently go on from less than a checkpoint, or None.
+
+    It is asked of checkpoints that have no manifest.
+
+    Args:
+        checkpoint: Its folder.
+    """
+    by_deepspeed = any(checkpoint.glob("global_step*"))
+    needed = {
+        "optimizer.pt": by_deepspeed or any(checkpoint.glob("optimizer*")),
+        "scheduler.pt": by_deepspeed or (checkpoint / "scheduler.pt").exists(),
+        "rng_state.pth": any(checkpoint.glob("rng_state*.pth")),
+    }
+    return next((f"{name} is missing" for name, is_there in needed.items() if not is_there), None)
+
+
 def damage_of(checkpoint: Path) -> str | None:
     """Return one line about what is wrong with a checkpoint, or None if every file has the bytes that were written.
 

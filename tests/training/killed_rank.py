@@ -4,7 +4,7 @@
 
 KIND and POINT are `step 3`, when it would update parameters for the third time; `interrupt 3`, when it hears SIGINT then; `save NAME`
 or `open NAME`, when it would write a file whose path ends so, by `torch.save` or by Python; or `seconds 0.3`, so long after its first
-update.
+update. It is not killed by `spoil 3`, but the loss of its third pass is infinite.
 """
 
 import os
@@ -49,6 +49,13 @@ def watch(event: str, arguments: tuple) -> None:
 
 if rank in ("all", os.environ["RANK"]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     register_optimizer_step_pre_hook(step)
+    if kind == "spoil":
+        from transformers import Trainer
+
+        compute_loss, passes = Trainer.compute_loss, iter(range(1, 1000))
+        Trainer.compute_loss = lambda *args, **kwargs: (
+            compute_loss(*args, **kwargs) * (float("inf") if next(passes) == int(point) else 1.0)
+        )
     torch.save = watched_save
     sys.addaudithook(watch)
 sys.argv = sys.argv[4:]

@@ -226,6 +226,17 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
     assert "checkpoint-4 is passed over: block" in capsys.readouterr().err
 
 
+def test_what_a_scaler_of_gradients_leaves_out_is_left_to_it(upscaled, tmp_path):
+    """It takes infinite gradients for a scale that is too large, and lowers that."""
+    model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
+    trainer = MemoryTrainer(model, TrainingArguments(str(tmp_path / "out"), report_to="none", use_cpu=True))
+    trainer._tr_loss, norm = torch.tensor(1.0), torch.tensor(math.inf)
+    with pytest.raises(FloatingPointError):
+        trainer._get_grad_norm(model, norm)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    assert trainer._get_grad_norm(model, norm) is norm
+
+
 def test_a_script_of_ones_own_ends_as_well(upscaled, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(upscaled("llama"))
     ids = torch.arange(3, 19)

@@ -106,6 +106,24 @@ def test_two_processes_go_on_where_one_was(words, recipe, whole, tmp_path):
     assert_about_the_same(output, whole)
 
 
+def test_processes_agree_on_the_checkpoint_that_is_whole(recipe, whole, tmp_path):
+    output = from_checkpoint(whole, 2, tmp_path / "out")
+    shutil.copytree(whole / "checkpoint-4", output / "checkpoint-4")
+    weights = output / "checkpoint-4" / "rng_state_1.pth"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    told = in_two_processes(recipe, f"output={output}", "resume=auto")
+    line = "checkpoint-4 is passed over: rng_state_1.pth does not have the contents that were written\n"
+    assert told.count(line) == 1 and told.count("is passed over") == 1
+    assert_same_run(output, whole)
+
+
+def test_a_gradient_that_is_not_finite_in_one_process_ends_all(recipe, tmp_path):
+    ended = run_ranks(KILLER, 1, "spoil", "3", SCRIPT, recipe, f"output={tmp_path / 'out'}", timeout=120)
+    assert ended.returncode == 1
+    assert re.search(r"(gradient norm|loss) is (inf|nan).* at step 3; expected a finite number", ended.stderr)
+    assert last_checkpoint(tmp_path / "out").name == "checkpoint-2" and not (tmp_path / "out" / "config.json").exists()
+
+
 def assert_about_the_same(output: Path, whole: Path) -> None:
     """As of two runs that add the same numbers in another order."""
     for name, tolerance in (("loss", 1e-5), ("memory_used_share", 1e-6)):

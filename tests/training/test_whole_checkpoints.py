@@ -150,10 +150,16 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_where_it_is_named(up
         (output / f"checkpoint-{step}" / "manifest.json").unlink()
     with pytest.raises(
         ValueError,
-        match=rf"resume: {output}/checkpoint-4 goes on from that one without a check of its files, or put back",
+        match=rf"resume: {output}/checkpoint-4 goes on from that one with no more than a look for its files, or put back",
     ):
         train(asked(upscaled, corpus, output))
-    train(asked(upscaled, corpus, output, resume=str(output / "checkpoint-4")))
+    named = asked(upscaled, corpus, output, resume=str(output / "checkpoint-4"))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        away = (output / "checkpoint-4" / name).rename(output / "away")
+        with pytest.raises(ValueError, match=rf"which is no whole checkpoint \({name} is missing\)"):
+            train(named)
+        away.rename(output / "checkpoint-4" / name)
+    train(named)
     assert exact_log(output) == exact_log(whole)
 
 
