@@ -4,8 +4,8 @@
     python -m benchmarks.depth_start --work outputs/depth-start --arms added --rates 5e-3 --gate-rates 1e-4 --steps 100
 
 The six topmost layers of SmolLM2-135M get attention over the depth (method moda) with each `joining`, or LoRA adapters with as many
-parameters, 1.1 million. These alone are trained, on Wikipedia articles, by `midus-train`: AdamW at a constant rate without warm-up,
-two sequences of 256 tokens a step. The loss is that of every tenth article, which is not trained on, before the first step and behind
+parameters, 1.1 million. These alone are trained, on presidential addresses, by `midus-train`: AdamW, a cosine schedule behind 10 %
+warm-up, two sequences of 256 tokens a step. The loss is that of addresses that are not trained on, before the first step and behind
 the last. Gates have the rate of all else, or one of their own where `--gate-rates` names some.
 
 Every step is a command that a person would type. What is in the folder is not done again, and its rows are told again without being
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import run_once
-from benchmarks.split_articles import split_articles
 from benchmarks.tracked import RESULTS, Run, append, this_run
+from material.addresses import addresses
 from material.smollm2 import smollm2_135m
 
 DEPTH_START_RESULTS = RESULTS / "depth_start.csv"
@@ -60,7 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="of 512 tokens (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of new parameters and the order of texts (default: 0)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="of held-out text (default: 2048)")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="of held-out text (default: 4096)")
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     rows = []
@@ -86,7 +86,6 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]
     """Every model's row, and whether it was not there before."""
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    texts = split_articles(work)
     for arm in arguments.arms.split(","):
         model = _model(work, arm, arguments.seed)
         for rate in arguments.rates.split(","):
@@ -102,7 +101,7 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]
                 if is_new:
                     recipe = work / f"{output.name}.json"
                     recipe.write_text(
-                        json.dumps(_recipe(arm, model, output, texts, rate, gate_rate, arguments)), encoding="utf-8"
+                        json.dumps(_recipe(arm, model, output, rate, gate_rate, arguments)), encoding="utf-8"
                     )
                     run_once(output, "midus-train", recipe)
                     before, after = _losses(output / "log.jsonl", arguments.steps)
@@ -144,33 +143,27 @@ def _model(work: Path, arm: str, seed: int) -> Path:
 
 
 def _recipe(
-    arm: str,
-    model: Path,
-    output: Path,
-    texts: tuple[Path, Path],
-    rate: str,
-    gate_rate: str | None,
-    arguments: argparse.Namespace,
+    arm: str, model: Path, output: Path, rate: str, gate_rate: str | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """What `midus-train` is told; JSON is YAML as well."""
-    train, held_out = texts
     layers = list(range(_NUM_LAYERS - _LAYERS, _NUM_LAYERS))
     adapters = {"r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": _LINEAR, "layers_to_transform": layers}
+    texts = addresses()
     return {
         "model": str(model),
         "output": str(output),
-        "corpus": str(train),
+        "corpus": str(texts.train),
         **({"adapters": adapters} if arm == "lora" else {"trainable": "new"}),
         "sequence_length": _TOKENS,
         "batch_size": _SEQUENCES,
         "max_steps": arguments.steps,
         "learning_rate": float(rate),
         **({"gate_learning_rate": float(gate_rate)} if gate_rate else {}),
-        "schedule": "constant_with_warmup",
-        "warmup_ratio": 0,
+        "schedule": "cosine",
+        "warmup_ratio": 0.1,
         "precision": "fp32",
         "log_every": 1,
-        "eval_text": str(held_out),
+        "eval_text": str(texts.held_out),
         "eval_max_tokens": arguments.max_tokens,
         "seed": arguments.seed,
     }

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,8 +28,9 @@ def commands(tmp_path, monkeypatch):
             events += [{"step": recipe["max_steps"], "eval_loss": 3.5 - recipe["learning_rate"]}]
             (output / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
+    texts = SimpleNamespace(train=tmp_path / "train", held_out=tmp_path / "held-out")
     monkeypatch.setattr(depth_start, "run_once", run_once)
-    monkeypatch.setattr(depth_start, "split_articles", lambda folder: (folder / "train", folder / "held-out"))
+    monkeypatch.setattr(depth_start, "addresses", lambda: texts)
     monkeypatch.setattr(depth_start, "smollm2_135m", lambda: tmp_path / "base")
     monkeypatch.setattr(depth_start, "DEPTH_START_RESULTS", tmp_path / "rows.csv")
     return given
