@@ -4,9 +4,11 @@
     python -m benchmarks.chapter_cost --device cuda --dtype bfloat16
     python -m benchmarks.chapter_cost --only bank --no-append
 
-Every figure of one axis stands beside the same layer with the sizes in the middle, timed in turns. `bank` takes one training step of
-the paper's layer (262,208 memory tokens of width 768, 4,097 chapters, k = 64) and compares the peak with the release's way of
-choosing: `torch.gather` on a bank that is expanded over the batch.
+Every figure of one axis stands beside the same layer with the sizes in the middle, timed in turns; those of `layout` beside routing
+by chunk on plain rows: `packed` are rows of documents of 32 to 224 tokens, `left-padded` rows of which half have padding in front.
+`bank` takes one training step of the paper's layer (262,208 memory tokens of width 768, 4,097 chapters, k = 64) and compares the peak
+with the release's way of choosing: `torch.gather` on a bank that is expanded over the batch. `layers` takes a step of four such
+layers that share the bank, with the gradient of the whole bank and with that of the rows that were read.
 """
 
 import argparse
@@ -22,16 +24,25 @@ from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_config.memories.chapters import PAPER, ChaptersOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
+from midus_hf.memory.token_places import TokenPlaces
 
 COST_RESULTS = RESULTS / "chapter_cost.csv"
 WIDTH, HEADS, BATCH, TOKENS = 576, 9, 4, 512
-MIDDLE = {"k": 4, "chapters": 64, "chapter_tokens": 64, "tokens": TOKENS, "routing": "sequence"}
+MIDDLE = {
+    "k": 4,
+    "chapters": 64,
+    "chapter_tokens": 64,
+    "tokens": TOKENS,
+    "routing": "sequence",
+    "layout": "plain",
+}
 AXES: dict[str, Sequence[Any]] = {
     "routing": ("sequence", "prompt", "chunk", "token"),
     "k": (1, 2, 8, 16),
     "chapters": (32, 128, 256),
     "chapter_tokens": (16, 32, 128),
     "tokens": (128, 256, 1024),
+    "layout": ("plain", "packed", "left-padded"),
 }
 BANK_BATCH, BANK_TOKENS = 8, 128
 
@@ -49,6 +60,8 @@ class Row(Run):
     tokens: int
     width: int
     dtype: str
+    layout: str = "plain"
+    layers: int = 1
     forward_ms: float | None = None
     both_ms: float | None = None
     against_middle: float | None = None
@@ -70,8 +83,10 @@ def main() -> None:
     if strange:
         parser.error(f"--only names {strange[0]!r}; expected parts among {', '.join((*AXES, 'bank'))}.")
     run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
-    print("| axis | routing | k | C | T | tokens | forward ms | both ms | against the middle | peak MB |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| axis | layout | layers | routing | k | C | T | tokens | forward ms | both ms | against the middle | peak MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for axis in wanted:
         rows = _bank(run, arguments.device, dtype) if axis == "bank" else _axis(run, axis, arguments, dtype)
         for row in rows:
@@ -82,10 +97,11 @@ def main() -> None:
 
 def _axis(run: Run, axis: str, arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[Row]:
     """The layers of an axis, each in turns with the one in the middle."""
+    middle = {**MIDDLE, "routing": "chunk"} if axis == "layout" else MIDDLE
     for value in AXES[axis]:
-        settings = {**MIDDLE, axis: value}
+        settings = {**middle, axis: value}
         tasks: dict[str, Task] = {}
-        for name, of_layer in (("middle", MIDDLE), ("own", settings)):
+        for name, of_layer in (("middle", middle), ("own", settings)):
             forward, both = _passes(of_layer, arguments.device, dtype)
             tasks |= {f"{name} forward": Task(forward), f"{name} both": Task(both)}
         times: dict[str, Timing] = interleaved(tasks, arguments.device, seconds=arguments.seconds)
@@ -100,6 +116,7 @@ def _axis(run: Run, axis: str, arguments: argparse.Namespace, dtype: torch.dtype
             forward_ms=times["own forward"].median_ms,
             both_ms=both_ms,
             against_middle=both_ms / times["middle both"].median_ms,
+            peak_mb=peak_bytes(lambda both=both: both(None), arguments.device) / 1e6,
         )
 
 
@@ -118,15 +135,33 @@ def _passes(
     nn.init.normal_(memory.output_projection.weight, std=0.02)
     hidden_states = torch.randn(BATCH, settings["tokens"], WIDTH, device=device, dtype=dtype, requires_grad=True)
 
+    places = _places(settings["layout"], settings["tokens"], device)
+
     def forward(_: object) -> object:
         with torch.no_grad():
-            return memory(hidden_states)
+            return memory(hidden_states, tokens=places)
 
     def both(_: object) -> object:
         memory.zero_grad(set_to_none=True)
-        return memory(hidden_states).sum().backward()
+        return memory(hidden_states, tokens=places).sum().backward()
 
     return forward, both
+
+
+def _places(layout: str, tokens: int, device: str) -> TokenPlaces:
+    """Where the tokens of rows of a layout stand."""
+    if layout == "plain":
+        return TokenPlaces()
+    marks = torch.zeros(BATCH, tokens, dtype=torch.bool)
+    if layout == "packed":
+        for row in range(BATCH):
+            lengths = torch.randint(32, 225, (tokens // 32,), generator=torch.Generator().manual_seed(row))
+            ends = lengths.cumsum(0)
+            marks[row, ends[ends < tokens]] = True
+        return TokenPlaces(None, marks.to(device), is_plain=False)
+    for row in range(BATCH):
+        marks[row, row % 2 * tokens // 3 :] = True
+    return TokenPlaces(marks.to(device), None, is_plain=False)
 
 
 def _bank(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
@@ -168,7 +203,7 @@ def _line(row: Row) -> str:
     def told(value: float | None, digits: int = 1) -> str:
         return "" if value is None else f"{value:,.{digits}f}"
 
-    cells = [row.axis, row.routing, row.k, row.chapters, row.chapter_tokens, row.tokens]
+    cells = [row.axis, row.layout, row.layers, row.routing, row.k, row.chapters, row.chapter_tokens, row.tokens]
     cells += [told(row.forward_ms), told(row.both_ms), told(row.against_middle, 2), told(row.peak_mb, 0)]
     return f"| {' | '.join(map(str, cells))} |"
 

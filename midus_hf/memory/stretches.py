@@ -60,20 +60,23 @@ class RowChunks(Stretches):
     size: int
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        batch, num_tokens = tokens.shape[:2]
+        batch, num_tokens, *width = tokens.shape
         beginning = tokens[:, : self.first]
-        of_all_rows = read(beginning.reshape(1, -1, *tokens.shape[2:]), slice(0, 1))
-        parts = [of_all_rows.reshape(*beginning.shape[:2], *of_all_rows.shape[2:])]
-        if num_tokens > self.first:
-            left_out = 0 if self.first < self.size else self.size
-            length = min(self.size, num_tokens - left_out)
-            chunks = -(-(num_tokens - left_out) // length)
-            missing = chunks * length - (num_tokens - left_out)
-            # Tokens of the beginning are read for once more, with the first chunk, so that chunks stay of equal length.
-            rest = torch.nn.functional.pad(tokens[:, left_out:], (*(0, 0) * (tokens.dim() - 2), 0, missing))
-            output = read(rest.reshape(batch * chunks, length, *tokens.shape[2:]), slice(1, None))
-            output = output.reshape(batch, chunks * length, *output.shape[2:])
-            parts.append(output[:, self.first - left_out : num_tokens - left_out])
+        left_out = 0 if self.first < self.size else self.size
+        of_chunks = tokens[:, left_out:] if num_tokens > self.first else tokens[:, :0]
+        length = min(self.size, max(of_chunks.shape[1], beginning.shape[1]))
+        chunks = -(-of_chunks.shape[1] // length)
+        # Tokens of the beginning are read for once more, with the first chunk, so that chunks stay of equal length.
+        behind = _filled(of_chunks, 1, chunks * length).reshape(batch * chunks, length, *width)
+        copies = -(-batch * beginning.shape[1] // length)  # of stretch 0, as many as its tokens fill
+        of_all_rows = _filled(beginning.flatten(0, 1), 0, copies * length).reshape(copies, length, *width)
+        numbers = torch.arange(1 - copies, 1 + batch * chunks, device=tokens.device).clamp(min=0)
+        output = read(torch.cat([of_all_rows, behind]), numbers)
+        of_beginning = output[:copies].flatten(0, 1)[: batch * beginning.shape[1]]
+        parts = [of_beginning.unflatten(0, beginning.shape[:2])]
+        if chunks:
+            by_row = output[copies:].unflatten(0, (batch, chunks)).flatten(1, 2)
+            parts.append(by_row[:, self.first - left_out : num_tokens - left_out])
         return torch.cat(parts, dim=1)
 
 
@@ -121,7 +124,7 @@ def grouped(
         first_tokens: `[N]`, int64, where each stretch begins among the B * T tokens.
         room: Tokens that a stretch may have.
         alike: `[B, T]`, bool, the tokens of stretch 0, which may stand anywhere. Default: stretch 0 is as all others.
-        alike_room: Tokens that stretch 0 may have.
+        alike_room: Tokens that stretch 0 may have. Default: 0.
         by_length: Whether stretches are sorted by their lengths, so that less is filled up; this waits for the device.
 
     Returns:
@@ -145,32 +148,40 @@ def grouped(
         group = (tokens_of[skipped:, None] <= rooms).sum(1).clamp(min=1) - 1  # the last one that has room
         order = group.argsort(stable=True)
         members, sizes = members[order], torch.bincount(group, minlength=len(lengths)).tolist()
-    parts, tokens, firsts, first = [], [], torch.zeros_like(first_tokens), 0
-    kept_lengths = []
+    parts, tokens, kept_lengths, firsts, first = [], [], [], torch.zeros_like(first_tokens), 0
+    # Of stretch 0, as many as its tokens fill: they are read for with the longest stretches.
+    copies = -(-alike_room // room)
     for length, of_group in zip(lengths, members.split(sizes), strict=True):
-        if len(of_group) == 0:
+        copied = copies if first == 0 and not parts else 0
+        if len(of_group) + copied == 0:
             continue
+        starts = first + length * torch.arange(copied, copied + len(of_group), device=device)
+        firsts = firsts.index_copy(0, of_group, starts)
+        own = (first_tokens[of_group][:, None] + torch.arange(length, device=device)).flatten()
+        if copied:
+            assert alike is not None
+            rank = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, copied * length)
+            listed = torch.zeros(copied * length + 1, dtype=torch.int64, device=device).scatter_(0, rank, every)
+            of_group, own = torch.cat([of_group.new_zeros(copied), of_group]), torch.cat([listed[:-1], own])
         parts.append(of_group)
         kept_lengths.append(length)
-        tokens.append((first_tokens[of_group][:, None] + torch.arange(length, device=device)).flatten())
-        starts = first + length * torch.arange(len(of_group), device=device)
-        firsts = firsts.index_copy(0, of_group, starts)
-        first += length * len(of_group)
-    places = firsts[numbers] + every - first_tokens[numbers]
-    if alike is not None and alike_room:
-        rank = alike.flatten().cumsum(0) - 1
-        rank = torch.where(alike.flatten(), rank, alike_room)
-        listed = torch.zeros(alike_room + 1, dtype=torch.int64, device=device).scatter_(0, rank, every)[:-1]
-        parts.append(torch.zeros(1, dtype=torch.int64, device=device))
-        kept_lengths.append(alike_room)
-        tokens.append(listed)
-        places = torch.where(alike.flatten(), first + rank, places)
-        first += alike_room
+        tokens.append(own)
+        first += len(own)
     if not parts:  # nothing but padding
         return Stretches(numbers.view(of_token.shape))
+    places = firsts[numbers] + every - first_tokens[numbers]
+    if copies:
+        assert alike is not None
+        places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
     places = torch.where(real, places, first)
     together = torch.cat(tokens).clamp(max=len(numbers) - 1)
     return GroupedStretches(numbers.view(of_token.shape), tuple(parts), tuple(kept_lengths), together, places)
+
+
+def _filled(tokens: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Tokens with zeros behind them, so that there are so many."""
+    missing = length - tokens.shape[dim]
+    return torch.nn.functional.pad(tokens, (*(0, 0) * (tokens.dim() - dim - 1), 0, missing)) if missing else tokens
 
 
 class _Taken(torch.autograd.Function):

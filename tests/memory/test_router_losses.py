@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import WIDTH, by_loops, indices, layer, places_of, states
 
@@ -154,6 +154,7 @@ def loss_of_choices(choices: torch.Tensor, shared_logit: float, **options) -> fl
     return told(memory, hidden_states)[1].item()
 
 
+@settings(max_examples=25, deadline=None)
 @given(shared_logit=st.floats(-20, 20))
 def test_a_collapsed_router_costs_more_than_an_even_one_whatever_the_shared_logit(shared_logit):
     for balance, even in (("routed", 2.0), ("per-choice", 1.0)):

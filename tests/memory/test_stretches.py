@@ -79,21 +79,21 @@ def reads_as_loops(options: dict, rows: list[tuple[int, list[int]]]) -> None:
 
 
 @pytest.mark.usefixtures("always_together")
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(options=chunks(), rows=st.lists(packed_row(), min_size=1, max_size=3))
 def test_chunks_of_any_rows_are_those_of_loops(options, rows):
     reads_as_loops(options, rows)
 
 
 @pytest.mark.usefixtures("always_together")
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(rows=st.lists(packed_row(), min_size=1, max_size=3))
 def test_whole_documents_of_any_rows_are_those_of_loops(rows):
     reads_as_loops({"routing": "sequence"}, rows)
 
 
 @pytest.mark.usefixtures("always_together")
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(options=chunks(), left=st.integers(0, 6), cuts=st.sets(st.integers(1, TOKENS - 1), max_size=5))
 def test_any_steps_are_those_of_one_pass(options, left, cuts):
     memory, hidden_states = layer(**options), states(2, TOKENS)
@@ -121,6 +121,7 @@ def test_plain_rows_are_those_of_loops_and_the_general_way_agrees(first, size, t
         torch.testing.assert_close(kept, general_state.kept[name], msg=lambda text, at=name: f"{at}: {text}")
 
 
+@settings(deadline=None)
 @given(
     sizes=st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size))),
     documents=st.lists(st.integers(1, 40), min_size=1, max_size=6),
