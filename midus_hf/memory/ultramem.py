@@ -98,14 +98,17 @@ class UltraMem(MemoryModule):
             pre_values = tables["pre_value_table"] if "pre_value_table" in tables else self.pre_value_table
             products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, rows, backend)
             weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
-        summed = [
-            self.table_reading.sums(value_table, rows, of_block, backend)
-            for of_block in self._by_projection(weights, slots)
-        ]
-        values = torch.cat(summed, dim=-1).to(hidden_states.dtype)  # [B, T, E * D_v]
+        num_parts = self.options.num_projected
+        if num_parts == 1:
+            values = self.table_reading.sums(value_table, rows, weights, backend)
+        else:
+            parts = self._shuffled(slots) // self.num_slots
+            by_part = self.table_reading.sums_by_part(value_table, rows, weights, parts, num_parts, backend)
+            values = by_part.flatten(-2)
+        values = values.to(hidden_states.dtype)  # [B, T, E * D_v]
         if self.options.output_gate:
             gate = nn.functional.silu(self.gate_projection(hidden_states))
-            values = values * gate.repeat(*[1] * (gate.dim() - 1), len(summed))
+            values = values * gate.repeat(*[1] * (gate.dim() - 1), num_parts)
         return self.value_projection(values)
 
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,14 +234,6 @@ class UltraMem(MemoryModule):
         own = self.options.n**2
         first = self.options.sharing.first(self.index, table_rows // own) * own
         return (rows + first) % table_rows if first else rows
-
-    def _by_projection(self, weights: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Weights of the slots of each part that has a projection of its own, zero for all others."""
-        parts = self.options.num_projected
-        if parts == 1:
-            return [weights]
-        part_of_slot = self._shuffled(slots) // self.num_slots
-        return [weights.where(part_of_slot == part, 0) for part in range(parts)]
 
     def extra_repr(self) -> str:
         names = ("n", "key_pairs", "rank", "k", "heads", "share")

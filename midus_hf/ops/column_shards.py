@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from midus_hf.ops.gathered_products import gathered_products
+from midus_hf.ops.parted_gather import parted_gather
 from midus_hf.ops.weighted_gather import weighted_gather
 
 
@@ -39,6 +40,40 @@ def sharded_weighted_gather(
     by_process = _AllToAll.apply(columns, group).unflatten(0, (group.size(), -1))  # [P, S, v / P], of own tokens
     rows = by_process.transpose(0, 1).flatten(1)[: len(flat_slots)]
     return rows.reshape(*leading, rows.shape[-1])
+
+
+def sharded_parted_gather(
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    parts: torch.Tensor,
+    num_parts: int,
+    group: "dist.ProcessGroup",
+    **options: Any,
+) -> torch.Tensor:
+    """As `parted_gather` of a table of which this process holds some columns.
+
+    Args:
+        bank: `[R, v / P]`, this process's columns.
+        slots: `[..., m]`, int64, of this process's tokens.
+        weights: `[..., m]`, floating point.
+        parts: `[..., m]`, int64.
+        num_parts: Sums of each token.
+        group: The processes that hold the columns, in order of their ranks.
+        options: What `parted_gather` takes by name.
+
+    Returns:
+        `[..., num_parts, v]`, the dtype of `bank`.
+    """
+    leading, m = slots.shape[:-1], slots.shape[-1]
+    flat_slots, flat_weights, flat_parts = (of_slots.reshape(-1, m) for of_slots in (slots, weights, parts))
+    padding = _padding(len(flat_slots), flat_slots.device, group)
+    all_slots, all_parts = (_AllGather.apply(_padded_slots(of, padding), group) for of in (flat_slots, flat_parts))
+    all_weights = _AllGather.apply(_padded(flat_weights, padding), group)
+    columns = parted_gather(bank, all_slots, all_weights, all_parts, num_parts, **options)  # [P * S, num_parts, v / P]
+    by_process = _AllToAll.apply(columns, group).unflatten(0, (group.size(), -1))  # of own tokens
+    sums = by_process.movedim(0, 2).flatten(2)[: len(flat_slots)]
+    return sums.reshape(*leading, *sums.shape[1:])
 
 
 def sharded_gathered_products(

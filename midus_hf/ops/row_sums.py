@@ -24,7 +24,7 @@ def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
         return triton_weighted_rows(bank, slots, weights)
     if backend == "native" and native_library() is not None:
         return native_weighted_rows(bank, slots, weights)
-    wide_rows, places = _widened(bank, slots)
+    wide_rows, places = widened(bank, slots)
     return F.embedding_bag(places, wide_rows, per_sample_weights=weights.to(wide_rows.dtype), mode="sum").to(
         bank.dtype
     )
@@ -77,7 +77,7 @@ def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Te
         return triton_weight_gradients(gradient, bank, slots)
     if backend == "native" and native_library() is not None:
         return native_gathered_products(gradient, bank, slots)
-    wide_rows, places = _widened(bank, slots)
+    wide_rows, places = widened(bank, slots)
     starts = torch.arange(0, slots.numel(), slots.shape[1], device=slots.device)
     bags = torch.arange(len(slots), device=slots.device).repeat_interleave(slots.shape[1])
     return torch.ops.aten._embedding_bag_per_sample_weights_backward(
@@ -85,7 +85,7 @@ def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Te
     ).view(slots.shape)
 
 
-def _widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in float32 at least, and where in them each slot's row lies, `[S, m]`.
 
     A half-precision bank of which few rows are read, as in decoding, is gathered first: copying all of it would take a

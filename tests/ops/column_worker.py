@@ -5,11 +5,12 @@ import sys
 import torch
 import torch.distributed as dist
 
-from midus_hf.ops.column_shards import sharded_gathered_products, sharded_weighted_gather
+from midus_hf.ops.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
 from midus_hf.ops.gathered_products import gathered_products
+from midus_hf.ops.parted_gather import parted_gather
 from midus_hf.ops.weighted_gather import weighted_gather
 
-ROWS, WIDTH, M = 11, 6, 3
+ROWS, WIDTH, M, PARTS = 11, 6, 3, 2
 
 
 def inputs(tokens: int, seed: int) -> dict[str, torch.Tensor]:
@@ -17,6 +18,8 @@ def inputs(tokens: int, seed: int) -> dict[str, torch.Tensor]:
     return {
         "slots": torch.randint(1, ROWS - 1, (1, tokens, M), generator=generator),
         "weights": torch.randn(1, tokens, M, generator=generator, dtype=torch.float64),
+        "parts": torch.randint(PARTS, (1, tokens, M), generator=generator),
+        "of_parts": torch.randn(1, tokens, PARTS, WIDTH, generator=generator, dtype=torch.float64),
         "vectors": torch.randn(1, tokens, WIDTH, generator=generator, dtype=torch.float64),
         "of_sums": torch.randn(1, tokens, WIDTH, generator=generator, dtype=torch.float64),
         "of_products": torch.randn(1, tokens, M, generator=generator, dtype=torch.float64),
@@ -35,16 +38,31 @@ def check(sizes: list[int], sparse: bool) -> None:
         weights, vectors = given["weights"].requires_grad_(), given["vectors"].requires_grad_()
         sums = weighted_gather(expected_table, given["slots"], weights, backend="reference")
         products = gathered_products(vectors, expected_table, given["slots"], backend="reference")
-        torch.autograd.backward([sums, products], [given["of_sums"], given["of_products"]])
+        by_part = parted_gather(expected_table, given["slots"], weights, given["parts"], PARTS, backend="reference")
+        outputs, gradients = (
+            [sums, products, by_part],
+            [given[name] for name in ("of_sums", "of_products", "of_parts")],
+        )
+        torch.autograd.backward(outputs, gradients)
         if process == rank:
-            own = {"sums": sums, "products": products, "weights": weights.grad, "vectors": vectors.grad}
+            own = {
+                "sums": sums,
+                "by part": by_part,
+                "products": products,
+                "weights": weights.grad,
+                "vectors": vectors.grad,
+            }
     given = inputs(sizes[rank], seed=rank)
     weights, vectors = given["weights"].requires_grad_(), given["vectors"].requires_grad_()
     table = whole[:, columns].clone().requires_grad_()
     sums = sharded_weighted_gather(table, given["slots"], weights, dist.group.WORLD, sparse_gradient=sparse)
     products = sharded_gathered_products(vectors, table, given["slots"], dist.group.WORLD, sparse_gradient=sparse)
-    torch.autograd.backward([sums, products], [given["of_sums"], given["of_products"]])
-    found = {"sums": sums, "products": products, "weights": weights.grad, "vectors": vectors.grad}
+    by_part = sharded_parted_gather(
+        table, given["slots"], weights, given["parts"], PARTS, dist.group.WORLD, sparse_gradient=sparse
+    )
+    outputs, gradients = [sums, products, by_part], [given[name] for name in ("of_sums", "of_products", "of_parts")]
+    torch.autograd.backward(outputs, gradients)
+    found = {"sums": sums, "by part": by_part, "products": products, "weights": weights.grad, "vectors": vectors.grad}
     for name, tensor in own.items():
         torch.testing.assert_close(found[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
     gradient = table.grad
