@@ -69,6 +69,7 @@ def run_command(
     with contextlib.ExitStack() as stack:
         heard = stack.enter_context(_termination_interrupts()) if hears_termination else []
         try:
+            _refuse_empty(words)
             command = typer.main.get_command(app)
             # Calling the app would take an end of file that the work runs into for an interruption.
             with command.make_context(name, words) as context:
@@ -94,6 +95,23 @@ def run_command(
     if line is not None and not silent:
         print(f"{name}: {' '.join(line.split())}", file=sys.stderr)
     return status
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """See that no word is empty, as a variable of a shell that was never set: as a path it would be the current folder.
+
+    Raises:
+        Ending: If one is.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        name, equals, value = word.partition("=")
+        if word and not (word.startswith("--") and equals and not value):
+            continue
+        what = name if word else before if before.startswith("-") else "an argument"
+        raise Ending(
+            WRONG_REQUEST,
+            f"{what} is ''; expected a value. Fill it in (a shell gives nothing for a variable that is not set), or leave it out.",
+        )
 
 
 @contextlib.contextmanager

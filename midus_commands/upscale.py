@@ -12,8 +12,9 @@ import typer
 import yaml
 
 from midus_commands.exit_status import FAILED, INTERRUPTED, Ending, run_command
+from midus_config.strict_yaml import GivenTwice, keep_once, read_yaml
 from upscalers.record.report import PushError
-from upscalers.request.errors import RequestError, one_line
+from upscalers.request.errors import RequestError, one_line, refusing_requests
 from upscalers.request.options import parse_options
 
 app = typer.Typer(
@@ -239,13 +240,19 @@ def shuffle(
 
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
-    parsed = {}
+    parsed: dict[str, Any] = {}
+    words: dict[str, str] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator or not key:
             raise RequestError(f"--set is {setting!r}; expected key=value.")
+        key = key.strip().replace("-", "_")
+        with refusing_requests():
+            keep_once(words, key, value, "--set")
         try:
-            parsed[key.strip().replace("-", "_")] = yaml.safe_load(value)
+            parsed[key] = read_yaml(value)
+        except GivenTwice as error:
+            raise RequestError(f"--set is {setting!r}, which {error}") from None
         except yaml.YAMLError:
             raise RequestError(f"--set is {setting!r}; expected a YAML scalar after '='.") from None
     return parsed
@@ -255,7 +262,9 @@ def _read_config_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except GivenTwice as error:
+        raise RequestError(f"--config {path} {error}") from None
     except OSError as error:
         raise RequestError(f"--config {path} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:

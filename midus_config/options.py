@@ -85,6 +85,8 @@ def read_options(
                 return {name: read(item_hint, item, f"{key}.{name}") for name, item in value.items()}
             found, converted = _converted(alternative, value)
             if found:
+                if converted == "":
+                    raise ValueError(f"{key} is ''; expected a value. Fill it in, or leave it out.")
                 return converted
         raise ValueError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
 

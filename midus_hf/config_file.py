@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from midus_config.options import alternatives_of, read_options
+from midus_config.strict_yaml import GivenTwice, keep_once, read_yaml
 
 Options = TypeVar("Options")
 
@@ -23,7 +24,7 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
             are YAML.
 
     Raises:
-        ValueError: If the file is absent or no mapping, a key is unknown or missing, or a value has the wrong type.
+        ValueError: If the file is absent or no mapping, a key is unknown, missing or given twice, or a value has the wrong type.
     """
     return from_mapping(cls, with_overrides(cls, read_mapping(path), overrides))
 
@@ -37,9 +38,13 @@ def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) 
         overrides: As in `read_config`.
 
     Raises:
-        ValueError: If a word sets nothing.
+        ValueError: If a word sets nothing, or two words set the same.
     """
+    words: dict[str, str] = {}
     for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals and key:
+            keep_once(words, key, text, "override")
         _apply_override(cls, values, override)
     return values
 
@@ -51,11 +56,13 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         path: The file.
 
     Raises:
-        ValueError: If the file is absent, not YAML or no mapping.
+        ValueError: If the file is absent, not YAML or no mapping, or has a key twice.
     """
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except GivenTwice as error:
+        raise ValueError(f"config {str(path)!r} {error}") from error
     except OSError as error:
         raise ValueError(
             f"config is {str(path)!r}, which cannot be read ({error.strerror}); give a YAML file."
@@ -111,7 +118,9 @@ def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
         kind, values = inner_class or named, values[name]
         name, rest = _first_key(values, rest)
     try:
-        values[name] = yaml.safe_load(text)
+        values[name] = read_yaml(text)
+    except GivenTwice as error:
+        raise ValueError(f"override is {override!r}, which {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"override is {override!r}, whose value is not YAML; quote it.") from error
 

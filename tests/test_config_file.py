@@ -191,3 +191,32 @@ def test_a_file_that_is_no_config_is_refused(tmp_path):
 
 def test_an_empty_file_sets_nothing(tmp_path):
     assert read_mapping(write(tmp_path, "# nothing\n")) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        (
+            "model: m\ntext: t\nrate: 1\nrate: 2\n",
+            [],
+            "has 'rate' twice, '1' in line 3 and '2' in line 4; expected each key once. Leave one out.",
+        ),
+        ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, 'a' in line 2 and a list in line 2;"),
+        ("model: m\n", ["text={path: a, path: b}"], "override is 'text={path: a, path: b}', which has 'path' twice"),
+        (
+            "model: m\ntext: t\n",
+            ["rate=1", "steps=2", "rate=3"],
+            "override rate is given twice, as '1' and as '3'; expected each key once. Leave one out.",
+        ),
+        ("model: m\ntext: ''\n", [], "text.path is ''; expected a value. Fill it in, or leave it out."),
+        ("model: m\ntext: t\n", ["model=''"], "model is ''; expected a value. Fill it in, or leave it out."),
+    ],
+)
+def test_two_values_of_one_key_and_empty_ones_are_refused(text, words, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(Settings, write(tmp_path, text), words)
+
+
+def test_a_key_that_is_merged_may_be_given_anew(tmp_path):
+    path = write(tmp_path, "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
+    assert read_mapping(path)["b"] == {"x": 1, "y": 3}

@@ -22,8 +22,10 @@ def find_files(path: str | Path) -> list[Path]:
         path: A file or a folder.
 
     Raises:
-        DocumentError: If the path does not exist, or is a folder without such files.
+        DocumentError: If the path is empty or does not exist, or is a folder without such files.
     """
+    if path == "":
+        raise DocumentError("text is ''; expected a file or a folder.")
     path = Path(path).expanduser()
     if path.is_file():
         return [path]

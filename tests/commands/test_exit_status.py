@@ -97,3 +97,14 @@ def test_work_that_does_not_get_done_is_1_or_130(command, error, monkeypatch, ca
     assert (out, err.count("\n")) == ("", 0 if raised else 1)
     if not raised:
         assert ("interrupted" if status == 130 else f"{error.__name__}: broken") in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [(["--text", ""], "--text"), (["--text="], "--text"), ([""], "an argument"), (["list", ""], "an argument")],
+    ids=["option", "joined", "argument", "second"],
+)
+def test_an_empty_word_is_refused_by_every_command(command, words, what, monkeypatch, capsys):
+    assert run_in_process(command, words, monkeypatch) == 2
+    assert f"{command}: {what} is ''; expected a value. Fill it in" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def test_a_path_stands_for_the_data_and_a_mapping_names_its_parts(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"data": ""}, "data.path is empty; expected a file, a folder or a dataset id."),
+        ({"data": ""}, "data.path is ''; expected a value. Fill it in, or leave it out."),
         ({"corpus": "c"}, "config has no option 'corpus'."),
         ({"sequence_length": 1}, "sequence_length is 1; expected at least 2 tokens."),
         ({"lora": {"r": 0}}, "lora.r is 0; expected at least 1."),
@@ -66,3 +66,8 @@ def test_the_short_form_of_adapters_stands_for_their_keys_of_peft():
     whole = from_mapping(SftConfig, {**NEEDED, "adapters": {"method": "osf"}})
     assert whole.chosen_adapters == {"method": "osf"}
     assert from_mapping(SftConfig, NEEDED).chosen_adapters is None
+
+
+def test_an_empty_path_is_refused_from_python_as_well():
+    with pytest.raises(ValueError, match=r"data\.path is empty; expected a file, a folder or a dataset id\."):
+        DataOptions(path="")

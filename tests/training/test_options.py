@@ -105,7 +105,7 @@ def test_a_mapping_names_the_parts_of_a_corpus(tmp_path):
         ({"model": 3}, "model is 3; expected a string or null."),
         ({"resume": 3}, "resume is 3; expected true or false or a string."),
         ({"corpus": None}, "corpus is None; expected a mapping with path, config, split, column, "),
-        ({"corpus": ""}, "corpus.path is empty; expected a file, a folder or a dataset id."),
+        ({"corpus": ""}, "corpus.path is ''; expected a value. Fill it in, or leave it out."),
         (
             {"corpus": {"path": "c", "shuffle_buffer": -1}},
             "corpus.shuffle_buffer is -1; expected 0 or more documents.",
@@ -181,3 +181,8 @@ def test_words_name_keys_of_adapters(tmp_path):
 def test_what_else_says_what_trains_is_refused_beside_adapters(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         from_mapping(TrainConfig, {**NEEDED, "adapters": {}, **given})
+
+
+def test_an_empty_path_is_refused_from_python_as_well():
+    with pytest.raises(ValueError, match=r"corpus\.path is empty; expected a file, a folder or a dataset id\."):
+        CorpusOptions(path="")

@@ -174,8 +174,9 @@ def test_the_model_card_holds_configuration_plan_counts_and_citation(command, tm
     assert body.startswith("\n# base, upscaled with midus-hml\n")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(body.split("```yaml\n")[1].split("```")[0])
+    said = "`upscale --config FILE --base BASE --output DIR`, BASE being base, makes it again from:"
+    assert said in body
     assert yaml.safe_load(recipe.read_text()) == {
-        "base": "base",
         "method": "midus-hml",
         "placement": [0, 2, 6],
         "options": {**MEMORY_OPTIONS, "n": 9, "k": 3},

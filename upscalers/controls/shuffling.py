@@ -18,6 +18,7 @@ from upscalers.controls.shuffle_record import Shuffle, shuffled_card, shuffled_c
 from upscalers.landing.output_folder import OutputFolder
 from upscalers.record.provenance import read_config_entry, read_plan
 from upscalers.request.errors import RequestError
+from upscalers.request.options import check_seed
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
 from upscalers.tensors.recipes import tensor_seed
@@ -47,8 +48,10 @@ def shuffle(
         were shuffled.
 
     Raises:
-        RequestError: If the model was not made by `upscale` or has no rows of values, or the output cannot be made.
+        RequestError: If the seed is no number from 0, the model was not made by `upscale` or has no rows of values, or the output
+            cannot be made.
     """
+    check_seed(seed)
     started = time.perf_counter()
     progress = progress or NoProgress()
     with resolve_source(str(model)) as source:

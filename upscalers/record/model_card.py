@@ -86,7 +86,9 @@ def model_card(
             *_bank(counts),
             "## How it was made",
             "",
-            "`upscale --config FILE --output DIR` makes it again from:",
+            "`upscale --config FILE --output DIR` makes it again from:"
+            if "base" in request
+            else f"`upscale --config FILE --base BASE --output DIR`, BASE being {base_name}, makes it again from:",
             "",
             "```yaml",
             yaml.safe_dump(request, sort_keys=False, default_flow_style=None).rstrip(),

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from midus_config.options import read_options
-from upscalers.request.errors import refusing_requests
+from upscalers.request.errors import RequestError, refusing_requests
+
+_SEEDS = 2**63
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
@@ -15,3 +17,18 @@ def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> 
     """
     with refusing_requests():
         return read_options(options_class, values, what)
+
+
+def check_seed(seed: Any) -> None:
+    """See that a seed is one.
+
+    Args:
+        seed: What the person gave.
+
+    Raises:
+        RequestError: If it is no whole number from 0 to 2^63 - 1.
+    """
+    if type(seed) is not int:
+        raise RequestError(f"seed is {seed!r}; expected an integer.")
+    if not 0 <= seed < _SEEDS:
+        raise RequestError(f"seed is {seed}; expected a number from 0 to {_SEEDS - 1}.")

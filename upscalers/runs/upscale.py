@@ -18,7 +18,7 @@ from upscalers.methods.contract import Method, get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line
-from upscalers.request.options import parse_options
+from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import NoProgress, Progress, shown
 from upscalers.request.sizes import parse_size
 from upscalers.runs.bank_room import check_room_for_banks
@@ -89,9 +89,11 @@ def upscale(
     chosen = _method(method, options)
     if dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; expected one of: {', '.join(DTYPES)}.")
-    for name, value in (("num-new-layers", num_new_layers), ("seed", seed)):
-        if value is not None and type(value) is not int:
-            raise RequestError(f"{name} is {value!r}; expected an integer.")
+    if num_new_layers is not None and type(num_new_layers) is not int:
+        raise RequestError(f"num-new-layers is {num_new_layers!r}; expected an integer.")
+    check_seed(seed)
+    if base == "":
+        raise RequestError("base is ''; expected a folder, a .gguf file or a hub id.")
     if placement is not None and not isinstance(placement, str):
         placement = ",".join(map(str, placement))
     max_shard_bytes = parse_size(max_shard_size)

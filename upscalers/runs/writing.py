@@ -171,9 +171,10 @@ class Writing:
             entry[DIGEST_KEY] = content_sha256(digests)
             _write_config(partial, config)
             self._tie_banks(partial, config)
+        # Where a local base lies is nobody else's business, so a recipe names a base of the hub alone.
+        hub_base = {"base": job.source.label, "revision": job.source.revision}
         request = {
-            "base": job.source.label,
-            **({} if job.source.revision is None else {"revision": job.source.revision}),
+            **({} if job.source.revision is None else hub_base),
             "method": job.method.name,
             **job.method.placement_request(job.plan),
             "options": entry["options"],
