@@ -17,6 +17,9 @@ _STRETCH = 8192
 
 _MOST_LEAVES = 2**24
 
+_FILLED = 8
+"""Windows of a leaf, on average, in a tree that is proposed for a small corpus."""
+
 
 @dataclass(frozen=True)
 class TreeOptions:
@@ -52,6 +55,27 @@ class TreeOptions:
                 f"branching {self.branching} and levels {self.levels} make {self.branching**self.levels:,} leaves; expected at "
                 f"most {_MOST_LEAVES:,}. Lower one of them."
             )
+
+    def hint(self, windows: int) -> str | None:
+        """Return what to say of a tree that has more leaves than a corpus can fill, and which tree it could; None where it fills it.
+
+        A node is split into one cluster for every two windows at most, so two windows a leaf are the least.
+
+        Args:
+            windows: Of the corpus.
+        """
+        leaves = self.branching**self.levels
+        if windows >= 2 * leaves:
+            return None
+        branching, levels = self.branching, self.levels
+        while levels > 1 and _FILLED * branching**levels > windows:
+            levels -= 1
+        if _FILLED * branching**levels > windows:
+            branching = max(2, windows // _FILLED)
+        return (
+            f"{windows:,} windows cannot fill {leaves:,} leaves, so that most of them stay without text; expected two windows a leaf "
+            f"or more. Add text, or build it with --branching {branching} --levels {levels}."
+        )
 
 
 @dataclass(frozen=True)

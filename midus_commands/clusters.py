@@ -133,6 +133,8 @@ def build(
         f"{output}: {int(tree.sizes[0].sum()):,} windows in {used:,} of {len(tree.sizes[-1]):,} leaves, "
         f"{tree.levels} levels of {tree.branching}, fingerprint {tree.fingerprint[:16]}"
     )
+    if (hint := options.hint(int(tree.sizes[0].sum()))) is not None:
+        print(hint, file=sys.stderr)
 
 
 @app.command()

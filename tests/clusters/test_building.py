@@ -1,5 +1,7 @@
 """Trees of synthetic topics: nested, the same for the same seed, and what greedy descent finds again."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -120,3 +122,21 @@ def test_rows_that_cannot_be_clustered_are_refused():
             ValueError, match=r"embeddings have rows of length 0 or that are not finite; .* Embed the corpus"
         ):
             build_tree(np.full((9, 4), value, np.float32), TreeOptions())
+
+
+@pytest.mark.parametrize(
+    ("windows", "advice"),
+    [
+        (
+            3,
+            "3 windows cannot fill 65,536 leaves, so that most of them stay without text; .* --branching 2 --levels 1\\.",
+        ),
+        (100, "100 windows cannot fill 65,536 leaves, .* --branching 12 --levels 1\\."),
+        (5_000, ".* --branching 16 --levels 2\\."),
+        (100_000, ".* --branching 16 --levels 3\\."),
+        (131_072, None),
+    ],
+)
+def test_a_corpus_that_cannot_fill_a_tree_is_told_one_that_it_can(windows, advice):
+    hint = TreeOptions().hint(windows)
+    assert hint is None if advice is None else re.fullmatch(advice, hint)

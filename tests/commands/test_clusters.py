@@ -40,6 +40,7 @@ def test_build_says_what_it_has_made(bert, corpus, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out.startswith(f"{tmp_path / 'tree'}: 60 windows in ") and "of 9 leaves, 2 levels of 3, fingerprint" in out
     assert "embedding" not in err, "bars are for terminals"
+    assert "cannot fill" not in err, "60 windows can fill 9 leaves"
     assert main(build_words(bert, corpus, tmp_path / "tree")) == 2
     assert "holds a tree; pass --overwrite" in capsys.readouterr().err
     assert main([*build_words(bert, corpus, tmp_path / "tree"), "--overwrite", "--seed", "3"]) == 0
@@ -220,7 +221,9 @@ def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
     corpus, paths = tmp_path / "two.jsonl", tmp_path / "paths.jsonl"
     corpus.write_text('{"body": "w1 w2", "topic": "a"}\n{"body": "w3", "topic": "b"}\n')
     assert main(build_words(bert, str(corpus), tmp_path / "tree")) == 0
-    assert "2 windows in 1 of 9 leaves" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "2 windows in 1 of 9 leaves" in out
+    assert "2 windows cannot fill 9 leaves" in err
     words = ["assign", "--tree", str(tmp_path / "tree"), "--corpus", str(corpus), "--column", "body"]
     words += ["--output", str(paths)]
     assert last_line([*words, "--block", "1:0"], capsys) == (

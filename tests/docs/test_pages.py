@@ -125,3 +125,23 @@ def test_pages_do_not_write_over_one_another():
 def test_scripts_are_short(page):
     lines = [line for line in script(page).splitlines() if line.strip()]
     assert len(lines) <= 32
+
+
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"], ids=lambda page: page.stem)
+def test_pages_say_what_works_in_the_clone_alone(page):
+    """The log, the reference and the page of benchmarks quote commands of this repository throughout."""
+    if page.stem in ("LOG", "reference", "benchmarks"):
+        return
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    shell = "".join(block for language, block in blocks if language in ("", "sh"))
+    if re.search(r"(configs|scripts)/|python -m (material|demo|benchmarks)", shell):
+        assert "root of the clone" in text
+
+
+def test_what_the_first_page_installs_is_what_it_uses():
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    extras = set(re.search(r"-e '\.\[([\w,]+)\]'", text).group(1).split(","))
+    use = text.partition("## Use")[2].partition("## Methods")[0]
+    needed = {"midus-sft": "sft", "midus-eval": "eval", "midus-cluster": "clusters", "--picture": "report"}
+    assert {extra for word, extra in needed.items() if word in use} == extras
