@@ -12,9 +12,9 @@ import typer
 import yaml
 
 from midus_commands.exit_status import FAILED, INTERRUPTED, Ending, run_command
-from midus_config.strict_yaml import GivenTwice, keep_once, read_yaml
+from midus_config.strict_yaml import GivenTwice, read_yaml
 from upscalers.record.report import PushError
-from upscalers.request.errors import RequestError, one_line, refusing_requests
+from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import parse_options
 
 app = typer.Typer(
@@ -247,8 +247,11 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
         if not separator or not key:
             raise RequestError(f"--set is {setting!r}; expected key=value.")
         key = key.strip().replace("-", "_")
-        with refusing_requests():
-            keep_once(words, key, value, "--set")
+        if key in words:
+            raise RequestError(
+                f"--set {key} is given twice, as {words[key]!r} and as {value!r}; expected each key once. Leave one out."
+            )
+        words[key] = value
         try:
             parsed[key] = read_yaml(value)
         except GivenTwice as error:

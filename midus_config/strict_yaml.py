@@ -38,25 +38,6 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, _Reader)
 
 
-def keep_once(values: dict[str, str], key: str, text: str, option: str) -> None:
-    """Keep the value of a word `key=value`, of which each key may be given once.
-
-    Args:
-        values: Those of the words before, by key; the new one is added.
-        key: Of the word.
-        text: Its value, as it was written.
-        option: What a word is called, such as `"--set"`.
-
-    Raises:
-        ValueError: If the key was given before.
-    """
-    if key in values:
-        raise ValueError(
-            f"{option} {key} is given twice, as {values[key]!r} and as {text!r}; expected each key once. Leave one out."
-        )
-    values[key] = text
-
-
 def _words(node: yaml.Node) -> str:
     if isinstance(node, yaml.ScalarNode):
         return repr(node.value)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from midus_config.options import alternatives_of, read_options
-from midus_config.strict_yaml import GivenTwice, keep_once, read_yaml
+from midus_config.strict_yaml import GivenTwice, read_yaml
 
 Options = TypeVar("Options")
 
@@ -20,11 +20,11 @@ def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] =
     Args:
         cls: A dataclass; a field may itself be a dataclass, for which a scalar may stand: the value of its first field.
         path: The YAML file, one mapping of keys.
-        overrides: Words `key=value`, or `outer.inner=value`, that replace what the file says, or add to a mapping in it. Values
-            are YAML.
+        overrides: Words `key=value`, or `outer.inner=value`, that replace what the file says, or add to a mapping in it; of two
+            words for one key the last wins. Values are YAML.
 
     Raises:
-        ValueError: If the file is absent or no mapping, a key is unknown, missing or given twice, or a value has the wrong type.
+        ValueError: If the file is absent or no mapping, a key is unknown, missing or there twice, or a value has the wrong type.
     """
     return from_mapping(cls, with_overrides(cls, read_mapping(path), overrides))
 
@@ -38,13 +38,9 @@ def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) 
         overrides: As in `read_config`.
 
     Raises:
-        ValueError: If a word sets nothing, or two words set the same.
+        ValueError: If a word sets nothing.
     """
-    words: dict[str, str] = {}
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if equals and key:
-            keep_once(words, key, text, "override")
         _apply_override(cls, values, override)
     return values
 

@@ -203,11 +203,6 @@ def test_an_empty_file_sets_nothing(tmp_path):
         ),
         ("model: m\ntext: {path: a, path: [b]}\n", [], "has 'path' twice, 'a' in line 2 and a list in line 2;"),
         ("model: m\n", ["text={path: a, path: b}"], "override is 'text={path: a, path: b}', which has 'path' twice"),
-        (
-            "model: m\ntext: t\n",
-            ["rate=1", "steps=2", "rate=3"],
-            "override rate is given twice, as '1' and as '3'; expected each key once. Leave one out.",
-        ),
         ("model: m\ntext: ''\n", [], "text.path is ''; expected a value. Fill it in, or leave it out."),
         ("model: m\ntext: t\n", ["model=''"], "model is ''; expected a value. Fill it in, or leave it out."),
     ],
@@ -215,6 +210,10 @@ def test_an_empty_file_sets_nothing(tmp_path):
 def test_two_values_of_one_key_and_empty_ones_are_refused(text, words, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_config(Settings, write(tmp_path, text), words)
+
+
+def test_of_two_words_for_one_key_the_last_wins(tmp_path):
+    assert read_config(Settings, write(tmp_path, "model: m\ntext: t\n"), ["rate=1", "rate=3"]).rate == 3
 
 
 def test_a_key_that_is_merged_may_be_given_anew(tmp_path):

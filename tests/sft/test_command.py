@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sft.tiny_chats import write_rows
+from sft.tiny_chats import chat, write_rows
 from training.tiny_run import save_native
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +77,29 @@ def test_data_of_no_format_or_of_no_rows_and_what_contradicts_itself_are_wrong_r
         assert main([*words, *more]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith(message) and err.count("\n") == 1, err
+
+
+def test_one_chat_that_cannot_be_is_named_by_its_file_and_line_among_those_that_can(words, tmp_path, capsys):
+    """A chat that begins with an answer is trained on."""
+    begun = [{"role": "assistant", "content": "what is it?"}, *chat(1)]
+    for number, (wrong, message) in enumerate(
+        [
+            (
+                [{"role": "usr", "content": "q"}, chat(1)[1]],
+                "has the role 'usr', which no template knows. Did you mean 'user'",
+            ),
+            ([chat(1)[0], {"role": "assistant", "content": ""}], "is an empty answer; expected text."),
+            (None, None),
+        ]
+    ):
+        rows = [{"messages": chat(2)}, {"messages": begun}, *([{"messages": wrong}] if wrong else [])]
+        data = write_rows(tmp_path / f"chats-{number}.jsonl", rows)
+        assert main([*words, f"data={data}"]) == (2 if wrong else 0)
+        out, err = capsys.readouterr()
+        if wrong:
+            assert f" of line 3 of '{data}', messages {message}" in err and out == ""
+        else:
+            assert "2 examples, " in out
 
 
 def test_a_model_that_records_nothing_new_has_to_be_told_what_trains(words, tmp_path, capsys):
