@@ -2,7 +2,8 @@
 
 An entry is a folder of Arrow files named by what decides its tokens: the text, how it is read, the tokenizer, and the
 version of what is done here. It appears under its name when it is whole, so that a run that is killed leaves nothing to
-mistake for one. Sequences are cut from it for any length.
+mistake for one, and only if the text is still what its name says. Each process compares an entry's files with their digests
+before it takes tokens from them. Sequences are cut from an entry for any length.
 """
 
 import contextlib
@@ -19,14 +20,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from midus_config.manifest import describe_files, first_damage
 from midus_config.whole_files import sync
 from midus_hf.documents import DocumentError, first_line, text_of_row
 from midus_hf.training.corpus import HubRows, LocalText, usable_cores
 from midus_hf.training.mapped_tokens import MappedTokens
 from midus_hf.training.packing import check_ids, check_length, tokenise
 
-_PROCEDURE = 1
-"""Version of how documents become tokens here: raised when that changes, so that older entries are not taken."""
+_PROCEDURE = 2
+"""Version of how documents become tokens here, and of the record: raised when either changes, so that older entries are not taken."""
 
 _RECORD = "entry.json"
 _DOCUMENTS_A_BATCH = 64
@@ -37,6 +39,9 @@ _WORTH_TELLING = 2**24
 """Bytes of text above which it is told that it is tokenised: less takes a moment."""
 
 _RESERVE = 1.1
+
+_SEEN_WHOLE: set[tuple[Path, int, int]] = set()
+"""The entries that this process has compared with their digests: path of the entry, number and time of change of its record."""
 
 
 def default_cache_dir() -> Path:
@@ -60,7 +65,8 @@ def cached_tokens(
         cache_dir: Folder of the cache, which is made. Default: `default_cache_dir`.
 
     Raises:
-        DocumentError: If the corpus is empty or cannot be read, or the folder cannot be written or lacks room.
+        DocumentError: If the corpus is empty, cannot be read or changes while it is tokenised, the folder cannot be written or lacks
+            room, or if the tokens there are damaged.
         ValueError: As in `tokenise`.
     """
     from filelock import FileLock
@@ -126,22 +132,29 @@ def _make(entry: Path, corpus: LocalText | HubRows, tokenizer: PreTrainedTokeniz
     try:
         files = _write_tokens(partial, corpus, tokenizer, vocab_size, show_progress=is_long)
         tokens = _map(files)
-        record = {
+        record: dict[str, Any] = {
             "corpus": corpus.options.path,
             "tokenizer": type(tokenizer).__name__,
             "procedure": _PROCEDURE,
-            "files": [file.name for file in files],
+            "files": describe_files(partial, files),
             "documents": tokens.num_documents,
             "tokens": tokens.num_tokens,
             "largest_id": tokens.largest_id(),
         }
+        record["sha256"] = _digest_of(record)
         (partial / _RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
         for file in (*files, partial / _RECORD):
             sync(file)
         partial.chmod(0o777 & ~_umask())  # as other folders: mkdtemp lets nobody else in
         sync(partial)
+        if _fingerprint(corpus, tokenizer) != entry.name:
+            raise DocumentError(
+                f"corpus {corpus.options.path!r} changed while it was tokenised; expected the same text from beginning to end. Start "
+                "again once nothing writes to it; the tokens that were made are not kept."
+            )
         partial.rename(entry)
         sync(entry.parent)
+        _SEEN_WHOLE.add(_stamp(entry))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -197,16 +210,44 @@ class _Tokenise:
 
 
 def _open(entry: Path, vocab_size: int) -> MappedTokens:
+    record = _whole_record(entry)
+    check_ids(record["largest_id"], vocab_size)
+    try:
+        return _map([entry / name for name in record["files"]])
+    except (OSError, ValueError) as error:  # since it was compared
+        raise DocumentError(_damaged(entry, first_line(error))) from error
+
+
+def _whole_record(entry: Path) -> dict[str, Any]:
+    """Return the record of an entry, whose files this process has compared with it now or before.
+
+    Raises:
+        DocumentError: If the record or a file is not what was written.
+    """
     try:
         record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
-        tokens = _map([entry / name for name in record["files"]])
-        is_whole = (tokens.num_documents, tokens.num_tokens) == (record["documents"], record["tokens"])
-    except (OSError, ValueError, KeyError) as error:
+        stamp = _stamp(entry)
+        if record["sha256"] != _digest_of(record):
+            raise ValueError(f"{_RECORD} does not have the contents that were written")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DocumentError(_damaged(entry, first_line(error))) from error
-    if not is_whole:
-        raise DocumentError(_damaged(entry, f"it has {tokens.num_tokens} tokens instead of {record['tokens']}"))
-    check_ids(record["largest_id"], vocab_size)
-    return tokens
+    if stamp not in _SEEN_WHOLE:
+        damage = first_damage(entry, record["files"])
+        if damage is not None:
+            raise DocumentError(_damaged(entry, damage))
+        _SEEN_WHOLE.add(stamp)
+    return record
+
+
+def _stamp(entry: Path) -> tuple[Path, int, int]:
+    state = (entry / _RECORD).stat()
+    return entry, state.st_ino, state.st_mtime_ns
+
+
+def _digest_of(record: dict[str, Any]) -> str:
+    """Return the digest of a record's other entries."""
+    others = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(entry: Path, reason: str) -> str:

@@ -8,7 +8,7 @@ import random
 import shutil
 
 import pytest
-from training.cached_tokens import entries, tokens_of
+from training.cached_tokens import entries, row, tokens_of
 from training.tiny_run import tiny_tokenizer, write_corpus
 
 from midus_hf.documents import DocumentError
@@ -106,28 +106,88 @@ def test_a_corpus_of_white_space_is_empty(tmp_path, monkeypatch, cores):
         tokens_of(tmp_path / "a.txt", tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda entry: (entry / "00000.arrow").unlink(), "No such file"),
-        (lambda entry: os.truncate(entry / "00000.arrow", 900), ""),
-        (lambda entry: (entry / "entry.json").write_text("{"), ""),
-        (
-            lambda entry: (entry / "entry.json").write_text(
-                json.dumps({**json.loads((entry / "entry.json").read_text()), "tokens": 9})
-            ),
-            "it has 1220 tokens instead of 9",
-        ),
-    ],
-)
-def test_a_damaged_entry_says_how_to_mend_it(tmp_path, damage, reason):
+def flip(file, place):
+    """Change one bit of a byte, counted from the file's end where `place` is negative."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+ALTERED = "does not have the contents that were written"
+DAMAGES = {
+    "tokens-missing": (lambda arrow, record: arrow.unlink(), "00000.arrow is missing"),
+    "tokens-cut": (lambda arrow, record: os.truncate(arrow, 900), r"00000.arrow has 900 bytes instead of [\d,]+"),
+    "tokens-of-zeros": (
+        lambda arrow, record: arrow.write_bytes(bytes(arrow.stat().st_size)),
+        f"00000.arrow {ALTERED}",
+    ),
+    "a-bit-of-a-token": (lambda arrow, record: flip(arrow, arrow.stat().st_size // 2), f"00000.arrow {ALTERED}"),
+    "a-bit-of-the-schema": (lambda arrow, record: flip(arrow, 40), f"00000.arrow {ALTERED}"),
+    "record-missing": (lambda arrow, record: record.unlink(), "No such file"),
+    "record-cut": (lambda arrow, record: os.truncate(record, 30), ""),
+    "record-nested": (lambda arrow, record: record.write_text("[" * 100_000), "recursion"),
+    "number-in-the-record": (lambda arrow, record: edit(record, tokens=9), f"entry.json {ALTERED}"),
+    "id-in-the-record": (lambda arrow, record: edit(record, largest_id=9), f"entry.json {ALTERED}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_never_trained_on_and_says_how_to_mend_it(tmp_path, damage, monkeypatch):
     folder, cache = write_corpus(tmp_path / "texts"), tmp_path / "cache"
     tokens_of(folder, cache)
     (entry,) = entries(cache)
-    damage(entry)
+    work, reason = DAMAGES[damage]
+    work(entry / "00000.arrow", entry / "entry.json")
+    monkeypatch.setattr(token_cache, "_SEEN_WHOLE", set())  # as in another process
     with pytest.raises(
         DocumentError, match=rf"'{entry}' are damaged: .*{reason}.*\. Remove this folder; it is made ag"
     ):
         tokens_of(folder, cache)
     shutil.rmtree(entry)
     assert tokens_of(folder, cache).num_tokens == 1220
+
+
+def test_an_entry_is_read_for_its_digests_once_in_a_process(tmp_path, monkeypatch):
+    folder, cache, checks = write_corpus(tmp_path / "texts"), tmp_path / "cache", []
+    honest = token_cache.first_damage
+    monkeypatch.setattr(token_cache, "first_damage", lambda *args: checks.append(args) or honest(*args))
+    tokens_of(folder, cache)
+    tokens_of(folder, cache)
+    assert not checks, "it was made by this very process"
+    monkeypatch.setattr(token_cache, "_SEEN_WHOLE", set())
+    for _ in range(2):
+        tokens_of(folder, cache)
+    assert len(checks) == 1
+
+
+@pytest.mark.parametrize("change", ["before", "behind"])
+def test_text_that_changes_while_it_is_tokenised_is_not_kept_under_the_name_of_the_old(tmp_path, monkeypatch, change):
+    folder, cache = write_corpus(tmp_path / "texts"), tmp_path / "cache"
+    write, changed = token_cache._write_tokens, []
+
+    def meanwhile(*args, **kwargs):
+        before = (folder / "000.txt").read_text()
+        if change == "before":
+            (folder / "000.txt").write_text("w9")
+        made = write(*args, **kwargs)
+        if change == "behind":
+            (folder / "000.txt").write_text("w9")
+        changed.append(before)
+        return made
+
+    monkeypatch.setattr(token_cache, "_write_tokens", meanwhile)
+    with pytest.raises(DocumentError) as raised:
+        tokens_of(folder, cache)
+    assert str(raised.value) == (
+        f"corpus {str(folder)!r} changed while it was tokenised; expected the same text from beginning to end. Start again once "
+        "nothing writes to it; the tokens that were made are not kept."
+    )
+    assert entries(cache) == []
+    monkeypatch.undo()
+    assert row(tokens_of(folder, cache))[:2] == [9, 2]
+    (folder / "000.txt").write_text(changed[0])
+    assert row(tokens_of(folder, cache))[:2] != [9, 2]
