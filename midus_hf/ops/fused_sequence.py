@@ -87,10 +87,9 @@ class _Joined(torch.autograd.Function):
         extra = [next(kept) if part is None else part for part in ctx.extra]
         call = Call(query, key, value, mask, 0.0, ctx.is_causal, ctx.scale)
         share, rest = shares_of_both(sequence_lse, depth_lse)
+        of_sequence, of_depth = parts_of_both(sequence_lse, depth_lse, gate, ctx.added)
         wide = share.dtype
-        c = gate.to(wide)
-        in_softmax = c * share
-        of_sequence, of_depth = 1 - c + c * rest, 1 - c + in_softmax if ctx.added else in_softmax
+        in_softmax = gate.to(wide) * share
         read, of_output_wide = depth.to(wide), of_output.to(wide)
         apart = read - sequence.to(wide)
         along = (of_output_wide * apart).sum(-1)  # [B, H, T], the gradient of c w
