@@ -9,7 +9,9 @@ from midus_hf.ops.backend import resolve
 from midus_hf.ops.depth_attention_triton import depth_refusal, triton_depth_attention
 from midus_hf.ops.depth_batched import batched_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
+from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.native_depth import native_depth_op, native_reading
 from midus_hf.ops.precision import shared_dtype
 
 
@@ -33,7 +35,8 @@ def depth_attention(
         values: n of `[B, K, T, d]`.
         scaling: By what scores are multiplied.
         softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
-        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together.
+        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together,
+            and `"native"` is compiled C.
             Default: `"auto"`.
 
     Returns:
@@ -45,7 +48,14 @@ def depth_attention(
     """
     _check(query, keys, values)
     dtype = shared_dtype(query, *keys, *values)
-    body = resolve(backend, "auto", "auto", query.to(dtype), depth_refusal(query, keys)).backend
+    refusal = depth_refusal(query, keys)
+    body = resolve(backend, "auto", "auto", query.to(dtype), refusal, native_refusal=None).backend
+    if body == "native":
+        keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
+        arguments = (query.to(dtype), keys, values, scaling, softcap)
+        in_person = nobody_watches() and are_plain(query, *keys, *values)
+        read, lse = native_reading(*arguments) if in_person else native_depth_op(*arguments)
+        return read.to(query.dtype), lse
     if body == "triton":
         keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
         read, lse = depth_attention_op(query.to(dtype), keys, values, scaling, softcap)

@@ -35,6 +35,62 @@ def batched_depth_attention(
     return _Batched.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
+def batched_reading(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what `batched_depth_attention` returns."""
+    wide, kv_heads = torch.promote_types(query.dtype, torch.float32), keys[0].shape[1]
+    reads, sums = [], []
+    for rows in _stretches(keys):
+        asked = _by_token(query, rows, kv_heads).to(wide)
+        scores = _scores(asked, _together(keys, rows, wide), scaling, softcap)
+        lse = scores.logsumexp(-1)
+        shares = (scores - lse.unsqueeze(-1)).exp()
+        reads.append(_by_head(shares @ _together(values, rows, wide)).to(query.dtype))
+        sums.append(_by_head(lse))
+    return torch.cat(reads, dim=2), torch.cat(sums, dim=2)
+
+
+def batched_gradients(
+    of_read: torch.Tensor,
+    of_lse: torch.Tensor,
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    read: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> list[torch.Tensor]:
+    """Compute the gradients of the query, of keys and of values, from those of both results, and from the results themselves."""
+    wide, kv_heads = lse.dtype, keys[0].shape[1]
+    # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+    mean = (of_read.to(wide) * read.to(wide)).sum(-1) - of_lse  # [B, H, T]
+    of_query = []
+    of_keys, of_values = ([torch.empty_like(slot) for slot in part] for part in (keys, values))
+    for rows in _stretches(keys):
+        asked, along = (_by_token(part, rows, kv_heads).to(wide) for part in (query, of_read))
+        keys_here = _together(keys, rows, wide)
+        scores = _scores(asked, keys_here, scaling, softcap)
+        shares = (scores - _by_token(lse, rows, kv_heads).unsqueeze(-1)).exp()  # [B, t, K, G, n]
+        added = along @ _together(values, rows, wide).transpose(-1, -2)
+        of_scores = shares * (added - _by_token(mean, rows, kv_heads).unsqueeze(-1)) * scaling
+        if softcap is not None:
+            of_scores = of_scores * (1 - (scores / softcap).square())
+        of_query.append(_by_head(of_scores @ keys_here))
+        for into, of_slots in (
+            (of_keys, of_scores.transpose(-1, -2) @ asked),
+            (of_values, shares.transpose(-1, -2) @ along),
+        ):
+            for slot, of_slot in zip(into, of_slots.unbind(-2), strict=True):
+                slot[:, :, rows] = of_slot.transpose(1, 2)
+    return [torch.cat(of_query, dim=2).to(query.dtype), *of_keys, *of_values]
+
+
 def _stretches(keys: Sequence[torch.Tensor]) -> Iterator[slice]:
     batch, kv_heads, tokens, width = keys[0].shape
     step = max(_FEWEST, _NUMBERS // (batch * kv_heads * width * len(keys)))
@@ -68,44 +124,14 @@ class _Batched(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, scaling: float, softcap: float | None, count: int, *slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide, kv_heads = torch.promote_types(query.dtype, torch.float32), slots[0].shape[1]
-        reads, sums = [], []
-        for rows in _stretches(slots[:count]):
-            asked = _by_token(query, rows, kv_heads).to(wide)
-            scores = _scores(asked, _together(slots[:count], rows, wide), scaling, softcap)
-            lse = scores.logsumexp(-1)
-            shares = (scores - lse.unsqueeze(-1)).exp()
-            reads.append(_by_head(shares @ _together(slots[count:], rows, wide)).to(query.dtype))
-            sums.append(_by_head(lse))
-        read, lse = torch.cat(reads, dim=2), torch.cat(sums, dim=2)
+        read, lse = batched_reading(query, slots[:count], slots[count:], scaling, softcap)
         ctx.save_for_backward(query, read, lse, *slots)
         ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
         return read, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_read, of_lse = gradients
         query, read, lse, *slots = ctx.saved_tensors
         keys, values = slots[: ctx.count], slots[ctx.count :]
-        wide, kv_heads = lse.dtype, keys[0].shape[1]
-        # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
-        mean = (of_read.to(wide) * read.to(wide)).sum(-1) - of_lse  # [B, H, T]
-        of_query = []
-        of_keys, of_values = ([torch.empty_like(slot) for slot in part] for part in (keys, values))
-        for rows in _stretches(keys):
-            asked, along = (_by_token(part, rows, kv_heads).to(wide) for part in (query, of_read))
-            keys_here = _together(keys, rows, wide)
-            scores = _scores(asked, keys_here, ctx.scaling, ctx.softcap)
-            shares = (scores - _by_token(lse, rows, kv_heads).unsqueeze(-1)).exp()  # [B, t, K, G, n]
-            added = along @ _together(values, rows, wide).transpose(-1, -2)
-            of_scores = shares * (added - _by_token(mean, rows, kv_heads).unsqueeze(-1)) * ctx.scaling
-            if ctx.softcap is not None:
-                of_scores = of_scores * (1 - (scores / ctx.softcap).square())
-            of_query.append(_by_head(of_scores @ keys_here))
-            for into, of_slots in (
-                (of_keys, of_scores.transpose(-1, -2) @ asked),
-                (of_values, shares.transpose(-1, -2) @ along),
-            ):
-                for slot, of_slot in zip(into, of_slots.unbind(-2), strict=True):
-                    slot[:, :, rows] = of_slot.transpose(1, 2)
-        return torch.cat(of_query, dim=2).to(query.dtype), None, None, None, *of_keys, *of_values
+        of_query, *of_slots = batched_gradients(*gradients, query, keys, values, read, lse, ctx.scaling, ctx.softcap)
+        return of_query, None, None, None, *of_slots

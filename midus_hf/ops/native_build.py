@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from midus_hf.ops.native_base_c import BASE
+from midus_hf.ops.native_depth_c import DEPTH
 from midus_hf.ops.native_flags import COMPILERS, FLAGS, VARIANTS, X86
 from midus_hf.ops.native_gradients_c import GRADIENTS
 from midus_hf.ops.native_lookup_c import LOOKUP
 from midus_hf.ops.native_products_c import PRODUCTS
 from midus_hf.ops.native_sums_c import SUMS
 
-SOURCE = BASE + PRODUCTS + LOOKUP + GRADIENTS + SUMS
+SOURCE = BASE + PRODUCTS + LOOKUP + GRADIENTS + SUMS + DEPTH
 """All of it, as one file of C."""
 
 CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"

@@ -37,3 +37,7 @@ ROW_SUMS_CALL = _structure(
 GATHERS_CALL = _structure(
     "bank slots given into", "tokens rows width k given_token narrow given_narrow slot_bytes threads", "8x"
 )
+
+DEPTH_CALL = struct.Struct("@P3qP3q5P8qdd24x")
+"""Of query and gradient address and strides of texts, heads and tokens; the addresses of slots, output, lse, lse_gradient and
+into_query; texts, heads, kv_heads, tokens, width, count, narrow, threads; scaling and softcap."""

@@ -6,6 +6,7 @@ PARTS = {
     "native_lookup_c": "LOOKUP",
     "native_gradients_c": "GRADIENTS",
     "native_sums_c": "SUMS",
+    "native_depth_c": "DEPTH",
 }
 """Modules that hold the source, and its name in each; in this order they are one file of C."""
 

@@ -1,4 +1,4 @@
-"""The kernels of attention over the depth against the PyTorch body in float64: outputs, sums and every gradient."""
+"""Kernels and C of attention over the depth against the PyTorch body in float64: outputs, sums and every gradient."""
 
 import itertools
 import math
@@ -15,6 +15,15 @@ from midus_hf.ops import depth_attention_triton, depth_gradients_triton, device_
 from midus_hf.ops.depth_attention import depth_attention, depth_attention_op
 from midus_hf.ops.depth_attention_triton import slot_table
 from midus_hf.ops.device_numbers_triton import device_numbers
+from midus_hf.ops.native_depth import native_depth_op
+
+
+@pytest.fixture(params=["native", "triton"])
+def fast(request) -> str:
+    """Each body that reads slots where they lie."""
+    if request.param == "native":
+        request.getfixturevalue("in_c")
+    return request.param
 
 
 def heads(texts, count, tokens, width, generator, dtype=torch.float32):
@@ -54,8 +63,8 @@ def outputs_and_gradients(query, keys, values, backend, softcap=None, dtype=None
     return {"read": read.detach(), "lse": lse.detach()} | dict(zip(wanted, gradients, strict=True))
 
 
-def assert_equals_float64(query, keys, values, softcap=None):
-    found = outputs_and_gradients(query, keys, values, "triton", softcap)
+def assert_equals_float64(query, keys, values, fast, softcap=None):
+    found = outputs_and_gradients(query, keys, values, fast, softcap)
     expected = outputs_and_gradients(query, keys, values, "torch", softcap, torch.float64)
     for name, exact in expected.items():
         assert found[name].dtype == (torch.float32 if name == "lse" else query.dtype)
@@ -88,13 +97,14 @@ MORE_SIZES = [
 
 
 @pytest.mark.parametrize("group, width, slots, tokens, dtype, softcap", by_default(SIZES, [*SIZES, *MORE_SIZES]))
-def test_every_size(group, width, slots, tokens, dtype, softcap):
-    assert_equals_float64(*inputs(group, 2, width, slots, tokens, 2, dtype), softcap)
+def test_every_size(group, width, slots, tokens, dtype, softcap, fast):
+    dtype = torch.bfloat16 if (fast, dtype) == ("native", torch.float16) else dtype
+    assert_equals_float64(*inputs(group, 2, width, slots, tokens, 2, dtype), fast, softcap)
 
 
 @pytest.mark.parametrize("slots", [255, 300, 512])
-def test_hundreds_of_slots(slots):
-    assert_equals_float64(*inputs(2, 1, 16, slots, 1, 1))
+def test_hundreds_of_slots(slots, fast):
+    assert_equals_float64(*inputs(2, 1, 16, slots, 1, 1), fast)
 
 
 LAYOUTS = {
@@ -107,24 +117,24 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_in_memory_does_not_matter(layout):
+def test_layout_in_memory_does_not_matter(layout, fast):
     query, keys, values = inputs()
     if layout == "one for all texts":
         keys, values = ([slot[:1].repeat(2, 1, 1, 1) for slot in slots] for slots in (keys, values))
-    expected = outputs_and_gradients(query, keys, values, "triton")
+    expected = outputs_and_gradients(query, keys, values, fast)
     laid = LAYOUTS[layout]
     keys, values = ([laid(slot) for slot in slots] for slots in (keys, values))
-    found = outputs_and_gradients(query if layout == "one for all texts" else laid(query), keys, values, "triton")
+    found = outputs_and_gradients(query if layout == "one for all texts" else laid(query), keys, values, fast)
     assert all(torch.equal(found[name], exact) for name, exact in expected.items())
 
 
-def test_slots_may_each_lie_otherwise():
+def test_slots_may_each_lie_otherwise(fast):
     query, keys, values = inputs(slots=11)
     layouts = list(LAYOUTS.values())[:4]
     keys = [layouts[slot % 4](key) for slot, key in enumerate(keys)]
     values = [layouts[slot % 3](value) for slot, value in enumerate(values)]
     assert len({(key.stride(), value.stride()) for key, value in zip(keys, values, strict=True)}) > 4
-    assert_equals_float64(query, keys, values)
+    assert_equals_float64(query, keys, values, fast)
 
 
 def test_slots_alike_are_one_run_read_sixteen_bytes_at_a_time_where_they_can():
@@ -142,33 +152,33 @@ def test_slots_alike_are_one_run_read_sixteen_bytes_at_a_time_where_they_can():
     assert slot_table(*([slot[..., :15] for slot in slots] for slots in inputs()[1:])).unit == 4
 
 
-def test_a_slot_may_be_there_twice_and_as_key_and_value():
+def test_a_slot_may_be_there_twice_and_as_key_and_value(fast):
     query, keys, _ = inputs(slots=2)
-    assert_equals_float64(query, [keys[0], keys[1], keys[0]], [keys[1], keys[0], keys[0]])
+    assert_equals_float64(query, [keys[0], keys[1], keys[0]], [keys[1], keys[0], keys[0]], fast)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_large_scores_do_not_overflow(softcap):
+def test_large_scores_do_not_overflow(softcap, fast):
     query, keys, values = inputs(slots=20)
-    found = outputs_and_gradients(query * 1e3, keys, values, "triton", softcap)
+    found = outputs_and_gradients(query * 1e3, keys, values, fast, softcap)
     exact = outputs_and_gradients(query * 1e3, keys, values, "torch", softcap, torch.float64)
     assert all(made.isfinite().all() for made in found.values())
     for name in ("read", "lse"):
         torch.testing.assert_close(found[name].double(), exact[name], rtol=1e-3, atol=1e-3)
 
 
-def test_a_head_that_is_not_finite_spoils_its_own_output_alone():
+def test_a_head_that_is_not_finite_spoils_its_own_output_alone(fast):
     query, keys, values = inputs(3, 2)
-    expected, _ = depth_attention(query, keys, values, 0.5, backend="triton")
+    expected, _ = depth_attention(query, keys, values, 0.5, backend=fast)
     query[0, 1, 2, 0], query[1, 4, 0, 3] = math.nan, math.inf
     spoiled = torch.zeros(2, 6, 3, dtype=torch.bool, device=DEVICE)
     spoiled[0, 1, 2] = spoiled[1, 4, 0] = True
-    found, _ = depth_attention(query, keys, values, 0.5, backend="triton")
+    found, _ = depth_attention(query, keys, values, 0.5, backend=fast)
     assert found[spoiled].isnan().all() and torch.equal(found[~spoiled], expected[~spoiled])
 
 
-def test_two_runs_give_the_same_bytes():
-    first, second = (outputs_and_gradients(*inputs(slots=40), "triton") for _ in range(2))
+def test_two_runs_give_the_same_bytes(fast):
+    first, second = (outputs_and_gradients(*inputs(slots=40), fast) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -189,13 +199,13 @@ def test_only_gradients_that_are_wanted_are_computed(wanted, monkeypatch):
     assert asked == [(True, True), (wanted == ["query"], wanted != ["query"])]
 
 
-def test_a_gradient_of_one_of_the_two_outputs_is_enough():
+def test_a_gradient_of_one_of_the_two_outputs_is_enough(fast):
     for part in (0, 1):
         query, keys, values = inputs()
         found, exact = (
             torch.autograd.grad(depth_attention(leaf, keys_, values_, 0.5, backend=body)[part].sum(), leaf)[0]
             for body, leaf, keys_, values_ in (
-                ("triton", query.requires_grad_(), keys, values),
+                (fast, query.requires_grad_(), keys, values),
                 (
                     "torch",
                     query.detach().double().requires_grad_(),
@@ -207,9 +217,9 @@ def test_a_gradient_of_one_of_the_two_outputs_is_enough():
 
 
 @pytest.mark.parametrize("texts, tokens", [(0, 3), (2, 0)])
-def test_nothing_to_read_gives_nothing(texts, tokens):
+def test_nothing_to_read_gives_nothing(texts, tokens, fast):
     query, keys, values = inputs(texts=texts, tokens=tokens)
-    found = outputs_and_gradients(query, keys, values, "triton")
+    found = outputs_and_gradients(query, keys, values, fast)
     assert found["read"].shape == query.shape and found["lse"].shape == query.shape[:3]
     assert all(gradient.numel() == 0 for gradient in found.values())
 
@@ -302,21 +312,22 @@ def test_what_kernels_cannot_take_is_refused(sizes, change, message, monkeypatch
         [(None, "all"), (2.0, "query"), (2.0, "values")], itertools.product([None, 2.0], ["all", "query", "values"])
     ),
 )
-def test_it_is_registered_rightly(softcap, wanted):
+def test_it_is_registered_rightly(softcap, wanted, fast):
     query, keys, values = inputs()
     for name, tensors in (("query", [query]), ("keys", keys), ("values", values)):
         for tensor in tensors:
             tensor.requires_grad_(wanted in ("all", name))
-    torch.library.opcheck(depth_attention_op, (query, keys, values, 0.5, softcap))
+    op = {"native": native_depth_op, "triton": depth_attention_op}[fast]
+    torch.library.opcheck(op, (query, keys, values, 0.5, softcap))
 
 
-def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient():
+def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient(fast):
     query, keys, values = inputs()
     leaves = [tensor.requires_grad_() for tensor in (query, *keys, *values)]
     names = []
 
     def step(query, *slots):
-        return sum(made.sum() for made in depth_attention(query, slots[:5], slots[5:], 0.5, backend="triton"))
+        return sum(made.sum() for made in depth_attention(query, slots[:5], slots[5:], 0.5, backend=fast))
 
     def look(graph, inputs):
         names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
