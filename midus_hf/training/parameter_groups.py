@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from midus_config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.training.cut_parameters import whole_shape
-from midus_hf.training.rates import Rates
+from midus_hf.training.rates import VALUE_DECAY_RATIO, Rates
 from midus_hf.training.trains_blocks import GROUP as BLOCKS_GROUP
 from midus_hf.training.trains_blocks import banks_that_train
 
@@ -57,30 +57,35 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
 def group_schedules(optimizer: torch.optim.Optimizer, rates: Rates, total_steps: int) -> LambdaLR:
     """A scheduler under which each group takes its `course`: the schedule, a constant rate, or the schedule from 4x to 1x.
 
-    That is the schedule times a factor that falls linearly from 4 to 1 over the run.
+    That is the schedule times a factor that falls linearly from 4 to 1 in the first `value_decay_ratio` of the steps.
 
     Args:
         optimizer: Built on `parameter_groups`.
-        rates: Of which warm-up and schedule are read.
+        rates: Of which warm-up, schedule and `value_decay_ratio` are read.
         total_steps: Steps of the run.
     """
     warmup_steps, options = rates.warmup_steps(total_steps), rates.scheduler_options(total_steps)
-    return schedule_groups(
-        optimizer, schedule_factor(rates.scheduler_type, warmup_steps, total_steps, options), total_steps
-    )
+    factor = schedule_factor(rates.scheduler_type, warmup_steps, total_steps, options)
+    return schedule_groups(optimizer, factor, total_steps, rates.value_decay_ratio or VALUE_DECAY_RATIO)
 
 
-def schedule_groups(optimizer: torch.optim.Optimizer, factor: Callable[[int], float], total_steps: int) -> LambdaLR:
+def schedule_groups(
+    optimizer: torch.optim.Optimizer,
+    factor: Callable[[int], float],
+    total_steps: int,
+    value_decay_ratio: float = VALUE_DECAY_RATIO,
+) -> LambdaLR:
     """As `group_schedules`, of any schedule.
 
     Args:
         optimizer: Built on `parameter_groups`.
         factor: The schedule: what the maximum rate is multiplied by at a step.
         total_steps: Steps of the run.
+        value_decay_ratio: As in `Rates`.
     """
 
     def falling(step: int) -> float:
-        return factor(step) * (4 - 3 * min(step / total_steps, 1))
+        return factor(step) * (4 - 3 * min(step / (value_decay_ratio * total_steps), 1))
 
     courses = {"schedule": factor, "constant": _constant, "4x-to-1x": falling}
     return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])

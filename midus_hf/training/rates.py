@@ -13,6 +13,9 @@ ValueTransforms = Literal["weights", "values"]
 MemoryKeys = Literal["constant", "weights"]
 """What memory keys count as: see `Rates`."""
 
+VALUE_DECAY_RATIO = 0.25
+"""The share of the steps in which the rate of values falls from 4x to 1x, unless a run says otherwise."""
+
 Schedule = Literal["cosine", "linear", "constant_with_warmup", "warmup_stable_decay"]
 """The course of every other rate: see `Rates`."""
 
@@ -31,8 +34,10 @@ class Rates:
         value_learning_rate: Rate of memory values alone. Default: `key_value_learning_rate`.
         value_schedule: Course of the rate of memory values. `"constant"` is that of keys (MIDUS). `"fixed"` is
             `value_learning_rate` times what warm-up and schedule make of every other rate (Memory Layers at Scale,
-            Mixture of Chapters). `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 over the run
-            (UltraMem). Default: `"constant"`.
+            Mixture of Chapters). `"4x-to-1x"` is the same times a factor that falls linearly from 4 to 1 (UltraMemV2,
+            appendix E.6). Default: `"constant"`.
+        value_decay_ratio: Share of the steps, from the first, in which the factor of `"4x-to-1x"` falls; it is 1 in all others.
+            Default: 0.25, as the paper's falls over 350 billion of 1.4 trillion tokens.
         value_transforms: What the tensors count as by which a memory makes values from others: the W_h of a head-wise
             memory with one bank (HIVE), the second factor of a bank of chapters. `"weights"`: they follow the schedule
             and decay, as all that is no key or value (MIDUS, appendix B.1). `"values"`: they have the values' rate,
@@ -60,6 +65,7 @@ class Rates:
     key_value_learning_rate: float | None = None
     value_learning_rate: float | None = None
     value_schedule: ValueSchedule = "constant"
+    value_decay_ratio: float | None = None
     value_transforms: ValueTransforms = "weights"
     memory_keys: MemoryKeys = "constant"
     weight_decay: float = 0.0
@@ -92,6 +98,16 @@ class Rates:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(f"warmup_ratio is {self.warmup_ratio}; expected a share of the steps, 0 <= ratio < 1.")
+        if self.value_decay_ratio is not None:
+            if self.value_schedule != "4x-to-1x":
+                raise ValueError(
+                    f"value_decay_ratio is {self.value_decay_ratio}, which value_schedule {self.value_schedule!r} does not take; "
+                    "leave it out, or set value_schedule: 4x-to-1x."
+                )
+            if not 0 < self.value_decay_ratio <= 1:
+                raise ValueError(
+                    f"value_decay_ratio is {self.value_decay_ratio}; expected a share of the steps, 0 < ratio <= 1, such as 0.25."
+                )
         self._check_end_of_schedule()
 
     def _check_end_of_schedule(self) -> None:

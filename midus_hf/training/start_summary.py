@@ -7,7 +7,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from midus_hf.training.parameter_groups import parameter_groups
-from midus_hf.training.rates import Rates
+from midus_hf.training.rates import VALUE_DECAY_RATIO, Rates
 from midus_hf.training.trains_blocks import GROUP as BLOCKS_GROUP
 from midus_hf.training.trains_blocks import banks_that_train
 
@@ -24,7 +24,11 @@ def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, da
     console = Console()
     console.print(report)
     groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
-    courses = {"schedule": rates.schedule, "constant": "constant", "4x-to-1x": f"{rates.schedule}, 4x to 1x"}
+    courses = {
+        "schedule": rates.schedule,
+        "constant": "constant",
+        "4x-to-1x": f"{rates.schedule}, 4x to 1x in {rates.value_decay_ratio or VALUE_DECAY_RATIO:.0%}",
+    }
     for group in parameter_groups(model, rates):
         tensors, parameters = str(len(group["params"])), sum(parameter.numel() for parameter in group["params"])
         if group["name"] == BLOCKS_GROUP:

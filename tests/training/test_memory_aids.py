@@ -30,7 +30,7 @@ def events_of(output) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("value_schedule", "factor"),
-    [("fixed", lambda step: 1), ("4x-to-1x", lambda step: 4 - 3 * step / 20)],
+    [("fixed", lambda step: 1), ("4x-to-1x", lambda step: max(1, 4 - 3 * step / 5))],
     ids=["fixed", "4x-to-1x"],
 )
 def test_values_follow_their_schedule_and_the_log_says_so(upscaled, corpus, tmp_path, value_schedule, factor):

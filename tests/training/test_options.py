@@ -68,8 +68,11 @@ def test_aids_to_memory_are_off_unless_asked_for(tmp_path):
     path = write(tmp_path, "model: m\noutput: o\ncorpus: c\n")
     config = read_config(TrainConfig, path)
     assert (config.value_schedule, config.balance_loss, config.usage_every) == ("constant", 0.0, None)
-    config = read_config(TrainConfig, path, ["value_schedule=4x-to-1x", "balance_loss=1e-2", "usage_every=50"])
+    config = read_config(
+        TrainConfig, path, ["value_schedule=4x-to-1x", "value_decay_ratio=0.5", "balance_loss=1e-2", "usage_every=50"]
+    )
     assert (config.value_schedule, config.balance_loss, config.usage_every) == ("4x-to-1x", 0.01, 50)
+    assert config.value_decay_ratio == 0.5
 
 
 def test_null_stands_for_no_limit(tmp_path):

@@ -235,24 +235,34 @@ def test_scheduled_groups_follow_the_schedule_of_transformers_and_the_others_sta
     assert scheduled[0] == 0 and max(scheduled) == scheduled[3] == 0.5 and scheduled[20] == 0
 
 
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (None, {0: 4.0, 1: 3.4, 4: 1.6, 5: 1.0, 6: 1.0, 15: 1.0, 20: 1.0}),
+        (0.5, {0: 4.0, 4: 2.8, 10: 1.0, 15: 1.0, 20: 1.0}),
+        (1.0, {0: 4.0, 4: 3.4, 10: 2.5, 15: 1.75, 20: 1.0}),
+    ],
+    ids=["as-in-the-paper", "half", "all"],
+)
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant_with_warmup"])
-def test_values_can_fall_from_four_times_the_schedule_to_once(schedule):
+def test_values_can_fall_from_four_times_the_schedule_to_once(schedule, ratio, expected):
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [
         {"params": weights[:1], "lr": 0.5, "course": "schedule"},
         {"params": weights[1:], "lr": 3.0, "course": "4x-to-1x"},
     ]
     optimizer = torch.optim.AdamW(groups)
-    scheduler = group_schedules(optimizer, Rates(schedule=schedule, warmup_ratio=0.2), total_steps=20)
+    rates = Rates(schedule=schedule, warmup_ratio=0.2, value_schedule="4x-to-1x", value_decay_ratio=ratio)
+    scheduler = group_schedules(optimizer, rates, total_steps=20)
     multipliers = []
     for _ in range(21):
         main, values = scheduler.get_last_lr()
         multipliers.append((main / 0.5, values / 3.0))
         optimizer.step()
         scheduler.step()
-    for step, factor in {0: 4.0, 4: 3.4, 10: 2.5, 15: 1.75, 20: 1.0}.items():
+    for step, factor in expected.items():
         main, values = multipliers[step]
         assert values == pytest.approx(factor * main)
-    assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(3.4))
+    assert multipliers[0] == (0, 0) and multipliers[4] == (1, pytest.approx(expected[4]))
     end = 1 if schedule == "constant_with_warmup" else 0
     assert multipliers[20] == (pytest.approx(end), pytest.approx(end))

@@ -32,6 +32,14 @@ def course(rates: Rates, steps: int) -> list[float]:
         ({"gate_learning_rate": 0}, "gate_learning_rate is 0; expected a number above 0."),
         ({"value_weight_decay": -1}, "value_weight_decay is -1; expected 0 or more."),
         ({"value_schedule": "2x"}, "value_schedule is '2x'; expected one of 'constant', 'fixed', '4x-to-1x'."),
+        (
+            {"value_decay_ratio": 0.25, "value_schedule": "fixed"},
+            "value_decay_ratio is 0.25, which value_schedule 'fixed' does not take; leave it out, or set value_schedule: 4x-to-1x.",
+        ),
+        (
+            {"value_decay_ratio": 0, "value_schedule": "4x-to-1x"},
+            "value_decay_ratio is 0; expected a share of the steps, 0 < ratio <= 1, such as 0.25.",
+        ),
         ({"value_transforms": "keys"}, "value_transforms is 'keys'; expected one of 'weights', 'values'."),
         ({"memory_keys": "values"}, "memory_keys is 'values'; expected one of 'constant', 'weights'."),
         (
