@@ -52,6 +52,9 @@ def midus_flops(
                 "backbone": parameters.backbone,
                 "memory_values": parameters.values,
                 "memory_rest": parameters.memory,
+                "activated": parameters.activated,
+                "total_without_embeddings": parameters.total - parameters.embeddings,
+                "activated_without_embeddings": parameters.activated - parameters.embeddings,
             },
         }
         print(json.dumps(report, indent=2))
@@ -60,7 +63,10 @@ def midus_flops(
     console.print(_table(flops))
     console.print(
         f"{parameters.total:,} parameters: {parameters.backbone:,} of the backbone, {parameters.values:,} values of memories, "
-        f"{parameters.memory:,} other ones of memories",
+        f"{parameters.memory:,} other ones of memories\n"
+        f"{parameters.activated:,} activated by a token\n"
+        f"without embeddings {parameters.total - parameters.embeddings:,}, "
+        f"activated {parameters.activated - parameters.embeddings:,}",
         highlight=False,
     )
 

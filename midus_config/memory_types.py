@@ -147,6 +147,14 @@ class MemoryOptions:
         """What each text fetches for a layer from a bank beside the checkpoint. Default: nothing."""
         return None
 
+    def values_read(self, sizes: ModelSizes) -> int | None:
+        """How many numbers of its values one token reads in one layer. Default: None, all of them.
+
+        Args:
+            sizes: Of the model.
+        """
+        return None
+
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """Floating-point operations of the memory in one layer and forward pass, its part of the residual stream included.
 

@@ -18,16 +18,25 @@ class ParameterCounts:
         backbone: All that is no memory.
         values: What memories retrieve: their banks.
         memory: What memories have besides.
+        embeddings: Of the backbone, the embedding of tokens and the head, if that has a matrix of its own.
+        read: Of the values, those that one token reads, in all layers together: a row that several layers share counts for each.
     """
 
     backbone: int
     values: int
     memory: int
+    embeddings: int
+    read: int
 
     @property
     def total(self) -> int:
         """All of them."""
         return self.backbone + self.values + self.memory
+
+    @property
+    def activated(self) -> int:
+        """What one token is computed with: all but the values that it does not read."""
+        return self.backbone + self.memory + self.read
 
 
 def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
@@ -42,19 +51,24 @@ def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
     backbone = read_backbone(config)
     sizes = backbone.sizes
     memories = read_memories(config.get("memory"), sizes)
-    outside = backbone.vocabulary * sizes.hidden_size * (1 if backbone.tied else 2) + sizes.hidden_size
+    embeddings = backbone.vocabulary * sizes.hidden_size * (1 if backbone.tied else 2)
+    outside = embeddings + sizes.hidden_size
     layers = 0
     for layer in range(sizes.num_layers):
         entry = memories.inserted.get(layer)
         keeps_output = entry is None or inserted_options(entry).keeps_output_projection
         layers += _attention(backbone, keeps_output) + (_feed_forward(backbone) if entry is None else 0)
-    tensors = [
-        *memories.table_tensors().values(),
-        *(tensor for layer in range(sizes.num_layers) for tensor in memories.layer_tensors(layer).values()),
-    ]
-    values = _numbers(tensor for tensor in tensors if tensor.role == "value")
-    memory = _numbers(tensor for tensor in tensors if tensor.role not in ("value", "buffer"))
-    return ParameterCounts(outside + layers, values, memory)
+    values, memory, read = 0, 0, 0
+    for entry in memories.entries:
+        tensors = [tensor for layer in entry.layers for tensor in entry.tensors_at(layer, sizes).values()]
+        if entry.is_attached:
+            tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
+        of_entry = _numbers(tensor for tensor in tensors if tensor.role == "value")
+        by_a_token = entry.options.values_read(sizes)
+        values += of_entry
+        memory += _numbers(tensor for tensor in tensors if tensor.role not in ("value", "buffer"))
+        read += of_entry if by_a_token is None else by_a_token * len(entry.layers)
+    return ParameterCounts(outside + layers, values, memory, embeddings, read)
 
 
 def _attention(backbone: Backbone, keeps_output: bool) -> int:

@@ -261,6 +261,9 @@ class ChaptersOptions(MemoryOptions):
             tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
         return tensors
 
+    def values_read(self, sizes: ModelSizes) -> int:
+        return (self.shared_chapters + self.k) * self.chapter_tokens * self.row_width(sizes)
+
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; for routing `sequence`, and `prompt` alike, to the unit what the paper counts.
 

@@ -56,6 +56,9 @@ class HeadwiseOptions(RetrievalOptions):
             tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
         return tensors
 
+    def values_read(self, sizes: ModelSizes) -> int:
+        return sizes.num_heads * self.k * (sizes.hidden_size // sizes.num_heads)
+
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`.
 

@@ -30,6 +30,9 @@ class SharedValueOptions(RetrievalOptions):
     def keeps_output_projection(self) -> bool:
         return True
 
+    def values_read(self, sizes: ModelSizes) -> int:
+        return sizes.num_heads * self.k * sizes.hidden_size
+
     def projection_and_values(self, sizes: ModelSizes, slots: int) -> dict[str, DeclaredTensor]:
         """The projection of queries, which keeps the scale of its input, and values, which start at zero."""
         hidden = sizes.hidden_size

@@ -278,6 +278,10 @@ class UltraMemOptions(MemoryOptions):
             return WhenFilled(values_of_scores, (*arguments, *self._first_choice))
         return Normal(value_std(1.0, *arguments))
 
+    def values_read(self, sizes: ModelSizes) -> int:
+        widths = self.width("value_width", sizes) + self.width("pre_value_width", sizes)
+        return self.heads * self.k * widths
+
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; keys are normalised once per pass, and the leading vectors of cores are not counted."""
         rows, hidden, key_width = batch * tokens, sizes.hidden_size, self.width("key_width", sizes)

@@ -10,6 +10,7 @@ from midus_commands.flops import main
 from midus_config.flops.model import estimate_flops
 
 CONFIG = REPOSITORY / "configs" / "models" / "moc-371m.json"
+EMBEDDINGS = 768 * json.loads(CONFIG.read_text())["vocab_size"]  # the head is tied to it
 
 
 @pytest.fixture
@@ -32,7 +33,11 @@ def test_it_prints_every_part_its_share_and_the_sums(capsys):
     assert rows["chapters: attention"][1] == "22.4%"
     assert rows["forward"] == ["459,171,802,488", "100.0%"]
     assert (rows["backward"][0], rows["both"][0]) == ("918,343,604,976", "1,377,515,407,464")
-    assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in " ".join(out.split())
+    told = " ".join(out.split())
+    assert "371,292,932 parameters: 147,874,560 of the backbone, 201,375,744 values" in told
+    # A token reads 65 chapters of 64 tokens of width 768 in each of four layers.
+    assert f"{147_874_560 + 22_042_628 + 4 * 65 * 64 * 768:,} activated by a token" in told
+    assert f"without embeddings {371_292_932 - EMBEDDINGS:,}, activated {182_696_708 - EMBEDDINGS:,}" in told
 
 
 def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
@@ -41,9 +46,11 @@ def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
     flops = estimate_flops(json.loads(CONFIG.read_text()), 128, 2)
     assert (report["sequence_length"], report["batch"]) == (128, 2)
     assert (report["parts"], report["forward"], report["total"]) == (flops.parts, flops.forward, 3 * flops.forward)
-    assert report["parameters"]["total"] == sum(
-        count for name, count in report["parameters"].items() if name != "total"
-    )
+    parameters = report["parameters"]
+    assert parameters["total"] == sum(parameters[name] for name in ("backbone", "memory_values", "memory_rest"))
+    assert parameters["activated"] == 182_696_708
+    for name in ("total", "activated"):
+        assert parameters[f"{name}_without_embeddings"] == parameters[name] - EMBEDDINGS
 
 
 def test_the_work_imports_no_torch(monkeypatch):

@@ -59,6 +59,10 @@ def counts_of(name: str) -> ParameterCounts:
     return count_parameters(json.loads((MODELS / f"{name}.json").read_text()))
 
 
+def parts_of(counts: ParameterCounts) -> tuple[int, int, int]:
+    return counts.backbone, counts.values, counts.memory
+
+
 def numbers_of(config: Any) -> int:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).num_parameters()
@@ -66,17 +70,22 @@ def numbers_of(config: Any) -> int:
 
 def test_the_models_of_the_paper_have_its_parameters():
     """Appendix A.4.1: 371.29M = 147.87M + 201.38M + 22.04M, and 202.94M of the deeper model without memory."""
-    assert counts_of("moc-371m") == ParameterCounts(147_874_560, 201_375_744, 22_042_628)
+    assert parts_of(counts_of("moc-371m")) == (147_874_560, 201_375_744, 22_042_628)
     assert counts_of("moc-371m").total == 371_292_932
-    assert counts_of("vanilla-148m") == ParameterCounts(147_874_560, 0, 0)
-    assert counts_of("vanilla-203m") == ParameterCounts(202_937_088, 0, 0)
+    assert parts_of(counts_of("vanilla-148m")) == (147_874_560, 0, 0)
+    assert parts_of(counts_of("vanilla-203m")) == (202_937_088, 0, 0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_a_family_has_as_many_parameters_as_its_model(family, changes):
     config = NATIVE_FAMILIES[family].config(**changes)
-    assert count_parameters(config.to_dict()) == ParameterCounts(numbers_of(config), 0, 0)
+    counts = count_parameters(config.to_dict())
+    assert parts_of(counts) == (numbers_of(config), 0, 0) and counts.activated == counts.total
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    assert counts.embeddings == sum(weight.numel() for weight in embeddings)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +101,27 @@ def test_memories_have_as_many_parameters_as_their_models(family, memory, values
     counts = count_parameters({**config, "model_type": model_type})
     assert counts.total == numbers_of(AutoConfig.for_model(model_type, **config))
     assert counts.values == values
+
+
+@pytest.mark.parametrize(
+    ("memory", "read"),
+    [
+        ({"type": "headwise", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 8),
+        ({"type": "product-key", "n": 4, "k": 3, "layers": [1]}, 4 * 3 * 32),
+        (
+            {"type": "ultramem", "n": 8, "k": 5, "heads": 2, "share": "ring:2", "layers": [0, 1, 2]},
+            3 * 2 * 5 * (6 + 2),
+        ),
+        ({"type": "ultramem", "n": 8, "k": 5, "pre_value_width": 0, "value_width": 7, "layers": [0]}, 5 * 7),
+        ({"type": "chapters", "memory_tokens": 64, "chapters": 8, "k": 2, "layers": [1, 2]}, 2 * 3 * 8 * 32),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+)
+def test_a_token_activates_all_but_the_values_that_it_does_not_read(memory, read):
+    native = NATIVE_FAMILIES["llama"].config().to_dict()
+    counts = count_parameters({**native, "model_type": "midus_llama", "memory": [memory]})
+    assert counts.read == read < counts.values
+    assert counts.activated == counts.total - counts.values + read
 
 
 @pytest.mark.parametrize("model_type", UPSCALED)

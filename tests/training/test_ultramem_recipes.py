@@ -31,11 +31,9 @@ def model_config(name: str) -> dict[str, Any]:
 def sizes_in_millions(config: dict[str, Any]) -> tuple[float, float, float]:
     """Parameters that a token uses, with and without embeddings, and all of them but embeddings."""
     counts = count_parameters(config)
-    embeddings = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
-    (entry,) = config["memory"]
-    read = entry["k"] * (entry["value_width"] + entry["pre_value_width"]) * config["num_hidden_layers"]
-    used = counts.total - counts.values + read
-    return used / 1e6, (used - embeddings) / 1e6, (counts.total - embeddings) / 1e6
+    sizes = (counts.activated, counts.activated - counts.embeddings, counts.total - counts.embeddings)
+    used, used_without, total_without = (size / 1e6 for size in sizes)
+    return used, used_without, total_without
 
 
 @pytest.mark.parametrize("name", TABLE_7)
@@ -64,6 +62,7 @@ def test_the_larger_model_has_what_a_token_uses_and_not_the_total():
     config = model_config("ultramem-v2-1b-7b")
     _, used, total = sizes_in_millions(config)
     assert round(used) == 1079 and round(total / 1e3, 2) == 6.21
+    assert round(100 * (1 - total / 6700), 1) == 7.2
     (entry,) = config["memory"]
     _, used, total = sizes_in_millions({**config, "memory": [{**entry, "n": 552}]})
     assert round(used) == 1080 and round(total / 1e3, 2) == 6.69
