@@ -368,3 +368,10 @@ def test_equation_20_is_above_what_a_network_has():
     output = (torch.nn.functional.silu(states @ gate.T) * (states @ up.T)) @ (down / math.sqrt(2 * depth)).T
     estimate = 0.064 * (inner / width) / (2 * depth)
     assert output.square().mean().item() / estimate == pytest.approx(1 / 3, rel=0.15)
+
+
+def test_keys_whose_scores_are_added_start_as_those_of_memory_plus():
+    """Uniform up to one over the root of the width of a whole query, which has a half for each side."""
+    memory = build(**{**KINDS["memory-plus"], "n": 40, "key_width": 8})
+    largest = torch.stack([memory.row_keys, memory.column_keys]).abs().max().item()
+    assert 0.99 * 16**-0.5 < largest <= 16**-0.5
