@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from clusters.corpus import Document, Window, cut_windows
+from midus_config.fetched_blocks import TREE_COLUMN
 from midus_hf.retrieval import MemoryRetriever
 
 _STRETCH = 1024
@@ -32,8 +33,8 @@ def document_paths(
 
     Returns:
         For each document that holds anything but white space `document`, its number; `text`; `windows`, the path of each of
-        its windows; and `memory_ids`, the path which most of them take, the first of those among equals: by it a model fetches
-        blocks.
+        its windows; `memory_ids`, the path which most of them take, the first of those among equals: by it a model fetches
+        blocks; and `memory_tree`, the fingerprint of the tree.
 
     Raises:
         ValueError: As `MemoryRetriever.paths`.
@@ -44,7 +45,8 @@ def document_paths(
         found_here = list(group)
         paths, text = [path for _, _, path in found_here], found_here[0][1]
         ((path, _),) = collections.Counter(map(tuple, paths)).most_common(1)
-        yield {"document": number, "text": text, "memory_ids": list(path), "windows": paths}
+        of_document = {"document": number, "text": text, "memory_ids": list(path)}
+        yield {**of_document, TREE_COLUMN: retriever.tree.fingerprint, "windows": paths}
 
 
 def _window_paths(

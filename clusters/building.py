@@ -20,6 +20,9 @@ _MOST_LEAVES = 2**24
 _FILLED = 8
 """Windows of a leaf, on average, in a tree that is proposed for a small corpus."""
 
+_MOST_MEASURED = 2**16
+"""Rows that the least similarity of a tree is measured on: its rank among as many is known to 0.04 of a percent."""
+
 
 @dataclass(frozen=True)
 class TreeOptions:
@@ -119,50 +122,109 @@ def build_tree(
     """
     if not len(embeddings):
         raise ValueError("embeddings has no rows; expected at least 1. Add text to the corpus.")
-    branching, width = options.branching, embeddings.shape[1]
+    branching = options.branching
     nodes = np.zeros(len(embeddings), np.int64)
     centroids, sizes = [], []
     for level in range(1, options.levels + 1):
-        of_level = torch.full((branching**level, width), torch.nan)
+        of_level = cluster_level(embeddings, options, level, nodes, finished)
         assigned = None if finished is None else finished.nodes(level)
-        for parent, members in _members_of(nodes):
-            found = None if finished is None else finished.centroids(level, parent)
-            if found is None:
-                found = kmeans(
-                    _Members(embeddings, members),
-                    _num_clusters(len(members), branching),
-                    options.steps,
-                    options.samples,
-                    np.random.default_rng([options.seed, level, parent]),
-                )
-                if finished is not None:
-                    finished.add(level, parent, found)
-            of_level[branching * parent : branching * parent + len(found)] = found
-            for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
-                if assigned is None:
-                    nodes[stretch] = branching * parent + nearest(unit_rows(embeddings, stretch), found).numpy()
-                if progress is not None:
-                    progress(len(stretch))
         if assigned is not None:
             nodes = assigned
-        elif finished is not None:
-            finished.finish_level(level, nodes)
+            if progress is not None:
+                progress(len(nodes))
+        else:
+            nodes = assign_rows(embeddings, 0, nodes, of_level, branching, progress)
+            if finished is not None:
+                finished.finish_level(level, nodes)
         counts = torch.from_numpy(np.bincount(nodes, minlength=branching**level))
         of_level[counts == 0] = torch.nan
         centroids.append(of_level)
         sizes.append(counts)
     tree = ClusterTree(branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
-    tree.min_similarity = _least_similarity(tree, embeddings)
+    tree.min_similarity = _least_similarity(tree, embeddings, options.seed)
     return BuiltTree(tree, nodes)
 
 
-def _least_similarity(tree: ClusterTree, embeddings: Embeddings) -> float:
-    """Return the similarity that 99 of 100 rows have, or more: their first percentile, rounded down to four places.
+def cluster_level(
+    embeddings: Embeddings,
+    options: TreeOptions,
+    level: int,
+    nodes: np.ndarray,
+    finished: FinishedNodes | None = None,
+) -> torch.Tensor:
+    """Find the centroids of the children of all nodes of a level.
 
-    What a row loses when it is embedded in another batch is less than that.
+    Args:
+        embeddings: As in `build_tree`.
+        options: How the tree is built.
+        level: Of the children, from 1.
+        nodes: The node of each row in the level above, `[N]` int64.
+        finished: As in `build_tree`.
+
+    Returns:
+        `[branching ** level, c]` float32; NaN for children that a node has not.
     """
-    places = [slice(begin, begin + _STRETCH) for begin in range(0, len(embeddings), _STRETCH)]
-    similarity = np.concatenate([tree.similarity(unit_rows(embeddings, place)).numpy() for place in places])
+    branching = options.branching
+    of_level = torch.full((branching**level, embeddings.shape[1]), torch.nan)
+    for parent, members in _members_of(nodes):
+        found = None if finished is None else finished.centroids(level, parent)
+        if found is None:
+            found = kmeans(
+                _Members(embeddings, members),
+                _num_clusters(len(members), branching),
+                options.steps,
+                options.samples,
+                np.random.default_rng([options.seed, level, parent]),
+            )
+            if finished is not None:
+                finished.add(level, parent, found)
+        of_level[branching * parent : branching * parent + len(found)] = found
+    return of_level
+
+
+def assign_rows(
+    embeddings: Embeddings,
+    first: int,
+    nodes: np.ndarray,
+    of_level: torch.Tensor,
+    branching: int,
+    progress: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Find for rows that follow one another which child of its node each row is nearest to.
+
+    Args:
+        embeddings: As in `build_tree`.
+        first: The first of the rows.
+        nodes: The node of each row in the level above, `[n]` int64.
+        of_level: The centroids of children, from `cluster_level`.
+        branching: Children of a node.
+        progress: As in `build_tree`. Default: None.
+
+    Returns:
+        The child of each row, `[n]` int64.
+    """
+    children = np.empty_like(nodes)
+    for parent, members in _members_of(nodes):
+        found = of_level[branching * parent : branching * (parent + 1)]
+        found = found[~found[:, 0].isnan()]
+        for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
+            children[stretch] = branching * parent + nearest(unit_rows(embeddings, first + stretch), found).numpy()
+            if progress is not None:
+                progress(len(stretch))
+    return children
+
+
+def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:
+    """Return the similarity that 99 of 100 rows have, or more: the first percentile of rows, rounded down to four places.
+
+    Of many rows some are drawn. What a row loses when it is embedded in another batch is less than what rounding takes away.
+    """
+    rows = np.arange(len(embeddings))
+    if len(rows) > _MOST_MEASURED:
+        drawn = np.random.default_rng([seed, 0]).choice(len(rows), _MOST_MEASURED, replace=False, shuffle=False)
+        rows = np.sort(drawn)
+    stretches = np.array_split(rows, range(_STRETCH, len(rows), _STRETCH))
+    similarity = np.concatenate([tree.similarity(unit_rows(embeddings, stretch)).numpy() for stretch in stretches])
     return math.floor(np.percentile(similarity, 1, method="lower") * 10_000) / 10_000
 
 
@@ -204,8 +266,11 @@ class _Members:
 def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The nodes that have members, in their order, each with its members in theirs."""
     order = np.argsort(nodes, kind="stable")
-    present, begins = np.unique(nodes[order], return_index=True)
-    return zip(present.tolist(), np.split(order, begins[1:]), strict=True)
+    in_order = nodes[order]
+    begins = (
+        np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]])) if len(nodes) else np.zeros(0, int)
+    )
+    return zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=len(begins) > 0)
 
 
 def _num_clusters(members: int, branching: int) -> int:

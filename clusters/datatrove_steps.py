@@ -1,6 +1,7 @@
 """Steps for pipelines of datatrove, which read, filter and write corpora on many machines. Needs the package datatrove.
 
-`EmbedWindows` runs as many tasks, `BuildTree` joins what they have written, and `AssignPaths` runs as many tasks again.
+`EmbedWindows` runs as many tasks, `BuildTree` joins what they have written, and `AssignPaths` runs as many tasks again. For a corpus
+that takes long to cluster, `ClusterLevel` and `AssignWindows` do the work of `BuildTree` before it, level by level.
 """
 
 import itertools
@@ -13,9 +14,10 @@ from datatrove.pipeline.base import PipelineStep
 from clusters.assigning import document_paths
 from clusters.building import TreeOptions
 from clusters.corpus import Document, load_fast_tokenizer
-from clusters.run import build_from_embeddings
+from clusters.run import assign_windows, build_from_embeddings, cluster_level_from_embeddings
 from clusters.window_shards import task_folder
 from clusters.window_writer import WindowWriter, only_run, windows_request
+from midus_config.fetched_blocks import TREE_COLUMN
 from midus_hf.retrieval import MemoryRetriever, TextEmbedder
 from midus_hf.retrieval.tree_files import lasting_name
 
@@ -111,7 +113,8 @@ class EmbedWindows(PipelineStep):
 class BuildTree(PipelineStep):
     """Builds the tree of what `EmbedWindows` has written, as `midus-cluster build --embeddings` does; a pipeline of its own.
 
-    One task does it, and others do nothing. It goes on after an interruption with the node that it was at.
+    One task does it, and others do nothing. It goes on after an interruption with the node that it was at, and after `ClusterLevel`
+    and `AssignWindows` with the level that they have not done.
 
     Args:
         embeddings: The output of `EmbedWindows`.
@@ -141,8 +144,76 @@ class BuildTree(PipelineStep):
             build_from_embeddings(Path(self.embeddings), Path(self.output), self.options)
 
 
+class ClusterLevel(PipelineStep):
+    """Finds the centroids of one level of a tree of what `EmbedWindows` has written; a pipeline of its own.
+
+    One task does it, and others do nothing: it reads the windows that it draws. `AssignWindows`, in as many tasks as there are, then
+    assigns all windows to the nodes of the level, and so on level by level. `BuildTree` comes last and finds everything done. The
+    tree is the one that `BuildTree` makes alone, bit for bit.
+
+    Args:
+        embeddings: The output of `EmbedWindows`.
+        output: Folder of the tree.
+        level: From 1. Those above it must be assigned.
+        options: How the tree is built. Default: `TreeOptions()`.
+    """
+
+    name = "centroids of a level"
+    type = "clusters"
+
+    def __init__(self, embeddings: str, output: str, level: int, options: TreeOptions | None = None):
+        super().__init__()
+        self.embeddings, self.output, self.level, self.options = embeddings, output, level, options or TreeOptions()
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Find them.
+
+        Args:
+            data: Not used. Default: None.
+            rank: Of the task; the first one does it. Default: 0.
+            world_size: Tasks; not used. Default: 1.
+
+        Raises:
+            ValueError: As `cluster_level_from_embeddings`.
+        """
+        if rank == 0:
+            cluster_level_from_embeddings(Path(self.embeddings), Path(self.output), self.level, self.options)
+
+
+class AssignWindows(PipelineStep):
+    """Assigns the windows of a corpus to the nodes of one level of its tree: each task a share of them, into a file of its own.
+
+    Args:
+        output: Folder of the tree, which all tasks can write to.
+        level: That `ClusterLevel` has done.
+        options: As they were for that. Default: `TreeOptions()`.
+    """
+
+    name = "windows to the nodes of a level"
+    type = "clusters"
+
+    def __init__(self, output: str, level: int, options: TreeOptions | None = None):
+        super().__init__()
+        self.output, self.level, self.options = output, level, options or TreeOptions()
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Assign the share of a task; what is there already is not done again.
+
+        Args:
+            data: Not used. Default: None.
+            rank: Of the task. Default: 0.
+            world_size: Tasks. Default: 1.
+
+        Raises:
+            ValueError: As `assign_windows`.
+        """
+        self.stat_update(
+            "windows", value=assign_windows(Path(self.output), self.level, self.options, rank, world_size)
+        )
+
+
 class AssignPaths(PipelineStep):
-    """Gives each document its path in a tree: `memory_ids` and `windows` in its metadata, as `midus-cluster assign` writes them.
+    """Gives each document its path in a tree: `memory_ids`, `memory_tree` and `windows` in its metadata, as `midus-cluster assign`.
 
     The tree and its model are loaded when the step begins to run, in the process that runs it. Documents that hold nothing but
     white space pass as they are.
@@ -196,7 +267,8 @@ class AssignPaths(PipelineStep):
             with self.track_time(unit="batch"):
                 documents = [Document(number, document.text) for number, document in enumerate(batch)]
                 for row in document_paths(retriever, tokenizer, documents, origin.window_tokens or 2048, self.blocked):
-                    batch[row["document"]].metadata |= {"memory_ids": row["memory_ids"], "windows": row["windows"]}
+                    of_paths = {key: row[key] for key in ("memory_ids", TREE_COLUMN, "windows")}
+                    batch[row["document"]].metadata |= of_paths
             for document in batch:
                 self.stat_update("with a path" if "memory_ids" in document.metadata else "blank")
                 yield document

@@ -28,10 +28,14 @@ class FinishedNodes:
         branching: Children of a node.
         width: c.
         rows: Of the embeddings.
+        read_only: Whether nothing of it is changed, as by several who read at the same time. Default: false.
+
+    Raises:
+        ValueError: If it is only read, and has nothing of this fingerprint.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, branching: int, width: int, rows: int):
-        self._folder, self._branching, self._rows = folder, branching, rows
+    def __init__(self, folder: Path, fingerprint: str, branching: int, width: int, rows: int, read_only: bool = False):
+        self._folder, self._branching, self._rows, self._read_only = folder, branching, rows, read_only
         self._record = np.dtype(
             [
                 ("level", "<i8"),
@@ -41,6 +45,11 @@ class FinishedNodes:
                 ("digest", "u1", (_DIGEST_BYTES,)),
             ]
         )
+        if read_only and self._fingerprint() != fingerprint:
+            raise ValueError(
+                f"folder {str(folder)!r} has no centroids of these embeddings and options; expected those of ClusterLevel. Run it "
+                "first, with the same options."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         if self._fingerprint() != fingerprint:
             self.delete()
@@ -48,7 +57,7 @@ class FinishedNodes:
             with whole_file(folder / _HEADER) as partial:
                 partial.write_text(json.dumps({"fingerprint": fingerprint}) + "\n", encoding="utf-8")
         self._found = self._read_centroids()
-        self._file = (folder / _CENTROIDS).open("ab")
+        self._file = (folder / _CENTROIDS).open("rb" if read_only else "ab")
         self._levels = self._read_levels()
 
     def centroids(self, level: int, parent: int) -> torch.Tensor | None:
@@ -78,13 +87,51 @@ class FinishedNodes:
     def nodes(self, level: int) -> np.ndarray | None:
         """The node of each row, `[N]` int64; None if the level was not finished.
 
+        A level whose rows were assigned in parts is finished when all parts are there.
+
         Args:
             level: From 1.
         """
         if self._levels is None or self._levels[0] < level:
-            return None
+            joined = self._joined(level)
+            if joined is None:
+                return None
+            self._levels = (level, joined)
+            if not self._read_only:
+                self.finish_level(level, joined)
         last, nodes = self._levels
         return nodes // self._branching ** (last - level)
+
+    def add_part(self, level: int, first: int, nodes: np.ndarray) -> None:
+        """Keep where rows that follow one another are after a level; others may keep other rows at the same time.
+
+        Args:
+            level: From 1.
+            first: The first of the rows.
+            nodes: The node of each row, `[n]`.
+        """
+        path = self._folder / f"part.{level}.{first}-{first + len(nodes)}.npy"
+        with whole_file(path) as partial, partial.open("wb") as file:
+            np.save(file, nodes.astype(np.int32))
+
+    def has_part(self, level: int, first: int, end: int) -> bool:
+        """Whether `add_part` has kept the rows from one place to another."""
+        return (self._folder / f"part.{level}.{first}-{end}.npy").exists()
+
+    def _joined(self, level: int) -> np.ndarray | None:
+        """The parts of a level in the order of rows; None if one is absent."""
+        of_first: dict[int, tuple[int, Path]] = {}
+        for path in sorted(self._folder.glob(f"part.{level}.*-*.npy")):
+            first, end = map(int, path.name.split(".")[2].split("-"))
+            of_first[first] = max(of_first.get(first, (0, path)), (end, path))
+        parts, place = [], 0
+        while place < self._rows:
+            if place not in of_first:
+                return None
+            place, path = of_first[place]
+            parts.append(np.load(path))
+        found = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return found.astype(np.int64) if len(found) == self._rows else None
 
     def finish_level(self, level: int, nodes: np.ndarray) -> None:
         """Keep where rows are after a level; what was kept of the levels above it follows from that.
@@ -96,6 +143,8 @@ class FinishedNodes:
         with whole_file(self._level_file(level)) as partial, partial.open("wb") as file:
             np.save(file, nodes.astype(np.int32))
         self._level_file(level - 1).unlink(missing_ok=True)
+        for part in self._folder.glob(f"part.{level}.*-*.npy"):
+            part.unlink()
 
     def close(self) -> None:
         """Close the file; what is kept stays."""
@@ -126,7 +175,8 @@ class FinishedNodes:
             centroids = torch.from_numpy(record["centroids"][: record["count"]].copy())
             found[int(record["level"]), int(record["parent"])] = centroids
             whole += 1
-        os.truncate(path, whole * self._record.itemsize)
+        if not self._read_only:
+            os.truncate(path, whole * self._record.itemsize)
         return found
 
     def _read_levels(self) -> tuple[int, np.ndarray] | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from clusters.building import TreeOptions, build_tree
+from clusters.building import TreeOptions, assign_rows, build_tree, cluster_level
 from clusters.corpus import Corpus, load_fast_tokenizer
 from clusters.finished_nodes import FinishedNodes
 from clusters.growing_array import map_array
@@ -113,11 +114,8 @@ def build_from_embeddings(
     """
     check_scikit_learn()
     options = options or TreeOptions()
-    embeddings, output = embeddings.expanduser(), output.expanduser()
-    _check_output(output, overwrite)
-    len(JoinedRows(embeddings))  # refuses what is not complete, before anything is made
-    with only_run(output / WINDOWS):
-        join_shards(embeddings, output / WINDOWS)
+    output = output.expanduser()
+    stored = _joined_windows(embeddings, output, overwrite)
     record = read_record(output / WINDOWS)
     assert record is not None
     made_with = record.request
@@ -129,7 +127,101 @@ def build_from_embeddings(
         window_tokens=made_with["window_tokens"],
         seed=options.seed,
     )
-    return _cluster(output, open_windows(output / WINDOWS), options, origin)
+    return _cluster(output, stored, options, origin)
+
+
+def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, options: TreeOptions) -> None:
+    """Find the centroids of one level of the tree that `build_from_embeddings` makes, which then does not look for them.
+
+    Args:
+        embeddings: As in `build_from_embeddings`.
+        output: As in `build_from_embeddings`.
+        level: From 1. Windows must be assigned to the nodes of the level above.
+        options: How the tree is built.
+
+    Raises:
+        ValueError: As `build_from_embeddings`; if the tree has no such level, or windows are not assigned in the level above.
+    """
+    check_scikit_learn()
+    _check_level(level, options)
+    output = output.expanduser()
+    stored = _joined_windows(embeddings, output, overwrite=False)
+    with only_run(output / WINDOWS), contextlib.closing(_finished(output, stored, options)) as finished:
+        cluster_level(
+            stored.embeddings, options, level, _nodes_above(finished, level, len(stored.documents)), finished
+        )
+
+
+def assign_windows(output: Path, level: int, options: TreeOptions, rank: int, tasks: int) -> int:
+    """Assign a share of the windows of a tree to nodes of a level; others may assign other shares at the same time.
+
+    Args:
+        output: The folder of the tree.
+        level: From 1, of which `cluster_level_from_embeddings` has found the centroids.
+        options: As they were for that.
+        rank: Which share, from 0.
+        tasks: How many shares there are.
+
+    Returns:
+        How many windows were assigned; 0 if that was done before.
+
+    Raises:
+        ValueError: If the tree has no such level, or its centroids are not there.
+    """
+    _check_level(level, options)
+    output = output.expanduser()
+    stored = open_windows(output / WINDOWS)
+    count = len(stored.documents)
+    first, end = (count * number // tasks for number in (rank, rank + 1))
+    with contextlib.closing(_finished(output, stored, options, read_only=True)) as finished:
+        if first == end or finished.has_part(level, first, end) or finished.nodes(level) is not None:
+            return 0
+        nodes = _nodes_above(finished, level, count)[first:end]
+        of_level = torch.full((options.branching**level, stored.embeddings.shape[1]), torch.nan)
+        for parent in np.unique(nodes).tolist():
+            found = finished.centroids(level, parent)
+            if found is None:
+                raise ValueError(
+                    f"folder {str(output)!r} has no centroids of level {level} below node {parent}; expected those that ClusterLevel "
+                    "finds. Run it first."
+                )
+            of_level[options.branching * parent : options.branching * parent + len(found)] = found
+        finished.add_part(level, first, assign_rows(stored.embeddings, first, nodes, of_level, options.branching))
+    return end - first
+
+
+def _check_level(level: int, options: TreeOptions) -> None:
+    if not 1 <= level <= options.levels:
+        raise ValueError(f"level is {level}; expected one from 1 to {options.levels}, those of the tree.")
+
+
+def _nodes_above(finished: FinishedNodes, level: int, count: int) -> np.ndarray:
+    """The node of each window in the level above, `[N]` int64."""
+    nodes = np.zeros(count, np.int64) if level == 1 else finished.nodes(level - 1)
+    if nodes is None:
+        raise ValueError(
+            f"windows are not all assigned to nodes of level {level - 1}; expected the parts of all tasks. Run AssignWindows of that "
+            "level first."
+        )
+    return nodes
+
+
+def _joined_windows(embeddings: Path, output: Path, overwrite: bool) -> StoredWindows:
+    """The windows of tasks in the folder of a tree."""
+    embeddings = embeddings.expanduser()
+    _check_output(output, overwrite)
+    len(JoinedRows(embeddings))  # refuses what is not complete, before anything is made
+    with only_run(output / WINDOWS):
+        join_shards(embeddings, output / WINDOWS)
+    return open_windows(output / WINDOWS)
+
+
+def _finished(output: Path, stored: StoredWindows, options: TreeOptions, read_only: bool = False) -> FinishedNodes:
+    """What is done of a tree of these windows and options."""
+    rows, width = stored.embeddings.shape
+    asked = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
+    fingerprint = hashlib.sha256(asked.encode()).hexdigest()
+    return FinishedNodes(output / WINDOWS / _FINISHED, fingerprint, options.branching, width, rows, read_only)
 
 
 def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
@@ -155,12 +247,9 @@ def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: 
     """Cluster windows, and write the tree and their leaves."""
     from tqdm import tqdm
 
-    rows, width = stored.embeddings.shape
-    asked = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
+    rows = len(stored.documents)
     with only_run(output / WINDOWS):
-        finished = FinishedNodes(
-            output / WINDOWS / _FINISHED, hashlib.sha256(asked.encode()).hexdigest(), options.branching, width, rows
-        )
+        finished = _finished(output, stored, options)
         with (
             contextlib.closing(finished),
             tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar,

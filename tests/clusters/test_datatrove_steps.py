@@ -36,7 +36,9 @@ def test_documents_get_their_paths_in_their_order(tree, corpus, tokenizer, monke
     assert [document.text for document in found] == texts
     assert "memory_ids" not in found[2].metadata, "it is blank"
     with_path = [document.metadata for document in found if "memory_ids" in document.metadata]
-    assert with_path == [{"kept": 1, "memory_ids": row["memory_ids"], "windows": row["windows"]} for row in expected]
+    names = ("memory_ids", "memory_tree", "windows")
+    assert with_path == [{"kept": 1, **{name: row[name] for name in names}} for row in expected]
+    assert {row["memory_tree"] for row in expected} == {ClusterTree.load(tree).fingerprint}
     assert step.stats["with a path"].total == 39 and step.stats["blank"].total == 1
 
 

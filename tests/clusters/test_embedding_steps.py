@@ -13,6 +13,7 @@ from clusters.building import TreeOptions
 from clusters.corpus import Corpus
 from clusters.run import BuildRequest, build, build_from_embeddings, open_build
 from clusters.window_shards import JoinedRows
+from clusters.window_store import open_windows
 from midus_hf.retrieval import MemoryRetriever
 
 pytest.importorskip("datatrove")
@@ -24,7 +25,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import ParquetReader
 from pyarrow import parquet
 
-from clusters.datatrove_steps import AssignPaths, BuildTree, EmbedWindows
+from clusters.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
 
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 FILES = {"a.parquet": 7, "b.parquet": 30, "b/c.parquet": 20, "b/d.parquet": 1, "e.parquet": 15}
@@ -127,6 +128,61 @@ def test_the_tree_does_not_depend_on_how_many_tasks_embed(embed, run_tasks, buil
     assert stored.embeddings.shape == alone.embeddings.shape
     assert stored.label_names == alone.label_names and tree.sizes is not None
     assert stored.corpus is None
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 200])
+def test_windows_are_assigned_by_as_many_tasks_as_there_are(
+    embed, run_tasks, built_alone, tmp_path, monkeypatch, tasks
+):
+    run_tasks(embed(), 2)
+    embeddings, tree = str(tmp_path / "embeddings"), str(tmp_path / "tree")
+    for level in range(1, OPTIONS.levels + 1):
+        for rank in range(tasks):
+            ClusterLevel(embeddings, tree, level, OPTIONS).run(rank=rank, world_size=tasks)
+        steps = [AssignWindows(tree, level, OPTIONS) for _ in range(tasks)]
+        for rank in reversed(range(tasks)):
+            steps[rank].run(rank=rank, world_size=tasks)
+        windows = open_windows(tmp_path / "tree" / "windows").documents
+        assert sum(step.stats["windows"].total for step in steps) == len(windows)
+        again = AssignWindows(tree, level, OPTIONS)
+        again.run(rank=0, world_size=tasks)
+        assert again.stats["windows"].total == 0, "what is done is not done again"
+
+    def nobody(*_):
+        raise AssertionError("the last step clusters and assigns nothing")
+
+    for name in ("kmeans", "nearest"):
+        monkeypatch.setattr(f"clusters.building.{name}", nobody)
+    BuildTree(embeddings, tree, OPTIONS).run()
+    assert_same_tree(tmp_path / "tree", built_alone)
+    assert not (tmp_path / "tree" / "windows" / "clustering").exists()
+
+
+def test_levels_that_are_not_done_are_missed(embed, run_tasks, tmp_path):
+    run_tasks(embed(), 2)
+    embeddings, tree = str(tmp_path / "embeddings"), str(tmp_path / "tree")
+    with pytest.raises(
+        ValueError, match=r"windows are not all assigned to nodes of level 1; .* Run AssignWindows of that"
+    ):
+        ClusterLevel(embeddings, tree, 2, OPTIONS).run()
+    with pytest.raises(
+        ValueError, match=r"has no centroids of level 1 below node 0; expected those that ClusterLevel finds"
+    ):
+        AssignWindows(tree, 1, OPTIONS).run()
+    ClusterLevel(embeddings, tree, 1, OPTIONS).run()
+    AssignWindows(tree, 1, OPTIONS).run(rank=1, world_size=2)
+    with pytest.raises(
+        ValueError, match="windows are not all assigned to nodes of level 1; expected the parts of all tasks"
+    ):
+        ClusterLevel(embeddings, tree, 2, OPTIONS).run()
+    with pytest.raises(
+        ValueError, match=r"has no centroids of these embeddings and options; .* with the same options"
+    ):
+        AssignWindows(tree, 1, TreeOptions(branching=3, levels=3, samples=50)).run()
+    with pytest.raises(ValueError, match="level is 3; expected one from 1 to 2, those of the tree"):
+        AssignWindows(tree, 3, OPTIONS).run()
+    BuildTree(embeddings, tree, OPTIONS).run()
+    assert open_build(tmp_path / "tree")[0].levels == 2, "what tasks have not done, the last step does"
 
 
 def test_without_sources_windows_are_in_the_order_of_tasks(embed, run_tasks, tmp_path):
