@@ -15,6 +15,32 @@ from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 _MASKS_TELL = ("eager", "sdpa")
 """Implementations whose masks say of each query and key whether it is read."""
+_TELL = (*_MASKS_TELL, "flex_attention")
+"""Implementations of which it is known, or computed beside them, by what their softmax divides."""
+
+
+def refuse_untold(implementation: str | None) -> None:
+    """Refuse an implementation of attention that a model whose heads read the depth cannot run, whatever device it comes to lie on.
+
+    Args:
+        implementation: Its name; None leaves the choice to transformers, which has such implementations alone.
+
+    Raises:
+        ValueError: If it never tells by what its softmax divides: FlashAttention 2 and 3 of transformers, paged attention, that of
+            vLLM, which lays the tokens of several requests in one row besides, and any that somebody registered.
+    """
+    if implementation is not None and implementation not in _TELL:
+        raise ValueError(_refusal(implementation))
+
+
+def _refusal(implementation: str, place: str = "") -> str:
+    remedy = "expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+    if implementation == "vllm":
+        remedy = "expected a server that runs Transformers' own attention, such as `transformers serve`, or a method without it."
+    return (
+        f"attention {implementation!r}{place} does not tell by what its softmax divides, which a memory that reads the depth needs; "
+        f"{remedy}"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,8 +94,7 @@ class SequenceHeads:
         if self.implementation == "sdpa":
             with _InPlaceOfSdpa(depth):
                 return self._own()
-        if self.implementation not in ("eager", "flex_attention"):
-            raise ValueError(self._refusal)
+        refuse_untold(self.implementation)
         output, told = self._own()
         if self.implementation == "eager":
             lse = sequence_lse(self.query, self.key, self.mask, False, self.scaling, self.softcap)
@@ -136,11 +161,7 @@ class SequenceHeads:
 
     @property
     def _refusal(self) -> str:
-        device = self.query.device.type
-        return (
-            f"attention {self.implementation!r} on {device} does not tell by what its softmax divides, which a memory that reads the "
-            "depth needs; expected attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
-        )
+        return _refusal(self.implementation, f" on {self.query.device.type}")
 
 
 class _InPlaceOfSdpa(TorchFunctionMode):

@@ -17,6 +17,7 @@ from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, states_in
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
+from midus_hf.memory.sequence_heads import refuse_untold
 from midus_hf.memory.tables import MemoryTables
 from midus_hf.memory.token_places import TokenPlaces, token_places
 from midus_hf.models.adapted import PROJECTION_NAMES
@@ -185,6 +186,18 @@ class HostsMemory:
             memory_ids: `[B, p]`, as for `forward`.
         """
         self.banks.prefetch(memory_ids)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """As the family's, which is asked when a model is made and when its attention is set.
+
+        Raises:
+            ValueError: If a memory attends to what earlier layers wrote, and that attention does not tell what the memory needs.
+        """
+        model: Any = self
+        if any(entry.options.attends for entry in model.config.memories().entries):
+            refuse_untold(attn_implementation)
+        adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+        return adjusted
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from models.depth_models import depth_model, logits
 from tiny import prompt
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,16 +29,54 @@ def with_attention(model, name, function, monkeypatch):
     return model
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "paged|sdpa", "flex_attention", "own"])
-def test_attention_that_does_not_tell_is_refused(name, monkeypatch):
+REFUSED = ["flash_attention_2", "flash_attention_3", "paged|sdpa", "own"]
+
+
+def refusal(name, place=""):
+    return (
+        f"attention '{name}'{place} does not tell by what its softmax divides, which a memory that reads the depth needs; expected "
+        "attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+    )
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "flex_attention"])
+def test_attention_that_does_not_tell_is_refused_where_it_would_run(name, monkeypatch):
     # The first layer, which reads nothing of the depth, runs it.
     model = with_attention(depth_model("llama", dtype=torch.float32), name, untold, monkeypatch)
     with pytest.raises(ValueError) as raised:
         logits(model, prompt())
+    assert str(raised.value) == refusal(name, " on cpu" if name == "flex_attention" else "")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_is_not_made_with_attention_that_never_tells_nor_set_to_it(family, name, tmp_path):
+    model = depth_model(family, dtype=torch.float32)
+    before = model.config._attn_implementation
+    for one in (model, model.model):
+        with pytest.raises(ValueError) as raised:
+            one.set_attn_implementation(name)
+        assert str(raised.value) == refusal(name) and one.config._attn_implementation == before
+    if name == "flash_attention_2":
+        model.save_pretrained(tmp_path)
+        for kind in (AutoModelForCausalLM, AutoModel):
+            with pytest.raises(ValueError) as raised:
+                kind.from_pretrained(tmp_path, attn_implementation=name)
+            assert str(raised.value) == refusal(name)
+
+
+def test_vllm_makes_no_such_model(monkeypatch):
+    """Its Transformers backend sets attention of this name in the config, and makes the model by it."""
+    config = depth_model("llama").config
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", untold)
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError) as raised:
+        AutoModel.from_config(config)
     assert str(raised.value) == (
-        f"attention '{name}' on cpu does not tell by what its softmax divides, which a memory that reads the depth needs; expected "
-        "attn_implementation 'sdpa' or 'eager', or 'flex_attention' on a GPU."
+        "attention 'vllm' does not tell by what its softmax divides, which a memory that reads the depth needs; expected a server "
+        "that runs Transformers' own attention, such as `transformers serve`, or a method without it."
     )
+    config.memory = []
+    AutoModel.from_config(config)
 
 
 def test_what_flex_attention_tells_is_taken(monkeypatch):
