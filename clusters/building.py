@@ -267,10 +267,8 @@ def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The nodes that have members, in their order, each with its members in theirs."""
     order = np.argsort(nodes, kind="stable")
     in_order = nodes[order]
-    begins = (
-        np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]])) if len(nodes) else np.zeros(0, int)
-    )
-    return zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=len(begins) > 0)
+    begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
+    return zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=True)
 
 
 def _num_clusters(members: int, branching: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from midus_config.fetched_blocks import TREE_COLUMN
 from midus_hf.documents import (
     DocumentError,
     find_files,
@@ -18,6 +19,8 @@ from midus_hf.documents import (
 )
 
 _DOCUMENTS_A_BATCH = 64
+_OWN_COLUMNS = ("document", "windows", TREE_COLUMN)
+"""What the rows of assigned documents have beside the path."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class Document:
         text: All of it.
         label: Its gold label; None where the corpus has none.
         source: The file of rows that it is from; None if it is a file of its own, or nobody says.
+        row: All columns of its row; None if it is a file of its own, or nobody keeps rows.
     """
 
     number: int
     text: str
     label: str | None = None
     source: str | None = None
+    row: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,37 @@ def read_corpus(corpus: Corpus) -> Iterator[Document]:
         if text.strip()
     )
     return (Document(number, text, label, source) for number, (text, label, source) in enumerate(found))
+
+
+def read_rows(corpus: Corpus) -> Iterator[Document]:
+    """Read the documents that `read_corpus` reads, with their rows and without labels.
+
+    Args:
+        corpus: Where they are.
+
+    Raises:
+        DocumentError: As `read_corpus`; or if a row has a column that `document_paths` adds, and no path: it is somebody else's.
+    """
+    found = (
+        (text, row) for file in find_files(corpus.path) for text, row in _rows_of_file(file, corpus) if text.strip()
+    )
+    return (Document(number, text, row=row) for number, (text, row) in enumerate(found))
+
+
+def _rows_of_file(path: Path, corpus: Corpus) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    rows = rows_of(path, corpus.encoding)
+    if rows is None:
+        yield from ((text, None) for text in iterate_documents([path], corpus.column, corpus.encoding))
+        return
+    for place, row in rows:
+        text = text_of_row(row, corpus.column, place)
+        taken = [column for column in _OWN_COLUMNS if column in row]
+        if taken and "memory_ids" not in row:
+            raise DocumentError(
+                f"{place} has a column {taken[0]!r}, which paths of documents are written with; expected columns of other names, or "
+                "those of an earlier assignment. Rename it."
+            )
+        yield text, row
 
 
 def cut_windows(

@@ -108,6 +108,20 @@ def open_windows(folder: Path) -> StoredWindows:
     )
 
 
+def windows_of_corpus(folder: Path, corpus: Corpus) -> StoredWindows | None:
+    """Map the windows that `store_windows` has written, if they are those of a corpus, whose files have not changed since.
+
+    Args:
+        folder: Where they may be.
+        corpus: The documents; labels do not count.
+    """
+    record = read_record(folder)
+    if record is None or not record.complete or "files" not in record.request:
+        return None
+    wanted = {**_corpus_request(corpus), "label_column": record.request["label_column"]}
+    return open_windows(folder) if all(record.request[key] == value for key, value in wanted.items()) else None
+
+
 def _corpus_request(corpus: Corpus) -> dict[str, Any]:
     path = Path(corpus.path).expanduser()
     files = hashlib.sha256()

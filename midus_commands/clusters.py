@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -157,37 +157,46 @@ def assign(
     device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Find the path of each document."""
+    """Find the path of each document; of the corpus that the tree was built from nothing is embedded again."""
+    import torch
     from tqdm import tqdm
 
-    from clusters.assigning import document_paths
-    from clusters.corpus import Corpus, load_fast_tokenizer, read_corpus
+    from clusters.assigning import document_paths, stored_paths
+    from clusters.corpus import Corpus, load_fast_tokenizer, read_rows
+    from clusters.run import WINDOWS
+    from clusters.window_store import windows_of_corpus
     from midus_config.usable_device import usable_device
     from midus_config.whole_files import whole_file
     from midus_hf.documents import find_files
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.retrieval import MemoryRetriever
+    from midus_hf.retrieval import ClusterTree, MemoryRetriever
 
     _check_lines(output, overwrite)
     blocked = [_parse_block(words) for words in block or []]
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
         find_files(corpus)
         _describe(corpus)
-        retriever = MemoryRetriever.load(tree, embedding_model, usable_device(device), batch_size)
-        retriever.tree.paths(retriever.embedder.embed(["text"]), blocked)  # refuses what cannot be blocked
-        origin = retriever.tree.origin
-        name = tokenizer or origin.tokenizer
-        if name is None:
-            raise ValueError(
-                f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
-            )
-        documents = read_corpus(Corpus(corpus, column, None, encoding))
-        paths = document_paths(retriever, load_fast_tokenizer(name), documents, origin.window_tokens or 2048, blocked)
+        of_tree = ClusterTree.load(tree)
+        of_tree.paths(torch.zeros(1, of_tree.width), blocked)  # refuses what cannot be blocked
+        text = Corpus(corpus, column, None, encoding)
+        stored = windows_of_corpus(tree.expanduser() / WINDOWS, text) if embedding_model is tokenizer is None else None
+        if stored is not None:
+            print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
+            paths = stored_paths(of_tree, stored, read_rows(text), blocked)
+        else:
+            retriever = MemoryRetriever.load(tree, embedding_model, usable_device(device), batch_size)
+            name = tokenizer or of_tree.origin.tokenizer
+            if name is None:
+                raise ValueError(
+                    f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
+                )
+            window_tokens = of_tree.origin.window_tokens or 2048
+            paths = document_paths(retriever, load_fast_tokenizer(name), read_rows(text), window_tokens, blocked)
         written = 0
         with whole_file(output) as partial:
             with partial.open("w", encoding="utf-8") as file:
                 for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(row, default=_as_text) + "\n")
                     written += 1
             if not written:
                 raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
@@ -287,6 +296,15 @@ def _check_lines(output: Path, overwrite: bool) -> None:
         raise ValueError(f"output is {str(output)!r}, in a folder that does not exist; create it first.")
     if output.exists() and not overwrite:
         raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
+
+
+def _as_text(value: Any) -> str:
+    """A value of Parquet that JSON has not: a date, a time, or a number of so many digits."""
+    if isinstance(value, bytes):
+        raise ValueError(
+            f"a row has the bytes {value[:16]!r} in a column; expected text, numbers, dates, or lists of them. Leave that column out."
+        )
+    return str(value)
 
 
 def _parse_block(words: str) -> tuple[int, int]:

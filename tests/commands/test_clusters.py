@@ -1,5 +1,6 @@
 """`midus-cluster` builds, assigns and reports, and tells in one line what is wrong with a request."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -87,6 +88,76 @@ def test_assign_writes_the_path_of_each_document(tree, corpus, tmp_path, capsys)
     blocked = rows[0]["memory_ids"][0]
     assert main([*words, "--overwrite", "--block", f"1:{blocked}"]) == 0
     assert all(json.loads(line)["memory_ids"][0] != blocked for line in output.read_text().splitlines())
+
+
+def test_assign_embeds_nothing_of_the_corpus_that_the_tree_was_built_from(
+    tree, bert, corpus, tmp_path, capsys, monkeypatch
+):
+    words = ["assign", "--tree", tree, "--corpus", corpus, "--column", "body"]
+    assert main([*words, "--embedding-model", bert, "--output", str(tmp_path / "embedded.jsonl")]) == 0
+    assert "whose embeddings it has" not in capsys.readouterr().err
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(Path(corpus).read_text())
+
+    def embed(*_):
+        raise ValueError("a model is loaded")
+
+    monkeypatch.setattr("midus_hf.retrieval.memory_retriever.TextEmbedder", embed)
+    assert main([*words, "--output", str(tmp_path / "reused.jsonl")]) == 0
+    assert "the tree was built from this corpus, whose embeddings it has" in capsys.readouterr().err
+    assert (tmp_path / "reused.jsonl").read_bytes() == (tmp_path / "embedded.jsonl").read_bytes()
+    words[4] = str(changed)
+    assert "a model is loaded" in last_line([*words, "--output", str(tmp_path / "no.jsonl")], capsys)
+
+
+def test_assign_keeps_all_columns_and_says_which_tree_it_was(tree, corpus, tmp_path):
+    assert (
+        main(["assign", "--tree", tree, "--corpus", corpus, "--column", "body", "--output", str(tmp_path / "p.jsonl")])
+        == 0
+    )
+    rows = [json.loads(line) for line in Path(corpus).read_text().splitlines()]
+    assigned = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    added = {"document", "memory_ids", "memory_tree", "windows"}
+    assert all(row.keys() - added == {"body", "topic"} for row in assigned)
+    assert [{key: row[key] for key in ("body", "topic")} for row in assigned] == rows
+    fingerprint = json.loads(Path(tree, "tree.json").read_text())["fingerprint"]
+    assert {row["memory_tree"] for row in assigned} == {fingerprint}
+    again = tmp_path / "again.jsonl"
+    words = [
+        "assign",
+        "--tree",
+        tree,
+        "--corpus",
+        str(tmp_path / "p.jsonl"),
+        "--column",
+        "body",
+        "--output",
+        str(again),
+    ]
+    assert main(words) == 0
+    assert [json.loads(line) for line in again.read_text().splitlines()] == assigned, (
+        "an assigned corpus is assigned again"
+    )
+
+
+def test_assign_replaces_no_column_of_a_person_and_takes_what_parquet_has(tree, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    own, table = tmp_path / "own.jsonl", tmp_path / "rows.parquet"
+    own.write_text('{"text": "w1 w2", "document": "Letter 5"}\n')
+    words = ["assign", "--tree", tree, "--device", "cpu", "--corpus"]
+    line = last_line([*words, str(own), "--output", str(tmp_path / "p.jsonl")], capsys)
+    assert "line 1 of" in line and "has a column 'document', which paths of documents are written with" in line
+    rows = {"text": ["w1 w2"], "when": [datetime.date(2024, 5, 6)], "score": [0.5]}
+    parquet.write_table(pyarrow.table(rows), table)
+    assert main([*words, str(table), "--output", str(tmp_path / "p.jsonl")]) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert (row["when"], row["score"], row["text"]) == ("2024-05-06", 0.5, "w1 w2")
+    capsys.readouterr()
+    parquet.write_table(pyarrow.table({**rows, "picture": [b"x"]}), table)
+    line = last_line([*words, str(table), "--output", str(tmp_path / "q.jsonl")], capsys)
+    assert "a row has the bytes b'x' in a column" in line and not (tmp_path / "q.jsonl").exists()
 
 
 def test_report_shows_levels_and_nodes(tree, tmp_path, capsys):
