@@ -16,7 +16,7 @@ from midus_config.wording import first_few
 from midus_hf.training.output_lock import check_not_held, hold_output
 from midus_hf.training.resumption import check_same_run, find_checkpoint, settle_resumption, tell_passed_over
 from midus_hf.training.run_options import RunOptions
-from midus_hf.training.written_files import foreign_files, remove_written
+from midus_hf.training.written_files import RUN_MARK, foreign_files, is_of_a_run, remove_written
 
 _NAMED = 5
 """Files that a message names."""
@@ -50,18 +50,26 @@ def check_output(config: RunOptions) -> Path | None:
     if output.exists() and any(output.iterdir()):
         if not config.overwrite:
             raise ValueError(_exists(config.output))
-        if not (output / RUN_CONFIG).exists():
-            raise ValueError(
-                f"output is {config.output!r}, which no run of ours wrote: it has no {RUN_CONFIG}. "
-                "Choose another folder, or remove it yourself."
-            )
-        foreign = foreign_files(output)
-        if foreign:
-            raise ValueError(
-                f"output is {config.output!r}, which also holds what no run of ours wrote: "
-                f"{first_few(foreign, _NAMED)}. Move that away, or choose another folder."
-            )
+        _check_overwritable(output, config.output)
     return None
+
+
+def _check_overwritable(output: Path, name: str) -> None:
+    if not is_of_a_run(output):
+        has = (
+            f"its {RUN_CONFIG} is not one that runs write"
+            if (output / RUN_CONFIG).exists()
+            else f"it has no {RUN_CONFIG}"
+        )
+        raise ValueError(
+            f"output is {name!r}, which no run of ours wrote: {has}. Choose another folder, or remove it yourself."
+        )
+    foreign = foreign_files(output)
+    if foreign:
+        raise ValueError(
+            f"output is {name!r}, which also holds what no run of ours wrote: {first_few(foreign, _NAMED)}. Move that away, or "
+            "choose another folder."
+        )
 
 
 @contextlib.contextmanager
@@ -104,12 +112,18 @@ def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint
         )
     if (output / RUN_CONFIG).exists() and not (config.resume or config.overwrite):
         raise ValueError(_exists(config.output))  # another run has come and gone since
-    if config.overwrite:
+    if config.overwrite and any(output.iterdir()):
+        _check_overwritable(output, config.output)  # again, now that no other run can change what it sees
         remove_written(output, output)
     remove_written(output, output / PARTIAL_MODEL)
-    with whole_file(output / RUN_CONFIG) as partial:
-        partial.write_text(as_yaml(config), encoding="utf-8")
+    write_options(output, config)
     return lock
+
+
+def write_options(folder: Path, config: RunOptions) -> None:
+    """Record the options of a run in a folder that it writes, which is known as a run's by them."""
+    with whole_file(folder / RUN_CONFIG) as partial:
+        partial.write_text(RUN_MARK + as_yaml(config), encoding="utf-8")
 
 
 def _exists(output: str) -> str:

@@ -20,6 +20,7 @@ from midus_hf.training.run_checkpoints import (
     whole_checkpoint,
 )
 from midus_hf.training.run_options import AUTO, RunOptions
+from midus_hf.training.written_files import is_of_a_run
 
 Options = TypeVar("Options", bound=RunOptions)
 
@@ -91,7 +92,7 @@ def settle_resumption(config: Options) -> Options:
     if whole is not None or any(damage != UNFINISHED for damage in passed_over.values()):
         return dataclasses.replace(config, resume=True, overwrite=False)
     # What died before its first checkpoint has left its options and the beginning of a log.
-    has_died = (output / RUN_CONFIG).exists() and not (output / CONFIG_FILE).exists()
+    has_died = is_of_a_run(output) and not (output / CONFIG_FILE).exists()
     if has_died and not config.overwrite:
         _check_options(config, output, (), "choose another output, or set overwrite: true")
     return dataclasses.replace(config, resume=False, overwrite=config.overwrite or has_died)

@@ -9,15 +9,14 @@ from typing import NoReturn
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from midus_config.checkpoint_files import PARTIAL_MODEL, RUN_CONFIG, TRAINER_STATE
+from midus_config.checkpoint_files import PARTIAL_MODEL, TRAINER_STATE
 from midus_config.locks import Lock
-from midus_config.whole_files import whole_file
 from midus_hf.library_bars import without_library_bars
 from midus_hf.training.disk_room import RoomNeeded
 from midus_hf.training.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.interruption import RunInterrupted
 from midus_hf.training.model_card import add_training
-from midus_hf.training.output_folder import as_yaml, publish
+from midus_hf.training.output_folder import publish, write_options
 from midus_hf.training.precision import restore_dtypes
 from midus_hf.training.run_checkpoints import last_checkpoint
 from midus_hf.training.run_options import RunOptions
@@ -143,8 +142,7 @@ class TrainingRun:
     def _save_interrupted(self, folder: Path) -> None:
         self.trainer.save_checkpoint_in(folder)
         if self.trainer.is_world_process_zero():
-            with whole_file(folder / RUN_CONFIG) as partial_config:
-                partial_config.write_text(as_yaml(self.config), encoding="utf-8")
+            write_options(folder, self.config)
 
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""

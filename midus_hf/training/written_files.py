@@ -1,4 +1,4 @@
-"""Which files of an output a run has written, by their names: only these are ever removed."""
+"""Which folder is a run's, by the options in it, and which of its files a run has written, by their names: no others are removed."""
 
 import os
 from collections.abc import Collection
@@ -39,6 +39,11 @@ from midus_config.checkpoint_files import (
 )
 from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
 
+RUN_MARK = (
+    "# The options of the run that wrote this folder, which a later run may overwrite (midus-train, midus-sft).\n"
+)
+"""The first line of a run's options in its output, by which the folder is known as a run's."""
+
 ACCOMPANYING = (*RECORD, *CARD, *TERMS)
 """What a trained model carries on from the one it came from: its record, its card, its terms."""
 
@@ -53,6 +58,15 @@ _VOUCHING = (MANIFEST_FILE, CONFIG_FILE, TRAINER_STATE, BANK_DESCRIPTION)
 
 _TELLING = (INDEX_FILE, RUN_CONFIG)
 """By these other files are known as a run's, so they are removed last."""
+
+
+def is_of_a_run(output: Path) -> bool:
+    """Whether a run of ours has begun to write a folder: whether the options there are such as only runs write them."""
+    try:
+        with (output / RUN_CONFIG).open("rb") as file:
+            return file.read(len(RUN_MARK.encode())) == RUN_MARK.encode()
+    except OSError:
+        return False
 
 
 def foreign_files(output: str | os.PathLike) -> list[str]:

@@ -10,7 +10,7 @@ from training.tiny_run import tiny_config
 
 from midus_config.checkpoint_files import PARTIAL_MODEL
 from midus_hf.training import run, train
-from midus_hf.training.output_folder import check_output, publish
+from midus_hf.training.output_folder import as_yaml, check_output, publish
 from midus_hf.training.run import prepare
 from midus_hf.training.run_checkpoints import finish_checkpoint, last_checkpoint, remove_old_checkpoints
 from midus_hf.training.run_trainer import RunTrainer
@@ -54,6 +54,29 @@ def test_only_an_earlier_run_is_overwritten(upscaled, corpus, tmp_path):
     with pytest.raises(ValueError, match=r"which no run of ours wrote: it has no train_config.yaml"):
         train(tiny_config(upscaled("llama"), corpus, output, max_steps=1, overwrite=True))
     assert (output / "precious").exists()
+
+
+@pytest.mark.parametrize("resume", [False, "auto"])
+@pytest.mark.parametrize("options", ["model: mine\n", "- not even options\n", "", None])
+def test_a_model_beside_options_that_no_run_of_ours_wrote_is_not_overwritten(
+    upscaled, corpus, tmp_path, options, resume
+):
+    """Another program may call its options the same; what `as_yaml` gives is what a person has as a recipe of their own."""
+    output = tmp_path / "out"
+    output.mkdir()
+    wanted = tiny_config(upscaled("llama"), corpus, output, max_steps=1, overwrite=not resume, resume=resume)
+    (output / "train_config.yaml").write_text(as_yaml(wanted) if options is None else options)
+    (output / "model.safetensors").write_text("a person's")
+    before = {path.name: path.read_text() for path in output.iterdir()}
+    with pytest.raises(ValueError) as raised:
+        train(wanted)
+    assert str(raised.value) == (
+        f"output is {str(output)!r}, which exists; choose another, or set resume or overwrite: true."
+        if resume
+        else f"output is {str(output)!r}, which no run of ours wrote: its train_config.yaml is not one that runs write. Choose "
+        "another folder, or remove it yourself."
+    )
+    assert {path.name: path.read_text() for path in output.iterdir()} == before
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from midus_hf.training import run_setup, train
-from midus_hf.training.output_folder import as_yaml, check_output, start_output
+from midus_hf.training.output_folder import check_output, start_output, write_options
 from midus_hf.training.resumption import passes_of_a_step, settle_resumption
 from midus_hf.training.run import prepare
 from midus_hf.training.run_checkpoints import finish_checkpoint
@@ -66,7 +66,7 @@ def test_what_goes_on_or_begins_by_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert settled() == (False, False) and settled(overwrite=True) == (False, True)
     output.mkdir()
-    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path)))
+    write_options(output, config(tmp_path))
     (output / "log.jsonl").touch()
     assert settled() == settled(resume="auto") == settled(overwrite=True) == (False, True), "it died early"
     checkpoint(output, 2)
@@ -81,7 +81,7 @@ def test_what_lay_there_before_torchrun_began_is_no_run_to_go_on_with(tmp_path, 
     """Else the second start would take what the first was refused, or was told to overwrite and died before."""
     output, first = tmp_path / "out", tmp_path / "launch" / "attempt_0"
     checkpoint(output, 2)
-    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path)))
+    write_options(output, config(tmp_path))
     first.mkdir(parents=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "launch" / "attempt_1" / "0" / "error.json"))
@@ -102,13 +102,13 @@ def test_what_lay_there_before_torchrun_began_is_no_run_to_go_on_with(tmp_path, 
 def test_what_begins_by_itself_overwrites_no_trained_model_and_no_other_run(tmp_path, monkeypatch):
     output = tmp_path / "out"
     output.mkdir()
-    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path, learning_rate=0.5)))
+    write_options(output, config(tmp_path, learning_rate=0.5))
     with pytest.raises(
         ValueError,
         match=r"learning_rate is 0\.01, but the run to resume has 0\.5; choose another output, or set overwrite: true\.",
     ):
         settle_resumption(config(tmp_path, resume="auto"))
-    (output / "train_config.yaml").write_text(as_yaml(config(tmp_path)))
+    write_options(output, config(tmp_path))
     (output / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"which exists; choose another, or set resume or overwrite: true\."):
         check_output(settle_resumption(config(tmp_path, resume="auto")))
