@@ -24,6 +24,7 @@ from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_config.memories.chapters import PAPER, ChaptersOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
+from midus_hf.memory.tables import MemoryTables
 from midus_hf.memory.token_places import TokenPlaces
 
 COST_RESULTS = RESULTS / "chapter_cost.csv"
@@ -44,7 +45,8 @@ AXES: dict[str, Sequence[Any]] = {
     "tokens": (128, 256, 1024),
     "layout": ("plain", "packed", "left-padded"),
 }
-BANK_BATCH, BANK_TOKENS = 8, 128
+BANK_BATCH, BANK_TOKENS, BANK_LAYERS = 8, 128, 4
+PARTS = (*AXES, "bank", "layers")
 
 
 @dataclass(frozen=True)
@@ -72,23 +74,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--only", help=f"parts, joined by commas: {', '.join((*AXES, 'bank'))} (default: all)")
+    parser.add_argument("--only", help=f"parts, joined by commas: {', '.join(PARTS)} (default: all)")
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="for each layer and the one in the middle (default: 10)"
     )
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
-    wanted = arguments.only.split(",") if arguments.only else [*AXES, "bank"]
-    strange = [part for part in wanted if part not in (*AXES, "bank")]
+    wanted = arguments.only.split(",") if arguments.only else list(PARTS)
+    strange = [part for part in wanted if part not in PARTS]
     if strange:
-        parser.error(f"--only names {strange[0]!r}; expected parts among {', '.join((*AXES, 'bank'))}.")
+        parser.error(f"--only names {strange[0]!r}; expected parts among {', '.join(PARTS)}.")
     run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
     print(
         "| axis | layout | layers | routing | k | C | T | tokens | forward ms | both ms | against the middle | peak MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for axis in wanted:
-        rows = _bank(run, arguments.device, dtype) if axis == "bank" else _axis(run, axis, arguments, dtype)
+        if axis in ("bank", "layers"):
+            rows = (_bank if axis == "bank" else _layers)(run, arguments.device, dtype)
+        else:
+            rows = _axis(run, axis, arguments, dtype)
         for row in rows:
             print(_line(row), flush=True)
             if not arguments.no_append:
@@ -196,6 +201,43 @@ def _bank(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
             width=sizes.hidden_size,
             dtype=str(dtype).removeprefix("torch."),
             peak_mb=peak_bytes(task, device) / 1e6,
+        )
+
+
+def _layers(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """The peak of both passes of four layers of the paper that share a bank, beside their weights."""
+    options, sizes = ChaptersOptions(**PAPER), ModelSizes(hidden_size=768, num_heads=12)
+    (shared,) = options.tables(sizes, tuple(range(BANK_LAYERS)))
+    tables = MemoryTables(shared.tensors).to(device, dtype)
+    memories = [build_memory(options, sizes).to(device, dtype) for _ in range(BANK_LAYERS)]
+    modules = nn.ModuleList([tables, *memories])
+    for parameter in modules.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    hidden_states = torch.randn(BANK_BATCH, BANK_TOKENS, sizes.hidden_size, device=device, dtype=dtype)
+
+    def step() -> object:
+        read, states = tables(), hidden_states
+        for memory in memories:
+            states = states + memory(states, tables=read)
+        return states.sum().backward()
+
+    for axis, is_sparse in (("layers", False), ("layers, gradients of rows", True)):
+        modules.zero_grad(set_to_none=True)
+        for memory in memories:
+            memory.sparse_gradient = is_sparse
+        yield Row(
+            **asdict(run),
+            axis=axis,
+            routing=options.routing,
+            k=options.k,
+            chapters=options.chapters,
+            chapter_tokens=options.chapter_tokens,
+            batch=BANK_BATCH,
+            tokens=BANK_TOKENS,
+            width=sizes.hidden_size,
+            dtype=str(dtype).removeprefix("torch."),
+            layers=BANK_LAYERS,
+            peak_mb=peak_bytes(step, device) / 1e6,
         )
 
 

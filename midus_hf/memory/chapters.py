@@ -25,13 +25,17 @@ from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.router_losses import balance_loss, z_loss
 from midus_hf.memory.router_report import RouterReport
 from midus_hf.memory.stretches import Numbers
+from midus_hf.memory.tables import LentTables
 from midus_hf.memory.token_places import TokenPlaces
 from midus_hf.ops.chapter_attention import chapter_attention
 from midus_hf.ops.chapter_mass import chapter_mass
+from midus_hf.ops.chapter_rows import chapter_rows
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.row_quantisation import dequantise_rows
 
 _EPS = 1e-6
+_MANY_TIMES = 4
+"""So many times as many choices as there are chapters leave hardly one of these out."""
 _MOST_KEPT = 1 << 26
 """Elements of projected memory tokens that a layer keeps for the length of a generation: 256 MB in float32."""
 
@@ -49,6 +53,8 @@ class Chapters(MemoryModule):
     asks = ("tokens", "state", "report")
 
     options: ChaptersOptions
+    sparse_gradient: bool
+    """Whether the gradient of the bank is a sparse tensor of the rows that were read, which training may ask for."""
     norm_weight: torch.Tensor
     router_weight: torch.Tensor
     router_bias: torch.Tensor
@@ -68,6 +74,7 @@ class Chapters(MemoryModule):
         self.can_forget = options.routing == "prompt"
         self.reads_ahead = options.reads_ahead
         self.bank_names = tuple(options.bank(sizes))
+        self.sparse_gradient = False
         self.kept: KeptValues | None = None
         if 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:
             weights = ("key_projection.weight", "value_projection.weight")
@@ -248,19 +255,56 @@ class Chapters(MemoryModule):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys and values `[C', M, K, d]`, and which of them each stretch reads, `[N, n]`.
 
-        The whole bank is projected where as many chapters are read as it has; otherwise those that are read, one after another.
+        Chapters that any stretch reads are projected once each; the whole bank, where so many stretches read that hardly any chapter
+        could be left out. A compiled graph, whose shapes must not depend on what is read, projects shared chapters once, and chosen
+        ones for each stretch, or the whole bank if that is less.
         """
         bank = self._bank(tables)
         kept = None if self.kept is None else self.kept.serve(self, like, tables)
         if kept is not None:
             keys, values = kept.unbind()
-        elif chapters.numel() >= self.options.chapters:
-            keys, values = self._projected(_memory_rows(self.options, bank, None, like.dtype))
         else:
-            keys, values = self._projected(_memory_rows(self.options, bank, chapters.flatten(), like.dtype))
-            chapters = torch.arange(chapters.numel(), device=chapters.device).view(chapters.shape)
+            read, chapters = self._read_chapters(chapters)
+            own_gradient = self._gives_rows(tables, bank, read)
+            keys, values = self._projected(_memory_rows(self.options, bank, read, like.dtype, own_gradient))
         shape = (self.num_kv_heads, self.head_dim)
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
+
+    def _read_chapters(self, chapters: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The chapters `[C']` that stretches read, of `[N, S + k]`, None for all; and where each stands among them, `[N, S + k]`."""
+        shared, every = self.options.shared_chapters, self.options.chapters
+        chosen = chapters[:, shared:]
+        at_most = shared + chosen.numel()
+        if torch.compiler.is_compiling():
+            if at_most >= every:
+                return None, chapters
+            read = torch.cat([chapters[0, :shared], chosen.flatten()])
+            places = torch.arange(shared, at_most, device=chapters.device).view(chosen.shape)
+            return read, torch.cat([chapters[:, :shared], places], dim=1)
+        if at_most >= _MANY_TIMES * every:
+            return (torch.arange(every, device=chapters.device) if self.sparse_gradient else None), chapters
+        return torch.unique(chapters, return_inverse=True)
+
+    def _gives_rows(
+        self, tables: Mapping[str, torch.Tensor], bank: dict[str, torch.Tensor], read: torch.Tensor | None
+    ) -> bool:
+        """Whether the gradient of the bank is to be one of the rows that are read, and the bank that gives it.
+
+        It is where training asks for this, and where several layers read few rows of a bank: its gradient is made dense once then,
+        of the sum over these layers, in place of one as large as the bank for each.
+        """
+        table = bank.get("bank")
+        if table is None or read is None or not (torch.is_grad_enabled() and table.requires_grad):
+            return False
+        if torch.compiler.is_compiling():
+            return False
+        if self.sparse_gradient and table.is_leaf:
+            return True
+        is_few = 2 * len(read) < self.options.chapters
+        if isinstance(tables, LentTables) and "bank" in tables and is_few:
+            bank["bank"] = tables.with_one_gradient("bank")
+            return True
+        return False
 
     def _bank(self, tables: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tables[name] if name in tables else getattr(self, name) for name in self.bank_names}
@@ -285,15 +329,21 @@ class Chapters(MemoryModule):
 
 
 def _memory_rows(
-    options: ChaptersOptions, bank: Mapping[str, torch.Tensor], chapters: torch.Tensor | None, dtype: torch.dtype
+    options: ChaptersOptions,
+    bank: Mapping[str, torch.Tensor],
+    chapters: torch.Tensor | None,
+    dtype: torch.dtype,
+    gives_rows: bool = False,
 ) -> torch.Tensor:
-    """Memory tokens `[C', M, W]` as they are read, of some chapters `[C']` of a bank, or of all."""
+    """Memory tokens `[C', M, W]` as they are read, of some chapters `[C']` of a bank, none of them twice, or of all."""
 
     def chosen(table: torch.Tensor) -> torch.Tensor:
         by_chapter = table.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, ...]
         return by_chapter if chapters is None else by_chapter.index_select(0, chapters)
 
-    if options.bank_bits is None:
+    if gives_rows and chapters is not None:
+        rows = chapter_rows(bank["bank"], chapters, options.chapter_tokens)
+    elif options.bank_bits is None:
         rows = chosen(bank["bank"])
     else:
         rows = dequantise_rows(chosen(bank["bank_integers"]), chosen(bank["bank_scales"]), options.bank_bits, dtype)

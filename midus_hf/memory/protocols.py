@@ -49,6 +49,14 @@ class ReadsFewRows(Protocol):
 
 
 @runtime_checkable
+class GivesRowGradients(Protocol):
+    """What may give a large table a gradient of the rows that were read alone."""
+
+    sparse_gradient: bool
+    """Whether it does."""
+
+
+@runtime_checkable
 class HostsTables(Protocol):
     """A model whose memories may share tables."""
 

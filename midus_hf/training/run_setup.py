@@ -39,7 +39,7 @@ from midus_hf.training.run_trainer import InRun
 from midus_hf.training.start_summary import print_start
 from midus_hf.training.training_log import TrainingLog
 from midus_hf.training.training_run import TrainingRun
-from midus_hf.training.trains_tables import memories_of_few_rows
+from midus_hf.training.trains_tables import check_reads_few_rows
 
 Chosen = tuple[Any, RenderableType]
 """A model that knows what trains, wrapped by PEFT if it has adapters, and what a person is told of that."""
@@ -149,7 +149,7 @@ def make_run(
     use_cache = model.config.use_cache
     for option in ("sparse_values", "shard_values"):
         if getattr(config, option):
-            memories_of_few_rows(model, option)
+            check_reads_few_rows(model, option)
     model, report = choose(model)
     dtypes = hold_for_training(model, config.precision)
     room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from midus_hf.memory.protocols import ReadsFewRows
+from midus_hf.memory.protocols import GivesRowGradients, ReadsFewRows
 from midus_hf.training.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.table_columns import TableColumns
 from midus_hf.training.trains_blocks import TrainsBlocks
@@ -50,7 +50,7 @@ class TrainsTables(TrainsBlocks):
 
     def _check_sparse_values(self) -> None:
         assert self.model is not None
-        memories_of_few_rows(self.model, "sparse_values")
+        check_reads_few_rows(self.model, "sparse_values")
         optimizer = OptimizerNames(self.args.optim).value
         if not optimizer.startswith("adamw_torch"):
             raise ValueError(f"sparse_values is true, and optim is {optimizer!r}; expected adamw_torch.")
@@ -63,7 +63,7 @@ class TrainsTables(TrainsBlocks):
 
     def _check_shard_values(self) -> None:
         assert self.model is not None
-        memories_of_few_rows(self.model, "shard_values")
+        check_reads_few_rows(self.model, "shard_values")
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
                 "shard_values is true, and FSDP or DeepSpeed shards all parameters; expected processes that hold whole models. "
@@ -77,14 +77,14 @@ class TrainsTables(TrainsBlocks):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; gradients of tables are sparse, if they shall be, for as long as it runs."""
         assert self.model is not None
-        memories = memories_of_few_rows(self.model, "sparse_values") if self.sparse_values else []
-        for memory in memories:
-            memory.table_reading.sparse_gradient = True
+        readers = _row_readers(self.model) if self.sparse_values else []
+        for reader in readers:
+            reader.sparse_gradient = True
         try:
             return super().train(*args, **kwargs)
         finally:
-            for memory in memories:
-                memory.table_reading.sparse_gradient = False
+            for reader in readers:
+                reader.sparse_gradient = False
 
     def get_optimizer_class(self, optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
         """The class of the optimizer, in place of the one that the arguments name."""
@@ -156,8 +156,8 @@ class TrainsTables(TrainsBlocks):
         return norm
 
 
-def memories_of_few_rows(model: nn.Module, option: str) -> list[ReadsFewRows]:
-    """The memories of a model that read few rows of a large table.
+def check_reads_few_rows(model: nn.Module, option: str) -> None:
+    """See that a memory of a model reads few rows of a large table.
 
     Args:
         model: Which may have none.
@@ -166,13 +166,21 @@ def memories_of_few_rows(model: nn.Module, option: str) -> list[ReadsFewRows]:
     Raises:
         ValueError: If there is none.
     """
-    memories: list[ReadsFewRows] = [module for module in model.modules() if isinstance(module, ReadsFewRows)]
-    if not memories:
+    kinds: tuple[type, ...] = (ReadsFewRows, GivesRowGradients) if option == "sparse_values" else (ReadsFewRows,)
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        types = "ultramem or chapters" if option == "sparse_values" else "ultramem"
         raise ValueError(
-            f"{option} is true, but no memory of this model reads few rows of a large table; expected one of type ultramem. "
+            f"{option} is true, but no memory of this model reads few rows of a large table; expected one of type {types}. "
             "Leave it out."
         )
-    return memories
+
+
+def _row_readers(model: nn.Module) -> list[GivesRowGradients]:
+    """What gives the large tables of a model their gradients."""
+    readers: list[GivesRowGradients] = [
+        module.table_reading for module in model.modules() if isinstance(module, ReadsFewRows)
+    ]
+    return readers + [module for module in model.modules() if isinstance(module, GivesRowGradients)]
 
 
 def _with_rows(model: nn.Module) -> list[nn.Parameter]:

@@ -85,12 +85,13 @@ def test_each_option_does_what_it_says(options):
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_chapters_are_projected_alone_where_few_are_read(weighting):
-    """A single sequence reads three chapters of eight."""
+    """A single sequence reads three chapters of eight; three sequences each of theirs once."""
     memory, seen = layer(routing="sequence", weighting=weighting), []
     memory.key_projection.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape[0]))
     check(memory, states(batch=1))
     check(memory, states(batch=3))
-    assert seen == [3, 8]
+    routed = memory.route(states(batch=3)).chosen.unique()
+    assert seen == [3, 1 + len(routed)] and len(routed) <= 6
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)

@@ -137,3 +137,15 @@ def test_routing_by_prompts_is_refused_on_plain_text_before_anything_is_written(
     ):
         train(tiny_config(made(routing="prompt"), corpus, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_with_gradients_of_rows_moves_the_bank_as_a_dense_one_does(made, corpus, tmp_path):
+    """In the first step rows that are read move alike; without decay the others keep their bytes, as in any run."""
+    model, trained = made(memory_tokens=192, chapters=96, routing="sequence"), {}
+    for is_sparse in (False, True):
+        words = {"max_steps": 2, "warmup_ratio": 0, "sparse_values": is_sparse, "precision": "fp32"}
+        before, trained[is_sparse] = run(model, corpus, tmp_path / str(is_sparse), **words)
+    # The output projection starts at zero, so that the bank has a gradient from the second step on.
+    torch.testing.assert_close(trained[True][BANK], trained[False][BANK], rtol=1e-3, atol=1e-5)
+    unread = (trained[True][BANK] == before[BANK]).all(-1)
+    assert unread.any() and not unread.all()

@@ -232,7 +232,7 @@ def test_gradients_are_dense_again_once_the_run_is_over(ultramem, corpus, tmp_pa
 
 
 def test_runs_that_have_no_such_tables_are_refused(upscaled, corpus, tmp_path):
-    message = "no memory of this model reads few rows of a large table; expected one of type ultramem. Leave it out"
+    message = "no memory of this model reads few rows of a large table; expected one of type ultramem or chapters. Leave it out"
     with pytest.raises(ValueError, match=message):
         prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", sparse_values=True))
     assert not (tmp_path / "out").exists()
