@@ -1,17 +1,25 @@
 """Feed-forward network and UltraMemV2 against a mixture of experts of the same size: bytes read and time, by batch size (figure 5).
 
     python -m benchmarks.moe_cost
-    python -m benchmarks.moe_cost --device cuda --dtype bfloat16 --shape 1b-7b
+    python -m benchmarks.moe_cost --shapes 227m-1.2b --passes forward --seconds 10
+    python -m benchmarks.moe_cost --device cuda --dtype bfloat16 --shapes 1b-7b
 
 One layer decodes one token of each sequence. The shapes are those of the paper's table 7: a network of width D with its memory, and
 Transformers' OLMoE block with 64 experts, 8 for a token, which have nearly as many parameters, in all and for a token. Bytes are
 those of the weights that the batch reads, each once: of all experts that a token of the batch chose, and of all rows that one
 retrieved. Inputs and weights are random, so experts and rows are chosen nearly evenly. Experts are computed by each way that
-Transformers has, and the fastest counts.
+Transformers has, and the fastest counts; `batched_mm`, which copies the experts of each token, is left out where the copies would
+take more than a gigabyte. What the memory derives from its weights alone is kept, as `generate` keeps it.
+
+Of both passes, the second has gradients of all weights and of the input, as training computes them. Gradients of tables are
+sparse, of the rows that were read, as with `sparse_values`; nothing is kept, and bytes are those of the first pass. Each row is
+written, whatever it shows.
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +32,15 @@ from benchmarks.timing import Task, interleaved
 from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import build_memory
 
 MOE_RESULTS = RESULTS / "moe_cost.csv"
 EXPERTS, CHOSEN = 64, 8
+PASSES = ("forward", "both")
 WAYS = ("eager", "grouped_mm", "batched_mm")
 """Of Transformers, to compute experts."""
+_MOST_COPIED = 1 << 30
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -61,6 +72,7 @@ class Row(Run):
 
     shape: str
     dtype: str
+    passes: str
     batch: int
     experts: str
     moe_mb: float
@@ -134,56 +146,92 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--shape", default="227m-1.2b", choices=SHAPES)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="joined by commas (default: all)")
+    parser.add_argument("--passes", default=",".join(PASSES), help="joined by commas (default: forward,both)")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="joined by commas (default: 1 to 256)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each batch size (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each row (default: 10)")
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
-    run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
-    shape = SHAPES[arguments.shape]
+    run = this_run(arguments.device)
+    for shape in arguments.shapes.split(","):
+        _measure_shape(run, shape, arguments)
+
+
+def _measure_shape(run: Run, name: str, arguments: argparse.Namespace) -> None:
+    shape, dtype = SHAPES[name], getattr(torch, arguments.dtype)
     torch.manual_seed(0)
     layers = {
-        name: made(shape).to(arguments.device, dtype).eval()
-        for name, made in (("moe", MoeLayer), ("ultramem", UltraMemLayer))
+        layer: made(shape).to(arguments.device, dtype)
+        for layer, made in (("moe", MoeLayer), ("ultramem", UltraMemLayer))
     }
-    sizes = ", ".join(f"{name} {sum(p.numel() for p in layer.parameters()):,}" for name, layer in layers.items())
-    print(f"parameters: {sizes}\n")
-    print(
-        "| batch | MoE MB | UltraMemV2 MB | MB, MoE / UltraMemV2 | experts by | MoE ms | UltraMemV2 ms | ms, MoE / UltraMemV2 |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for batch in map(int, arguments.batches.split(",")):
-        row = _measured(run, layers, arguments, batch, torch.randn(batch, 1, shape.hidden).to(arguments.device, dtype))
-        print(
-            f"| {batch} | {row.moe_mb:,.1f} | {row.ultramem_mb:,.1f} | {row.moe_mb / row.ultramem_mb:.2f} | {row.experts} | "
-            f"{row.moe_ms:.3f} | {row.ultramem_ms:.3f} | {row.moe_ms / row.ultramem_ms:.2f} |",
-            flush=True,
-        )
-        if not arguments.no_append:
-            append([row], MOE_RESULTS)
+    sizes = ", ".join(f"{layer} {sum(p.numel() for p in module.parameters()):,}" for layer, module in layers.items())
+    print(f"\n{name}, parameters: {sizes}\n")
+    heads = ("passes", "batch", "MoE MB", "UltraMemV2 MB", "ratio", "experts by", "MoE ms", "UltraMemV2 ms", "ratio")
+    print("| " + " | ".join(heads) + " |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for passes in arguments.passes.split(","):
+        for batch in map(int, arguments.batches.split(",")):
+            hidden_states = torch.randn(batch, 1, shape.hidden).to(arguments.device, dtype)
+            row = _measured(run, layers, arguments, name, passes, hidden_states)
+            size = f"{row.moe_mb:,.1f} | {row.ultramem_mb:,.1f} | {row.moe_mb / row.ultramem_mb:.2f}"
+            time = f"{row.moe_ms:.3f} | {row.ultramem_ms:.3f} | {row.moe_ms / row.ultramem_ms:.2f}"
+            print(f"| {passes} | {batch} | {size} | {row.experts} | {time} |", flush=True)
+            if not arguments.no_append:
+                append([row], MOE_RESULTS)
 
 
-@torch.no_grad()
 def _measured(
-    run: Run, layers: dict[str, Any], arguments: argparse.Namespace, batch: int, hidden_states: torch.Tensor
+    run: Run,
+    layers: dict[str, Any],
+    arguments: argparse.Namespace,
+    shape: str,
+    passes: str,
+    hidden_states: torch.Tensor,
 ) -> Row:
     moe, ultramem = layers["moe"], layers["ultramem"]
-    tasks = {way: Task(lambda _, way=way: moe.computed_by(way, hidden_states)) for way in WAYS}
-    tasks["ultramem"] = Task(lambda _: ultramem(hidden_states))
-    times = interleaved(tasks, arguments.device, seconds=arguments.seconds)
-    fastest = min(WAYS, key=lambda way: times[way].median_ms)
-    read = {name: layer.bytes_read(hidden_states) / 1e6 for name, layer in layers.items()}
+    ways = ways_of(moe, len(hidden_states))
+    calls = {way: partial(moe.computed_by, way) for way in ways} | {"ultramem": ultramem}
+    ultramem.memory.table_reading.sparse_gradient = passes == "both"
+    with torch.no_grad():
+        read = {name: layer.bytes_read(hidden_states) / 1e6 for name, layer in layers.items()}
+    if passes == "both":
+        tasks = {name: Task(partial(_both_passes, layers, call, hidden_states)) for name, call in calls.items()}
+        times = interleaved(tasks, arguments.device, seconds=arguments.seconds, fewest=3)
+        for layer in layers.values():
+            layer.zero_grad(set_to_none=True)
+    else:
+        tasks = {name: Task(lambda _, call=call: call(hidden_states)) for name, call in calls.items()}
+        with torch.no_grad(), kept_values(ultramem):
+            times = interleaved(tasks, arguments.device, seconds=arguments.seconds)
+    fastest = min(ways, key=lambda way: times[way].median_ms)
     return Row(
         **asdict(run),
-        shape=arguments.shape,
+        shape=shape,
         dtype=arguments.dtype,
-        batch=batch,
+        passes=passes,
+        batch=len(hidden_states),
         experts=fastest,
         moe_mb=read["moe"],
         ultramem_mb=read["ultramem"],
         moe_ms=times[fastest].median_ms,
         ultramem_ms=times["ultramem"].median_ms,
     )
+
+
+def ways_of(moe: MoeLayer, batch: int) -> tuple[str, ...]:
+    """Those of `WAYS` that a batch has room for."""
+    experts = sum(parameter.nbytes for parameter in moe.block.experts.parameters())
+    copied = experts // EXPERTS * CHOSEN * batch
+    return tuple(way for way in WAYS if way != "batched_mm" or copied <= _MOST_COPIED)
+
+
+def _both_passes(
+    layers: dict[str, Any], call: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, _: object
+) -> None:
+    for layer in layers.values():
+        layer.zero_grad(set_to_none=True)
+    leaf = hidden_states.clone().requires_grad_()
+    call(leaf).sum().backward()
 
 
 if __name__ == "__main__":

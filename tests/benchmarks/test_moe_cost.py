@@ -1,9 +1,12 @@
 """What the comparison with a mixture of experts counts: parameters, and the bytes that a batch reads."""
 
+import csv
+
 import pytest
 import torch
 
-from benchmarks.moe_cost import CHOSEN, EXPERTS, SHAPES, WAYS, MoeLayer, Shape, UltraMemLayer
+from benchmarks import moe_cost
+from benchmarks.moe_cost import CHOSEN, EXPERTS, SHAPES, WAYS, MoeLayer, Shape, UltraMemLayer, ways_of
 
 SMALL = Shape(
     hidden=16, layers=2, heads=2, inner=24, expert=4,
@@ -46,3 +49,23 @@ def test_every_way_to_compute_experts_gives_the_same():
         outputs = [layer.computed_by(way, hidden_states) for way in WAYS]
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=1e-4, atol=1e-7)
+
+
+def test_ways_that_copy_experts_for_each_token_are_left_out_where_there_is_no_room(monkeypatch):
+    layer = MoeLayer(SMALL)
+    monkeypatch.setattr(moe_cost, "_MOST_COPIED", 3 * 4 * CHOSEN * 3 * SMALL.hidden * SMALL.expert)
+    assert ways_of(layer, 3) == WAYS
+    assert ways_of(layer, 4) == ("eager", "grouped_mm")
+
+
+def test_every_row_is_written_and_printed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(moe_cost, "MOE_RESULTS", tmp_path / "rows.csv")
+    monkeypatch.setattr(moe_cost, "SHAPES", {"small": SMALL, "other": SMALL})
+    monkeypatch.setattr("sys.argv", ["moe_cost", "--shapes", "small,other", "--batches", "1,5", "--seconds", "0"])
+    moe_cost.main()
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    expected = [(shape, passes, batch) for shape in ("small", "other") for passes in moe_cost.PASSES for batch in "15"]
+    assert [(row["shape"], row["passes"], row["batch"]) for row in rows] == expected
+    assert all(float(row[name]) > 0 for row in rows for name in ("moe_ms", "ultramem_ms", "moe_mb", "ultramem_mb"))
+    printed = capsys.readouterr().out
+    assert printed.count("| forward |") == printed.count("| both |") == 4
