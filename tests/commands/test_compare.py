@@ -102,7 +102,7 @@ def test_words_after_the_file_win(run, config):
         (["--jobs", "0"], "jobs is 0; expected at least 1."),
         (["--devices", "x"], "devices is 'x'; expected numbers of GPUs, such as 0,1."),
         (["--devices", "0,"], "devices is '0,'; expected numbers of GPUs, such as 0,1."),
-        (["--devices", ""], "devices is ''; expected numbers of GPUs, such as 0,1."),
+        (["--devices", ""], "--devices is ''; expected a value. Fill it in"),
         (["--devices", "0,1", "--jobs", "3"], "jobs is 3, and devices names 2; give devices alone, each of which has a run."),
         (["seeds=[]"], "seeds is empty; expected one or more."),
         (["domain.plants=absent"], "domain.plants is 'absent', which does not exist; expected a file or a folder of text."),
