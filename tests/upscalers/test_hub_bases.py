@@ -101,7 +101,7 @@ WRONG = {
     "unknown": (("org/base@v9",), "'org/base' has no revision 'v9' on the hub; expected a branch, a tag or a"),
     "unknown commit": (("org/base@" + "0" * 40,), f"'org/base' has no revision '{'0' * 40}' on the hub;"),
     "empty": (("org/base@",), "'org/base@' has no revision behind '@'; expected a branch, a tag or a commit."),
-    "nothing": (("org/base", "--revision", ""), "revision is ''; expected a branch, a tag or a commit"),
+    "nothing": (("org/base", "--revision", ""), "--revision is ''; expected a value"),
     "local": (("old", "--revision", "v1"), "revision is 'v1', but 'old' is local and has no revisions;"),
     "local at": (
         ("./old@v1",),

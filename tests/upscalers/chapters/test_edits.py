@@ -205,7 +205,7 @@ REFUSED = {
     "chapter twice": (["zero", "--chapters", "2,1-3"], "chapters is '2,1-3', which names 2 twice"),
     "no numbers": (["prune", "--chapters", "three"], "chapters is 'three'; expected numbers and ranges such as 3,7-9"),
     "range from behind": (["prune", "--chapters", "4-2"], "chapters is '4-2'; expected numbers and ranges"),
-    "nothing": (["zero", "--chapters", ""], "chapters is ''; expected numbers and ranges"),
+    "nothing": (["zero", "--chapters", ","], "chapters is ','; expected numbers and ranges"),
     "swap of three": (["swap", "--chapters", "1-3"], "chapters is '1-3'; expected the two that are swapped"),
     "too few left": (
         ["prune", "--chapters", "1-4"],
