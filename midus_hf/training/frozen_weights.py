@@ -96,6 +96,8 @@ class FrozenWeights:
         ) == _storages(frozen.values())  # of tied tensors one name is saved
         if not same_tensors or linked.keys() != set(weight_map.values()) or first_misfit(source, linked) is not None:
             return None
+        if not _are_in(source, weight_map, frozen):  # someone has changed them since, by whatever route
+            return None
         try:
             for name in linked:
                 os.link(source / name, folder / name)
@@ -145,6 +147,17 @@ def _set_apart(folder: Path, part: str) -> dict[str, str]:
     for name, new_name in renamed.items():
         os.replace(folder / name, folder / new_name)
     return {tensor: renamed[name] for tensor, name in weight_map.items()}
+
+
+def _are_in(checkpoint: Path, weight_map: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the files of a checkpoint hold exactly these tensors; every file is read."""
+    for file_name in set(weight_map.values()):
+        with safe_open(checkpoint / file_name, "pt") as file:
+            for name in file.keys():
+                written, tensor = file.get_tensor(name), tensors[name].cpu()
+                if written.dtype != tensor.dtype or not torch.equal(written, tensor):
+                    return False
+    return True
 
 
 def _frozen_in(checkpoint: Path) -> Mapping[str, str]:

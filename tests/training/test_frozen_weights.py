@@ -118,6 +118,25 @@ def test_what_cannot_be_linked_is_written(hindrance, upscaled, corpus, tmp_path,
     assert hindrance != "no links" or len(set(numbers(output))) == 4
 
 
+def test_frozen_weights_that_someone_changes_are_written_anew(upscaled, corpus, tmp_path):
+    """A write through `.data` leaves no trace on a tensor, so the tensors themselves are compared with the file."""
+    output = tmp_path / "out"
+    run = prepare(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
+    saved = run.trainer._save_checkpoint
+
+    def save(*args):
+        if run.trainer.state.global_step == 6:
+            frozen = next(weight for weight in run.trainer.model.parameters() if not weight.requires_grad)
+            frozen.data[0, 0] += 1
+        saved(*args)
+
+    run.trainer._save_checkpoint = save
+    run.execute()
+    two, four, six, eight = numbers(output)
+    assert len({two, four, six, eight}) == 4
+    assert_same_state(output / "checkpoint-8", output)
+
+
 def test_a_run_that_trains_all_has_one_file_of_weights(upscaled, corpus, tmp_path):
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=2, save_every=2, trainable="all"))
     assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").exists()
