@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-STEPS = ["ceilings", "tests", "ops", "depth", "1b", "8b"]
+STEPS = ["ceilings", "tests", "attention", "ops", "depth", "1b", "8b"]
 FURTHER_STEPS = ["compiled", "sizes", "tiles"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
 _MARGIN_SECONDS = 60
@@ -71,6 +71,11 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
             "what a GPU can do at most",
         ),
         Step("tests", _python("pytest", "tests/ops", "-q", *_NOT_FOR_THE_DEVICE), "whether the kernels are right"),
+        Step(
+            "attention",
+            [*_python("benchmarks.gpu.attention_kernels"), *device, "--results", str(out)],
+            "which kernel reads the sequence where heads read the depth as well, and whether its bits are torch's",
+        ),
         Step("ops", [*_python("benchmarks", "ops"), *quick, *common], "what ops take, beside the roofline and rivals"),
         Step(
             "depth",

@@ -26,6 +26,7 @@ def write_summary(out: Path, done: list[Done], rehearsed: bool = False) -> None:
         _steps(done),
         *(_end_of_log(one) for one in done if one.status != 0),
         f"## Ceilings\n\n{_ceilings(read(out / 'ceilings.csv'))}",
+        f"## Kernels of attention\n\n{_attention(read(out / 'attention_kernels.csv'))}",
         f"## Goals\n\n{made['goals']}",
         f"## Attention over the depth\n\n{made['depth']}",
         f"## Ops\n\n{made['ops']}",
@@ -61,6 +62,14 @@ def _ceilings(rows: list[Record]) -> str:
         ["what", "a second", "device"],
         [[row["what"], f"{float(row['per_second']):.3g}", row["device"]] for row in rows if row["date"] == last],
     )
+
+
+def _attention(rows: list[Record]) -> str:
+    if not rows:
+        return "Not tried."
+    last = max(row["date"] for row in rows)
+    columns = ("case", "expected", "taken", "status", "lse_error", "error")
+    return table(list(columns), [[row[name] for name in columns] for row in rows if row["date"] == last])
 
 
 def _profiles(rows: list[Record]) -> str:

@@ -5,9 +5,13 @@ from pairs import by_default
 from processes.warm import run_warm
 
 from benchmarks.depth_shapes import WHATS
+from benchmarks.gpu.attention_kernels import CASES
+from benchmarks.gpu.attention_kernels import main as attention_kernels
+from benchmarks.gpu.summary import write_summary
 from benchmarks.pretended_gpu import NAME
 from benchmarks.report import ROOT
 from benchmarks.tracked import RESULTS, read
+from midus_hf.ops.sequence_kernels import kernel_of
 
 
 def rehearsed(out, *words):
@@ -49,6 +53,62 @@ def test_the_depth_is_read_both_ways_and_timed_as_on_a_gpu(tmp_path):
     profiled = {row["subject"] for row in read(tmp_path / "profile.csv") if "fused_attention" in row["kernel"]}
     assert profiled == {"depth 2x8x2, fused"}
     assert rehearsed(tmp_path, *words).returncode == 0 and read(tmp_path / "depth_cost.csv") == rows
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """The variable that a rehearsal sets is as it was afterwards."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_each_case_of_attention_says_which_kernel_it_takes(tmp_path, capsys, interpreter):
+    assert attention_kernels(["--rehearse", "--results", str(tmp_path)]) == 0
+    rows = read(tmp_path / "attention_kernels.csv")
+    assert [row["case"] for row in rows] == [case.name for case in CASES]
+    # A pretended GPU computes on the CPU, and takes the kernel that torch has there.
+    assert {(row["device"], row["expected"], row["taken"], row["status"]) for row in rows} == {
+        (NAME, "FLASH_ATTENTION", "FLASH_ATTENTION", "ok")
+    }
+    assert "compiled, masked: FLASH_ATTENTION, ok" in capsys.readouterr().err
+    write_summary(tmp_path, [], rehearsed=True)
+    assert "| masked | FLASH_ATTENTION | FLASH_ATTENTION | ok |" in (tmp_path / "summary.md").read_text()
+
+
+def with_another_number(output):
+    changed = output.clone()
+    changed[0, 0, 0, 0] *= 1.01
+    return changed
+
+
+OTHER_BITS = "other bits than torch's with a gradient"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda kernel: None, "RuntimeError: no kernel tells by what its softmax divides"),
+        (lambda kernel: kernel._replace(name="MATH"), "another kernel"),
+        (lambda kernel: spoiled(kernel, lambda output, lse: (output, lse + 0.01)), "wrong divisor"),
+        (lambda kernel: spoiled(kernel, lambda output, lse: (output * 1.1, lse)), "wrong numbers"),
+        (lambda kernel: spoiled(kernel, lambda output, lse: (with_another_number(output), lse)), OTHER_BITS),
+    ],
+    ids=["none", "another", "divisor", "numbers", "bits"],
+)
+def test_a_case_of_attention_that_does_not_hold_fails_the_step(spoil, told, tmp_path, monkeypatch, interpreter):
+    monkeypatch.setattr("benchmarks.gpu.attention_kernels.kernel_of", lambda call: spoil(kernel_of(call)))
+    assert attention_kernels(["--rehearse", "--results", str(tmp_path)]) == 1
+    for row in read(tmp_path / "attention_kernels.csv"):
+        # A graph may have another kernel than torch takes outside of it, and other bits.
+        is_free = told == OTHER_BITS and row["case"].startswith("compiled")
+        assert row["status"] == ("ok" if is_free else told)
+
+
+def spoiled(kernel, change):
+    def forward(call):
+        output, lse, extra = kernel.forward(call)
+        return *change(output, lse), extra
+
+    return kernel._replace(forward=forward)
 
 
 @pytest.mark.parametrize("method", by_default(["midus-hml"], ["midus-hml", "llama-pro"]))

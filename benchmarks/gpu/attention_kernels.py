@@ -1,0 +1,186 @@
+"""Which kernel computes attention that is joined with the depth, and whether it is the one that torch runs by itself, bit for bit.
+
+    python -m benchmarks.gpu.attention_kernels --device cuda --results FOLDER
+
+Each case is attention of one layer. Outside of a graph the kernel must be the one that torch chooses, its output the same bits with
+and without a gradient; in a graph of `torch.compile` it must be the one that static facts name. What it reads, its logarithm of the
+sum of exponentials and its gradients must agree with float64. A case that does not hold ends the command with status 1.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from benchmarks.device import chosen_device
+from benchmarks.device_options import add_device, prepare_device
+from benchmarks.ops.options import add_results
+from benchmarks.tracked import Run, append, this_run
+from midus_hf.ops.sequence_kernels import Call, kernel_of
+
+FILE = "attention_kernels.csv"
+_TOKENS = {"cuda": 520, "cpu": 40, "rehearsal": 5}
+_HEADS, _WIDTH = 8, 64
+_LSE_TOLERANCE = 1e-3
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+"""Of the root mean square of an error, for that of what is right."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way in which a layer calls attention.
+
+    Args:
+        name: In rows.
+        in_graph: The kernel that a graph takes on a GPU; None outside of a graph, where torch chooses.
+        kv_heads: Heads of keys and values.
+        is_masked: Whether a mask of truth values hides some keys, as of padded texts; else queries read no later key.
+        is_decoding: Whether one query reads all keys.
+    """
+
+    name: str
+    in_graph: str | None = None
+    kv_heads: int = _HEADS
+    is_masked: bool = False
+    is_decoding: bool = False
+
+
+CASES = (
+    Case("causal"),
+    Case("causal, shared keys", kv_heads=2),
+    Case("masked", is_masked=True),
+    Case("one token", is_decoding=True),
+    Case("compiled, causal", "FLASH_ATTENTION"),
+    Case("compiled, causal, shared keys", "FLASH_ATTENTION", kv_heads=2),
+    Case("compiled, masked", "EFFICIENT_ATTENTION", is_masked=True),
+)
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    """What was found of a case.
+
+    Args:
+        case: Its name.
+        expected: What torch calls the kernel.
+        taken: The same of the one that was taken, or "none".
+        status: "ok", or what is wrong.
+        lse_error: The largest of the logarithms of sums of exponentials.
+        error: The worst of the output and the gradients of query, key and value: its root mean square for that of what is right.
+    """
+
+    case: str
+    expected: str
+    taken: str
+    status: str
+    lse_error: float | None = None
+    error: float | None = None
+
+
+def main(words: list[str] | None = None) -> int:
+    """Try each case, print, and append to `attention_kernels.csv`; returns 1 if one does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device(parser)
+    add_results(parser)
+    arguments = parser.parse_args(words)
+    prepare_device(arguments)
+    with chosen_device(arguments) as device:
+        tokens = _TOKENS["rehearsal" if arguments.rehearse else device]
+        this = this_run(device)
+        rows = [Row(**asdict(this), **_tried(case, device, tokens)) for case in CASES]
+    for row in rows:
+        print(f"{row.case}: {row.taken}, {row.status}", file=sys.stderr)
+    if not arguments.no_append:
+        append(rows, arguments.results / FILE)
+    return int(any(row.status != "ok" for row in rows))
+
+
+def _tried(case: Case, device: str, tokens: int) -> dict[str, Any]:
+    call, gradient = _call(case, device, tokens)
+    chosen = SDPBackend(torch._fused_sdp_choice(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)).name
+    # A pretended GPU has the kernel of the CPU, whose graphs take it as well.
+    expected = chosen if case.in_graph is None or not call.query.is_cuda else case.in_graph
+    found: dict[str, Any] = {"case": case.name, "expected": expected, "taken": "none", "status": "ok"}
+    try:
+        both_ways = _both_ways if case.in_graph is None else torch.compile(_both_ways, fullgraph=True)
+        name, output, lse, *gradients = both_ways(call, gradient)
+        found["taken"] = name
+        exact_lse, *exact = _exact(call, gradient)
+        found["lse_error"] = (lse.double() - exact_lse).abs().max().item()
+        found["error"] = max(
+            ((ours.double() - right).norm() / right.norm()).item()
+            for ours, right in zip((output, *gradients), exact, strict=True)
+        )
+        found["status"] = _status(case, call, found, output)
+    except Exception as error:
+        found["status"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return found
+
+
+def _status(case: Case, call: Call, found: dict[str, Any], output: torch.Tensor) -> str:
+    if found["taken"] != found["expected"]:
+        return "another kernel"
+    if not found["lse_error"] <= _LSE_TOLERANCE:
+        return "wrong divisor"
+    if not found["error"] <= _TOLERANCE[call.query.dtype]:
+        return "wrong numbers"
+    if case.in_graph is None:
+        for wants in (True, False):
+            heads = [part.detach().requires_grad_(wants) for part in call[:3]]
+            own = F.scaled_dot_product_attention(*heads, *call[3:6], scale=call.scale, enable_gqa=call.enable_gqa)
+            if not torch.equal(own, output):
+                return f"other bits than torch's with{'' if wants else 'out'} a gradient"
+    return "ok"
+
+
+def _call(case: Case, device: str, tokens: int) -> tuple[Call, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def drawn(heads: int, count: int) -> torch.Tensor:
+        made = torch.randn(2, count, heads, _WIDTH, generator=generator, device=device)
+        return made.to(dtype).transpose(1, 2)
+
+    queries = 1 if case.is_decoding else tokens
+    query, gradient = drawn(_HEADS, queries), drawn(_HEADS, queries)
+    key, value = drawn(case.kv_heads, tokens), drawn(case.kv_heads, tokens)
+    mask = None
+    if case.is_masked:
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril().expand(2, 1, -1, -1).clone()
+        mask[1, :, 2:, 0] = False  # a text that is padded in front
+    causal = not (case.is_masked or case.is_decoding)
+    return Call(query, key, value, mask, 0.0, causal, enable_gqa=case.kv_heads < _HEADS), gradient
+
+
+def _both_ways(call: Call, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """The name of the kernel, and what it gives."""
+    kernel = kernel_of(call)
+    if kernel is None:
+        raise RuntimeError("no kernel tells by what its softmax divides")
+    mask = call.attn_mask
+    if mask is not None:
+        mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, kernel.excluded)
+    added = call._replace(attn_mask=mask)
+    output, lse, extra = kernel.forward(added)
+    return kernel.name, output, lse, *kernel.backward(added, gradient, output, lse, *extra)
+
+
+def _exact(call: Call, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The logarithms, what is read, and the gradients of query, key and value, in float64."""
+    leaves = [part.double().requires_grad_() for part in call[:3]]
+    query, key, value = leaves
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).mT * call.scaling
+    read = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    read = read.tril() if call.is_causal else read if call.attn_mask is None else call.attn_mask
+    scores = scores.masked_fill(~read, float("-inf"))
+    output = scores.softmax(-1) @ value.repeat_interleave(group, 1)
+    return scores.logsumexp(-1).detach(), output.detach(), *torch.autograd.grad(output, leaves, gradient.double())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
