@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from midus_config.json_text import parse_json
 from midus_config.whole_files import whole_file
 
 _HEADER = "clustering.json"
@@ -158,7 +159,7 @@ class FinishedNodes:
 
     def _fingerprint(self) -> str | None:
         try:
-            found = json.loads((self._folder / _HEADER).read_text(encoding="utf-8"))
+            found = parse_json((self._folder / _HEADER).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return found.get("fingerprint") if isinstance(found, dict) else None

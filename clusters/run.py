@@ -21,7 +21,7 @@ from clusters.window_writer import only_run, read_record
 from midus_config.whole_files import whole_file
 from midus_hf.documents import find_files
 from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
-from midus_hf.retrieval.tree_files import RECORD_FILE, lasting_name
+from midus_hf.retrieval.tree_files import CENTROIDS_FILE, RECORD_FILE, lasting_name
 
 WINDOWS = "windows"
 """The folder within a tree's where the embeddings of its corpus are."""
@@ -282,7 +282,10 @@ def _check_output(output: Path, overwrite: bool) -> None:
                 f"output {str(output)!r} holds a tree; pass --overwrite to replace it, which keeps the embeddings, or choose "
                 "another folder."
             )
-    elif output.is_dir() and any(path.name != WINDOWS and not path.name.startswith(".") for path in output.iterdir()):
+        return
+    # A build that was killed between the two files of a tree keeps its nodes, by which the first of them is known as its own.
+    ours = {WINDOWS, CENTROIDS_FILE} if (output / WINDOWS / _FINISHED).is_dir() else {WINDOWS}
+    if output.is_dir() and any(path.name not in ours and not path.name.startswith(".") for path in output.iterdir()):
         raise ValueError(
             f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
         )

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from clusters.corpus import Document, Window, cut_windows
 from clusters.growing_array import GrowingArray
+from midus_config.json_text import parse_json
 from midus_config.whole_files import whole_file
 from midus_hf.retrieval import TextEmbedder
 
@@ -248,7 +249,7 @@ def read_record(folder: Path) -> WindowRecord | None:
     if not path.is_file():
         return None
     try:
-        return WindowRecord(**json.loads(path.read_text(encoding="utf-8")))
+        return WindowRecord(**parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"file {str(path)!r} was altered or is not whole. Delete its folder, and build again."

@@ -4,13 +4,13 @@ A kind is a tuple of patterns, paths from the folder with `/` between their part
 number and `@` for letters, digits and underscores. What is hidden is matched by patterns alone that begin with a dot.
 """
 
-import json
 import re
 from functools import cache
 from itertools import chain
 from pathlib import Path, PurePath
 
 from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, BANKS_FOLDER, TREE_FILES
+from midus_config.json_text import parse_json
 from midus_config.whole_files import unfinished_name
 
 Kind = tuple[str, ...]
@@ -192,8 +192,8 @@ def indexed_weights(folder: Path) -> frozenset[str]:
         folder: Of a checkpoint.
     """
     try:
-        named = set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        named = set(parse_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return frozenset()
     return frozenset(
         name for name in named if isinstance(name, str) and name.endswith(".safetensors") and "/" not in name

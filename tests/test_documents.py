@@ -259,6 +259,7 @@ def test_an_unknown_encoding_is_refused(tmp_path):
     ("line", "message"),
     [
         ("{", "is not JSON: "),
+        ("[" * 100_000, "is not JSON: it is nested too deeply"),
         ('{"body": "x"}', "has no 'text', only body; set column to the one that holds the text."),
         ("[1]", "has no 'text', a list; set column"),
         ('{"text": 3}', "has a int under 'text'; expected text."),

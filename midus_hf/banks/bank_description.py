@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout
+from midus_config.json_text import parse_json
 from midus_config.locks import Lock, has_no_locks
 from midus_config.whole_files import sync, whole_file
 from midus_hf.banks.level_file import BankError
@@ -77,7 +78,7 @@ def read_description(folder: Path, layout: BankLayout) -> dict[str, Any]:
     """
     path = folder / BANK_DESCRIPTION
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BankError(
             f"there is no memory bank in {folder} ({error.strerror}: {BANK_DESCRIPTION}); expected one beside the model."

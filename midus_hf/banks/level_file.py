@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from midus_config.json_text import parse_json
 from midus_config.whole_files import punch_hole
 from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces
@@ -70,7 +71,7 @@ class LevelFile:
         size = os.fstat(self._file).st_size
         try:
             (length,) = struct.unpack("<Q", os.pread(self._file, 8, 0))
-            header: Any = json.loads(os.pread(self._file, length, 8)) if length < size else None
+            header: Any = parse_json(os.pread(self._file, length, 8)) if length < size else None
             checksums, blocks = header["checksums"], header["blocks"]
             self.dtype = _DTYPES[blocks["dtype"]]
             self._checksums_at = 8 + length + checksums["data_offsets"][0]

@@ -1,11 +1,11 @@
 """The rows of JSON lines and Parquet, each with where it is."""
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from midus_config.json_text import parse_json
 from midus_hf.documents.document_error import DocumentError, first_line, import_datasets
 from midus_hf.documents.file_text import codec_of, not_text, open_file
 from midus_hf.documents.text_files import endings, find_files
@@ -144,6 +144,6 @@ def json_line_rows(path: Path, encoding: str) -> Iterator[tuple[RowPlace, Any]]:
 
 def _parse(line: str, place: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        return parse_json(line)
+    except ValueError as error:
         raise DocumentError(f"{place} is not JSON: {error}. Expected one object per line.") from error

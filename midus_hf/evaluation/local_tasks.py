@@ -3,13 +3,14 @@
 A task file names its data as `${DATA}/piqa.jsonl`; the folder is put in when the task is used.
 """
 
-import json
 import re
 import string
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from midus_config.json_text import parse_json
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"
@@ -116,7 +117,7 @@ def _check_facts(path: Path, config: dict[str, Any]) -> None:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
+from midus_config.json_text import parse_json
 from midus_hf.documents import first_line
 from midus_hf.saved_models import load_tokenizer
 
@@ -162,7 +163,7 @@ def _read_json(name: str, path: str) -> Any:
         return None
     try:
         with open(file, encoding="utf-8") as stream:
-            return json.load(stream)
+            return parse_json(stream.read())
     except ValueError as error:
         raise ValueError(
             f"embedding model is {name!r}, whose {path} is not JSON: {first_line(error)}. Copy the model again."

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from midus_config.fetched_blocks import BANKS_FOLDER, TREE_FILES
+from midus_config.json_text import parse_json
 from midus_config.whole_files import whole_file
 from midus_hf.documents import first_line
 
@@ -157,7 +158,7 @@ def read_tree(folder: str | Path) -> TreeContents:
         sizes = (
             None if record["sizes"] is None else [torch.tensor(level, dtype=torch.int64) for level in record["sizes"]]
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _altered(path, f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)) from error
     if sizes is not None and not _nested(sizes, branching, levels):
         raise _altered(path, "its sizes of nodes are not the sums of those of their children")
@@ -187,7 +188,7 @@ def _altered(path: Path, reason: str) -> ValueError:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"tree is {str(path.parent)!r}, whose {RECORD_FILE} cannot be read ({error.strerror}); expected a folder that "
@@ -201,6 +202,8 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _nested(sizes: list[torch.Tensor], branching: int, levels: int) -> bool:
+    if len(sizes) != levels:  # of a record that was altered, more of them than there is memory for
+        return False
     expected = [(branching ** (level + 1),) for level in range(levels)]
     if [tuple(level.shape) for level in sizes] != expected:
         return False
@@ -215,8 +218,10 @@ def _read_centroids(path: Path, branching: int, levels: int, width: int) -> list
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _altered(path, first_line(error)) from error
-    expected = {_name(level): (branching ** (level + 1), width) for level in range(levels)}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+    expected = {
+        _name(level): (branching ** (level + 1), width) for level in range(levels if levels == len(found) else 0)
+    }
+    if not expected or found != expected or any(tensor.dtype != torch.float32 for tensor in tensors.values()):
         raise _altered(path, f"its tensors are not the float32 ones that {RECORD_FILE} speaks of")
     return [tensors[name] for name in expected]

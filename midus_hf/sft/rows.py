@@ -1,10 +1,10 @@
 """Rows of chats: from JSON, JSON lines or Parquet, a folder of such files, or a dataset of the Hub."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from midus_config.json_text import parse_json
 from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
 from midus_hf.sft.options import DataOptions
 from midus_hf.training.corpus import load_hub_dataset
@@ -64,7 +64,7 @@ def _read_file(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
 
 def _rows_of_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
+        rows = parse_json(text)
+    except ValueError as error:
         raise DocumentError(f"file {str(path)!r} is not JSON: {error}. Expected a list of objects.") from error
     return ((f"row {number} of {str(path)!r}", row) for number, row in enumerate(rows, start=1))

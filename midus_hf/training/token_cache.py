@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from midus_config.json_text import parse_json
 from midus_config.manifest import describe_files, first_damage
 from midus_config.whole_files import sync
 from midus_hf.documents import DocumentError, first_line, text_of_row
@@ -100,7 +101,7 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):
             if path.name == "tokenizer_config.json":
-                settings = json.loads(path.read_text(encoding="utf-8"))
+                settings = parse_json(path.read_text(encoding="utf-8"))
                 for key in ("is_local", "local_files_only", "name_or_path", "chat_template"):
                     settings.pop(key, None)
                 identity.append(json.dumps(settings, sort_keys=True))
@@ -225,11 +226,11 @@ def _whole_record(entry: Path) -> dict[str, Any]:
         DocumentError: If the record or a file is not what was written.
     """
     try:
-        record = json.loads((entry / _RECORD).read_text(encoding="utf-8"))
+        record = parse_json((entry / _RECORD).read_text(encoding="utf-8"))
         stamp = _stamp(entry)
         if record["sha256"] != _digest_of(record):
             raise ValueError(f"{_RECORD} does not have the contents that were written")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DocumentError(_damaged(entry, first_line(error))) from error
     if stamp not in _SEEN_WHOLE:
         damage = first_damage(entry, record["files"])

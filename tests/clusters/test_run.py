@@ -12,7 +12,7 @@ from clusters.assigning import document_paths
 from clusters.building import TreeOptions
 from clusters.corpus import read_corpus
 from clusters.run import BuildRequest, build, open_build
-from midus_hf.retrieval import ClusterTree, MemoryRetriever
+from midus_hf.retrieval import ClusterTree, MemoryRetriever, tree_files
 
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 
@@ -136,6 +136,48 @@ def test_a_tree_is_replaced_only_where_that_is_wanted_and_its_embeddings_stay(re
     monkeypatch.setattr("midus_hf.retrieval.TextEmbedder.embed", None)
     tree = build(request_(overwrite=True, options=TreeOptions(branching=2, levels=3, samples=50)))
     assert ClusterTree.load(request_().output).fingerprint == tree.fingerprint and tree.branching == 2
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("moment", ["before the first", "between them"])
+def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
+    request_, monkeypatch, moment, overwrites
+):
+    if overwrites:
+        build(request_("resumed", options=dataclasses.replace(OPTIONS, seed=1)))
+    whole_file, written = tree_files.whole_file, []
+
+    def killed(path):
+        written.append(path.name)
+        if len(written) == 1 + (moment == "between them"):
+            raise KeyboardInterrupt
+        return whole_file(path)
+
+    monkeypatch.setattr(tree_files, "whole_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build(request_("resumed", overwrite=overwrites))
+    monkeypatch.undo()
+    output = request_("resumed").output
+    assert (output / "tree.safetensors").exists() == (overwrites or moment == "between them")
+    assert not (output / "tree.json").exists()
+    (output / "notes.txt").write_text("a person's")
+    with pytest.raises(ValueError, match="holds other files than those of a tree"):
+        build(request_("resumed"))
+    (output / "notes.txt").unlink()
+    for again in (build(request_("resumed")), build(request_("resumed", overwrite=True)), build(request_("whole"))):
+        assert again.fingerprint == ClusterTree.load(output).fingerprint
+    for name in ("tree.json", "tree.safetensors", "windows/leaves.npy"):
+        assert (output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+
+
+def test_centroids_that_no_build_was_at_are_a_persons(request_):
+    output = request_().output
+    output.mkdir()
+    (output / "tree.safetensors").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="holds other files than those of a tree"):
+            build(request_(overwrite=overwrite))
+    assert (output / "tree.safetensors").read_text() == "mine"
 
 
 def test_an_output_that_is_something_else_is_refused(request_, tmp_path):

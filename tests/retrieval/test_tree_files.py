@@ -92,6 +92,10 @@ def test_a_folder_without_a_tree_is_refused(tmp_path):
         ({"width": "wide"}, r"tree.json' was altered or is not whole: invalid literal"),
         ({"sizes": [[3, 12, 22], list(range(9))]}, r"tree.json' was altered .* its sizes of nodes are not the sums"),
         ({"sizes": [[3, 12]]}, r"tree.json' was altered .* its sizes of nodes"),
+        ({"levels": 30_000_000}, r"tree.json' was altered .* its sizes of nodes"),
+        ({"levels": 30_000_000, "sizes": None}, r"tree.safetensors' was altered .* not the float32 ones"),
+        ({"levels": 1e999}, r"tree.json' was altered or is not whole: cannot convert float infinity"),
+        ({"levels": 0, "sizes": []}, r"tree.safetensors' was altered .* not the float32 ones"),
         ({"fingerprint": "0"}, r"tree.safetensors' was altered .* its fingerprint is not that of tree.json"),
         ({"width": 6}, r"tree.safetensors' was altered .* not the float32 ones that tree.json speaks of"),
     ],
@@ -106,6 +110,7 @@ def test_an_altered_record_is_refused(folder, changes, message):
     ("content", "message"),
     [
         ("{", r"tree.json' was altered or is not whole: it is not JSON"),
+        ("[" * 100_000, r"tree.json' was altered or is not whole: it is not JSON: it is nested too deeply"),
         ("[]", r"it holds a list in place of an object"),
         ('{"format_version": 1, "branching": 3}', r"it lacks 'levels'"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midus_config.fetched_blocks import BankLayout
+from midus_config.json_text import parse_json
 from midus_config.whole_files import whole_file
 from upscalers.banks.nodes import Node
 from upscalers.request.errors import RequestError
@@ -65,7 +66,7 @@ class BlockFile:
 
         try:
             with safe_open(path, "pt") as file:
-                found: Any = json.loads((file.metadata() or {})[_KEY])
+                found: Any = parse_json((file.metadata() or {})[_KEY])
                 pairs = [tuple(map(int, name.split("."))) for name in file.keys()]
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise RequestError(f"{path} is no file of blocks that midus-bank export wrote ({error}).") from None

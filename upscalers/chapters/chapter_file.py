@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from midus_config.json_text import parse_json
 from upscalers.chapters.banks import STORED_INTEGERS, Bank, ChapterMemory, row_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header, read_metadata
 from upscalers.request.errors import RequestError
@@ -137,12 +138,12 @@ def open_chapter_file(path: Path) -> ChapterFile:
     if text is None:
         raise RequestError(f"{path.name} holds no chapters; expected a file that 'midus-chapters export' wrote.")
     try:
-        told: dict[str, Any] = json.loads(text)
+        told: dict[str, Any] = parse_json(text)
         chapters, layers = tuple(told["chapters"]), tuple(told["layers"])
         of_bank = (told["memory"].get(name) for name in ("bank_rank", "bank_bits"))
         file = ChapterFile(path, tensors, chapters, told["chapter_tokens"], layers, *of_bank)
         sound = _is_sound(file)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         sound = False
     if not sound:
         raise RequestError(

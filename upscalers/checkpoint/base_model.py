@@ -1,6 +1,5 @@
 """The base checkpoint: its config, its family, and where each of its tensors lies."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from midus_config.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from midus_config.json_text import parse_json
 from midus_config.memory_entries import Memories
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
@@ -137,10 +137,10 @@ def read_config_file(path: Path) -> Config:
         RequestError: If it cannot be read, or is no JSON object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}. Give another file.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RequestError(f"{path} is not JSON ({error}). Repair or download it again.") from None
     if not isinstance(config, dict):
         raise RequestError(f"{path} holds a {type(config).__name__}; expected a JSON object.")
@@ -271,9 +271,9 @@ def pickled_message(base: str, file: str, with_tokenizer: bool = True) -> str:
 
 def _indexed_tensors(folder: Path, index_path: Path, needs_weights: bool) -> dict[str, StoredTensor] | None:
     try:
-        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(index_path.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(
             f"{index_path.name} is not a shard index ({type(error).__name__}: {error}). Download or save it again."
         ) from None

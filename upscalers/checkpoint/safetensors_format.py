@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from midus_config.json_text import parse_json
 from upscalers.request.errors import RequestError
 
 ITEM_BYTES = {
@@ -132,8 +133,8 @@ def _read_json(file: Path) -> tuple[dict[str, Any], int]:
         if header_bytes > min(_LONGEST_HEADER, size - 8):
             raise _corrupt(file, f"its header claims {header_bytes} bytes of a file of {size}")
         try:
-            header = json.loads(stream.read(header_bytes))
-        except (ValueError, RecursionError) as error:
+            header = parse_json(stream.read(header_bytes))
+        except ValueError as error:
             raise _corrupt(file, f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise _corrupt(file, "its header is not a JSON object")

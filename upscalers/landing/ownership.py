@@ -1,6 +1,5 @@
 """Which folders `--overwrite` may delete: what this package wrote, and nothing that a person put beside it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from midus_config.checkpoint_files import (
     is_of,
 )
 from midus_config.fetched_blocks import BANKS_FOLDER
+from midus_config.json_text import parse_json
 from midus_config.wording import first_few
 from upscalers.record.provenance import CONFIG_KEY, has_config_entry, is_record
 from upscalers.request.errors import RequestError
@@ -117,7 +117,7 @@ def _is_ours(folder: Path) -> bool:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

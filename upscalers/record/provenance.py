@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from midus_config.checkpoint_files import RECORD_FILE
+from midus_config.json_text import parse_json
 from midus_config.memory_entries import BASE_DIGEST, Memories
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
@@ -83,8 +84,8 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        record = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise RequestError(f"{path} is not JSON ({error}). Delete it to go by config.json alone.") from None
     return record if isinstance(record, dict) else None
 
