@@ -129,7 +129,7 @@ DAMAGES = {
     "a-bit-of-the-schema": (lambda arrow, record: flip(arrow, 40), f"00000.arrow {ALTERED}"),
     "record-missing": (lambda arrow, record: record.unlink(), "No such file"),
     "record-cut": (lambda arrow, record: os.truncate(record, 30), ""),
-    "record-nested": (lambda arrow, record: record.write_text("[" * 100_000), "recursion"),
+    "record-nested": (lambda arrow, record: record.write_text("[" * 100_000), "it is nested too deeply"),
     "number-in-the-record": (lambda arrow, record: edit(record, tokens=9), f"entry.json {ALTERED}"),
     "id-in-the-record": (lambda arrow, record: edit(record, largest_id=9), f"entry.json {ALTERED}"),
 }
