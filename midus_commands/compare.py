@@ -104,6 +104,5 @@ def main() -> None:
         hint=" See 'midus-compare --help'.",
         failure="failed: ",
         interruption="interrupted; the same command goes on",
-        hears_termination=True,
     )
     sys.exit(status)

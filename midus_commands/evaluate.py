@@ -241,9 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     An interruption and a termination are told after the models that were finished have been shown.
     """
-    status = run_command(
-        app, arguments, "midus-eval", interruption="interrupted; nothing was measured", hears_termination=True
-    )
+    status = run_command(app, arguments, "midus-eval", interruption="interrupted; nothing was measured")
     if status:
         sys.exit(status)
 

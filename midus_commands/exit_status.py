@@ -9,8 +9,10 @@
 """
 
 import contextlib
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -43,10 +45,11 @@ def run_command(
     hint: str = "",
     failure: str | None = "",
     interruption: str = "interrupted",
-    hears_termination: bool = False,
     silent: bool = False,
 ) -> int:
     """Run a command line, and say in one line, behind its name, how it ended unless it is done.
+
+    SIGTERM interrupts the work as Ctrl-C does, so that what is half done is cleaned up.
 
     Args:
         app: The command line.
@@ -58,8 +61,6 @@ def run_command(
         failure: What stands before any other error; None lets it be raised, for a status of 1 and a traceback.
             Default: nothing.
         interruption: What an interruption is told as, unless an `Ending` says more. Default: `interrupted`.
-        hears_termination: Whether SIGTERM interrupts the work as Ctrl-C does, rather than ending it at once.
-            Default: false.
         silent: Whether to say no line, since another process does. Default: false.
 
     Returns:
@@ -67,7 +68,7 @@ def run_command(
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     with contextlib.ExitStack() as stack:
-        heard = stack.enter_context(_termination_interrupts()) if hears_termination else []
+        heard = stack.enter_context(_termination_interrupts())
         try:
             _refuse_empty(words)
             command = typer.main.get_command(app)
@@ -116,10 +117,18 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _termination_interrupts() -> Iterator[list[int]]:
-    """Let SIGTERM interrupt; gives a list of those that came."""
+    """Let SIGTERM interrupt, unless it is ignored; gives a list of those that came."""
     heard: list[int] = []
+    process = os.getpid()
+    is_heard = threading.current_thread() is threading.main_thread()  # Python handles signals nowhere else
+    if not is_heard or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        yield heard
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # one that was forked for a part of the work, and is ended when that is done
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         heard.append(number)
         raise KeyboardInterrupt
 

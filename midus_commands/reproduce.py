@@ -125,6 +125,5 @@ def main() -> None:
         hint=" See 'midus-reproduce --help'.",
         failure="failed: ",
         interruption="interrupted; the same command goes on",
-        hears_termination=True,
     )
     sys.exit(status)

@@ -1,5 +1,7 @@
 """Every command ends by one table of exit statuses, and says in one line what is wrong with a request."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -108,3 +110,51 @@ def test_work_that_does_not_get_done_is_1_or_130(command, error, monkeypatch, ca
 def test_an_empty_word_is_refused_by_every_command(command, words, what, monkeypatch, capsys):
     assert run_in_process(command, words, monkeypatch) == 2
     assert f"{command}: {what} is ''; expected a value. Fill it in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_work_that_is_terminated_is_143_and_may_clean_up(command, monkeypatch, capsys):
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+
+    def terminated(*arguments, **options):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append(command)
+
+    function, words = WORK[command]
+    monkeypatch.setattr(function, terminated)
+    assert run_in_process(command, words, monkeypatch) == 143
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), cleaned) == ("", 1, [command]) and "interrupted" in err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_that_a_command_forked_ends_at_sigterm_and_says_nothing(monkeypatch, capfd):
+    """Pools of processes are ended so, when their work is done."""
+
+    def work(*arguments, **options):
+        child = os.fork()
+        if not child:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(1)
+        ended.append(os.waitpid(child, 0)[1])
+        raise RuntimeError
+
+    ended: list[int] = []
+    function, words = WORK["midus-bank"]
+    monkeypatch.setattr(function, work)
+    assert run_in_process("midus-bank", words, monkeypatch) == 1
+    assert [os.WTERMSIG(status) for status in ended] == [signal.SIGTERM] and capfd.readouterr().err.count("\n") == 1
+
+
+def test_sigterm_that_is_ignored_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        function, words = WORK["midus-bank"]
+        monkeypatch.setattr(function, lambda *_, **__: signal.raise_signal(signal.SIGTERM) or 1 / 0)
+        assert run_in_process("midus-bank", words, monkeypatch) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)

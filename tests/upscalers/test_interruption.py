@@ -196,6 +196,23 @@ def test_interrupted_from_the_keyboard_a_run_cleans_up_itself(bases, tmp_path):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_is_interrupted_or_terminated_cleans_up_itself(
+    tiny_bases, tmp_path, command, monkeypatch, number, status
+):
+    base, output = tiny_bases[0][0], tmp_path / "out"
+    seen = []
+
+    def stop(*_):
+        seen.extend(os.listdir(tmp_path))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(OutputFolder, "commit", stop)
+    done = command("--base", base, "--method", "solar", "--output", output, "--no-verify")
+    assert done.status == status and done.err.count("\n") == 1
+    assert seen == [".out.partial"] and os.listdir(tmp_path) == []
+
+
 def test_a_base_that_shrinks_while_it_is_read_fails_and_leaves_nothing(tmp_path, monkeypatch):
     base = save_base(tmp_path / "base")
     honest = writer.CheckpointWriter.write
