@@ -1,5 +1,6 @@
 """Chapters in a file of their own: rows of the bank, what each layer's router has for them, and what they fit."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,13 @@ from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, r
 from upscalers.request.errors import RequestError
 
 METADATA_KEY = "midus_chapters"
+DIGEST_KEY = "midus_chapters_sha256"
+"""What a file's metadata calls the SHA-256 of the whole file, which is taken with zeros in the place of its digits."""
+
+_NO_DIGEST = "0" * 64
+_DIGEST_PLACE = f'"{DIGEST_KEY}":"'.encode()
+_AT_ONCE = 2**24
+_ROWS_AT_ONCE = 2**14
 
 
 def router_weight(layer: int) -> str:
@@ -115,7 +123,27 @@ def metadata(
         "source": source,
         "midus_hf": version,
     }
-    return {METADATA_KEY: json.dumps(told)}
+    return {METADATA_KEY: json.dumps(told), DIGEST_KEY: _NO_DIGEST}
+
+
+def seal(path: Path) -> None:
+    """Put the digest of a file into its metadata, where `metadata` left the place for it."""
+    digest, place = _digest(path)
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(digest.encode())
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    """Return the digest that a file should say of itself, and the position of the one that it says."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = file.read(int.from_bytes(length, "little"))
+        place = header.index(_DIGEST_PLACE) + len(_DIGEST_PLACE)
+        digest = hashlib.sha256(length + header[:place] + _NO_DIGEST.encode() + header[place + len(_NO_DIGEST) :])
+        while block := file.read(_AT_ONCE):
+            digest.update(block)
+    return digest.hexdigest(), len(length) + place
 
 
 def is_chapter_file(path: Path) -> bool:
@@ -149,7 +177,36 @@ def open_chapter_file(path: Path) -> ChapterFile:
         raise RequestError(
             f"{path.name} says of its chapters what its tensors are not; expected a sound file. Export it again."
         )
+    _check_contents(file, read_metadata(path).get(DIGEST_KEY))
     return file
+
+
+def _check_contents(file: ChapterFile, told: str | None) -> None:
+    """Compare a file with its digest, and see that all of its numbers are finite.
+
+    Raises:
+        RequestError: If it was altered, or a number is none.
+    """
+    try:
+        digest = None if told is None else _digest(file.path)[0]
+    except ValueError:  # its header has the digest, but not as `export` writes it
+        digest = None
+    if digest is None or digest != told:
+        found = "has no digest" if told is None else "is not what was exported: its digest differs"
+        raise RequestError(
+            f"{file.path.name} {found}; expected a file as 'midus-chapters export' writes it. Export it again."
+        )
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(file.path, "pt") as opened:
+        for name, tensor in file.tensors.items():
+            rows = opened.get_tensor(name)
+            if rows.is_floating_point() and not all(torch.isfinite(part).all() for part in rows.split(_ROWS_AT_ONCE)):
+                raise RequestError(
+                    f"{file.path.name} has numbers in {name} that are not finite ({tensor.dtype}); expected finite ones alone, since "
+                    "a model would compute no others from them. Export chapters of a model that was trained without fault."
+                )
 
 
 def _is_sound(file: ChapterFile) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from midus_config.checkpoint_files import SINGLE_FILE
 from midus_config.whole_files import put_in_place
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory, row_names
-from upscalers.chapters.chapter_file import is_chapter_file, metadata, router_bias, router_weight
+from upscalers.chapters.chapter_file import is_chapter_file, metadata, router_bias, router_weight, seal
 from upscalers.chapters.numbers import parse_numbers
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
@@ -59,6 +59,7 @@ def export(
         with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
             shards = {SINGLE_FILE: _tensors(found, banks[0], numbers)}
             written = CheckpointWriter(opened.tensors, scan=False).write(Path(folder), shards, told)
+            seal(Path(folder, SINGLE_FILE))
             put_in_place(Path(folder, SINGLE_FILE), file)
     return {
         "command": "export",

@@ -18,6 +18,7 @@ from tests.upscalers.chapters.made import (
     save_chapters,
 )
 from tests.upscalers.checkpoints import read_tensors, same_bits
+from upscalers.chapters.chapter_file import DIGEST_KEY, seal
 
 
 @pytest.fixture
@@ -139,11 +140,17 @@ def test_sizes_that_differ_are_refused(tmp_path, chapters, exported, changes, me
     assert f"two.safetensors has {message}, as bank 0 of memory 'chapters' has" in done.err
 
 
-def test_routers_of_another_width_are_refused(tmp_path, chapters, checkpoint, exported):
+def save_again(exported, change):
+    """Let the file have other tensors, and the digest of those."""
     with safe_open(exported, framework="pt") as file:
         told = file.metadata()
-    tensors = {name: t[:, :16].clone() if "weight" in name else t for name, t in load_file(exported).items()}
-    save_file(tensors, exported, told)
+    tensors = {name: change(name, tensor) for name, tensor in load_file(exported).items()}
+    save_file(tensors, exported, told | {DIGEST_KEY: "0" * 64})
+    seal(exported)
+
+
+def test_routers_of_another_width_are_refused(tmp_path, chapters, checkpoint, exported):
+    save_again(exported, lambda name, tensor: tensor[:, :16].clone() if "weight" in name else tensor)
     done = chapters("import", checkpoint, exported, "--output", tmp_path / "out")
     assert done.status == 2
     assert "two.safetensors has hidden_size = 16; expected 32, as bank 0 of memory 'chapters' has" in done.err
@@ -215,6 +222,41 @@ def test_a_file_whose_words_are_not_its_tensors_is_refused(tmp_path, chapters, c
     done = chapters("import", checkpoint, exported, "--output", tmp_path / "out")
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert "says of its chapters what its tensors are not" in done.err
+
+
+@pytest.mark.parametrize("place", ["chapters", "source", "first number", "last number", "digest"])
+def test_a_file_that_was_altered_is_refused(tmp_path, chapters, checkpoint, exported, place):
+    content = exported.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    changed = {
+        "chapters": content.replace(rb"[4, 2]", rb"[4, 3]"),
+        "source": content.replace(rb"model\"", rb"mosel\""),
+        "first number": content[:header] + bytes([content[header] ^ 1]) + content[header + 1 :],
+        "last number": content[:-1] + bytes([content[-1] ^ 1]),
+        "digest": content.replace(f'{DIGEST_KEY}":"'.encode(), f'{DIGEST_KEY[:-1]}7":"'.encode()),
+    }[place]
+    assert len(changed) == len(content) and changed != content
+    exported.write_bytes(changed)
+    done = chapters("import", checkpoint, exported, "--output", tmp_path / "out")
+    assert (done.status, done.err.count("\n")) == (2, 1) and not (tmp_path / "out").exists()
+    what = "has no digest" if place == "digest" else "is not what was exported: its digest differs"
+    assert (
+        f"two.safetensors {what}; expected a file as 'midus-chapters export' writes it. Export it again." in done.err
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize("where", ["bank", "layers.1.router_bias"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, chapters, checkpoint, exported, where, value):
+    def change(name, tensor):
+        if name == where:
+            tensor.view(-1)[-1] = value
+        return tensor
+
+    save_again(exported, change)
+    done = chapters("import", checkpoint, exported, "--output", tmp_path / "out")
+    assert (done.status, done.err.count("\n")) == (2, 1) and not (tmp_path / "out").exists()
+    assert f"two.safetensors has numbers in {where} that are not finite (F32); expected finite ones alone" in done.err
 
 
 def test_an_export_replaces_files_of_chapters_alone(tmp_path, chapters, checkpoint, exported):
