@@ -37,6 +37,23 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
+def check_ids(largest: int, vocab_size: int) -> None:
+    """See that a model embeds what a tokenizer yields.
+
+    Args:
+        largest: The largest id that it yields.
+        vocab_size: Number of ids the model embeds.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer yields id {largest}, but the model embeds {vocab_size} ids; "
+            "use the tokenizer that the model was made with."
+        )
+
+
 def load_model(
     name: str, dtype: str = "auto", trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:

@@ -23,6 +23,7 @@ from midus_hf.evaluation.quiet import without_bars
 from midus_hf.retrieval.bank_tree import check_tree
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.saved_models import check_ids
 
 
 @register_model("midus")
@@ -97,11 +98,16 @@ class MidusLM(HFLM):
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._progress(len(inps))
+        self._check_ids(inps)
         return super()._model_call(inps, *args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._progress(len(context))
+        self._check_ids(context)
         return super()._model_generate(context, *args, **kwargs)
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        check_ids(int(ids.max()), self.model.config.get_text_config().vocab_size)
 
 
 class Tasks:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from midus_hf.evaluation.fetching import PathFinder
+from midus_hf.saved_models import check_ids
 
 DEFAULT_SEQUENCE_LENGTH = 1024
 DOCUMENT_SEPARATOR = "\n\n"
@@ -131,7 +132,8 @@ def perplexity(
         The measures.
 
     Raises:
-        ValueError: If an option is out of range, the text is too short, or the tokenizer is not a fast one.
+        ValueError: If an option is out of range, the text is too short or has an id that the model does not embed, or the tokenizer
+            is not a fast one.
         RuntimeError: If the likelihood of the text is not a finite number.
     """
     if batch_size < 1:
@@ -219,8 +221,10 @@ def measure(
         find_paths: As in `perplexity`, of a text that was prepared apart. Default: nothing is fetched.
 
     Raises:
+        ValueError: If the text has an id that the model does not embed.
         RuntimeError: If the likelihood of the text is not a finite number.
     """
+    check_ids(int(max(text.lead.max(), text.targets.max())), model.config.get_text_config().vocab_size)
     assert find_paths is None or text.documents, "documents that are laid end to end have no path of their own"
     paths = None if find_paths is None else find_paths(text.documents)
     lead, targets, windows, num_tokens = text.lead, text.targets, text.windows, text.num_tokens

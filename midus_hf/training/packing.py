@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.documents import DocumentError
+from midus_hf.saved_models import check_ids
 
 IGNORED_LABEL = -100
 """The label that transformers' losses leave out."""
@@ -52,23 +53,6 @@ def tokenise(
             if vocab_size is not None:
                 check_ids(max(ids), vocab_size)
             yield ids
-
-
-def check_ids(largest: int, vocab_size: int) -> None:
-    """See that a model embeds what a tokenizer yields.
-
-    Args:
-        largest: The largest id that it yields.
-        vocab_size: Number of ids the model embeds.
-
-    Raises:
-        ValueError: If it does not.
-    """
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the tokenizer yields id {largest}, but the model embeds {vocab_size} ids; "
-            "use the tokenizer that the model was made with."
-        )
 
 
 def pack(token_lists: Iterable[list[int]], sequence_length: int) -> Iterator[PackedSequence]:

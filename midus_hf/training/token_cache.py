@@ -24,9 +24,10 @@ from midus_config.json_text import parse_json
 from midus_config.manifest import describe_files, first_damage
 from midus_config.whole_files import sync
 from midus_hf.documents import DocumentError, first_line, text_of_row
+from midus_hf.saved_models import check_ids
 from midus_hf.training.corpus import HubRows, LocalText, usable_cores
 from midus_hf.training.mapped_tokens import MappedTokens
-from midus_hf.training.packing import check_ids, check_length, tokenise
+from midus_hf.training.packing import check_length, tokenise
 
 _PROCEDURE = 2
 """Version of how documents become tokens here, and of the record: raised when either changes, so that older entries are not taken."""

@@ -262,6 +262,21 @@ def test_a_model_that_cannot_be_loaded_gets_one_line_and_status_2(room, tmp_path
     assert "which cannot be loaded" in line
 
 
+@pytest.mark.parametrize("measure", ["text", pytest.param("tasks", marks=needs_harness)])
+def test_ids_that_the_model_does_not_embed_get_one_line_and_status_2(room, tmp_path, capsys, measure):
+    save_byte_model("qwen2", tmp_path, max_position_embeddings=256, vocab_size=40)
+    words = {
+        "text": ("--text", room / "text.txt", "--sequence-length", 32),
+        "tasks": ("--tasks", "piqa", "--data", room / "questions"),
+    }
+    status, line = refusal(capsys, tmp_path, *words[measure])
+    assert status == 2
+    assert re.search(
+        r"the tokenizer yields id \d+, but the model embeds 40 ids; use the tokenizer that the model was made with\.",
+        line,
+    )
+
+
 def test_work_that_fails_gets_one_line_and_status_1(room, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(room / "base")
     model.model.norm.weight.data.fill_(float("nan"))
