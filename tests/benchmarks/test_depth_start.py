@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import depth_start
 from benchmarks.depth_start import Row, table
-from benchmarks.tracked import read
+from benchmarks.tracked import RESULTS, read
 
 
 @pytest.fixture
@@ -92,3 +92,8 @@ def test_the_table_tells_what_was_learned():
         "| added | 0.001 |  | 30 | 3.5000 | 3.2500 | 0.2500 |",
         "| lora | 0.005 | 0.0001 | 30 | 3.5000 | 3.4000 | 0.1000 |",
     ]
+
+
+def test_rows_that_are_tracked_have_its_columns():
+    (columns,) = {tuple(row) for row in read(RESULTS / "depth_start.csv")}
+    assert columns == tuple(Row.__dataclass_fields__)
