@@ -148,7 +148,10 @@ def grouped(
         group = (tokens_of[skipped:, None] <= rooms).sum(1).clamp(min=1) - 1  # the last one that has room
         order = group.argsort(stable=True)
         members, sizes = members[order], torch.bincount(group, minlength=len(lengths)).tolist()
-    parts, tokens, kept_lengths, firsts, first = [], [], [], torch.zeros_like(first_tokens), 0
+    parts: list[torch.Tensor] = []
+    tokens: list[torch.Tensor] = []
+    kept_lengths: list[int] = []
+    firsts, first = torch.zeros_like(first_tokens), 0
     # Of stretch 0, as many as its tokens fill: they are read for with the longest stretches.
     copies = -(-alike_room // room)
     for length, of_group in zip(lengths, members.split(sizes), strict=True):

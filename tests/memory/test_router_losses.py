@@ -149,7 +149,9 @@ def loss_of_choices(choices: torch.Tensor, shared_logit: float, **options) -> fl
     wanted = torch.zeros(len(choices), 7, dtype=torch.float64).scatter_(1, choices + 1, 4.0)
     wanted[:, 0] = shared_logit
     hidden_states = states(1, len(choices)).detach()
-    memory.router_weight.data = torch.linalg.lstsq(hidden_states[0], wanted).solution.T.contiguous()
+    memory.router_weight.data = torch.linalg.lstsq(
+        memory.route(hidden_states).pooled.states, wanted
+    ).solution.T.contiguous()
     memory.router_bias.data.zero_()
     return told(memory, hidden_states)[1].item()
 
