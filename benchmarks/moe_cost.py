@@ -12,8 +12,8 @@ Transformers has, and the fastest counts; `batched_mm`, which copies the experts
 take more than a gigabyte. What the memory derives from its weights alone is kept, as `generate` keeps it.
 
 Of both passes, the second has gradients of all weights and of the input, as training computes them. Gradients of tables are
-sparse, of the rows that were read, as with `sparse_values`; nothing is kept, and bytes are those of the first pass. Each row is
-written, whatever it shows.
+sparse, of the rows that were read, as with `sparse_values`; nothing is kept, and bytes are those of the first pass. `eager` is left
+out, where each expert has a gradient as large as that of all. Each row is written, whatever it shows.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def _measured(
     hidden_states: torch.Tensor,
 ) -> Row:
     moe, ultramem = layers["moe"], layers["ultramem"]
-    ways = ways_of(moe, len(hidden_states))
+    ways = ways_of(moe, len(hidden_states), passes)
     calls = {way: partial(moe.computed_by, way) for way in ways} | {"ultramem": ultramem}
     ultramem.memory.table_reading.sparse_gradient = passes == "both"
     with torch.no_grad():
@@ -218,11 +218,12 @@ def _measured(
     )
 
 
-def ways_of(moe: MoeLayer, batch: int) -> tuple[str, ...]:
-    """Those of `WAYS` that a batch has room for."""
+def ways_of(moe: MoeLayer, batch: int, passes: str) -> tuple[str, ...]:
+    """Those of `WAYS` that a batch has room and time for: with `eager`, each expert has a gradient as large as that of all."""
     experts = sum(parameter.nbytes for parameter in moe.block.experts.parameters())
     copied = experts // EXPERTS * CHOSEN * batch
-    return tuple(way for way in WAYS if way != "batched_mm" or copied <= _MOST_COPIED)
+    left_out = {"batched_mm"} if copied > _MOST_COPIED else set()
+    return tuple(way for way in WAYS if way not in left_out | ({"eager"} if passes == "both" else set()))
 
 
 def _both_passes(

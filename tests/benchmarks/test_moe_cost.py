@@ -54,8 +54,9 @@ def test_every_way_to_compute_experts_gives_the_same():
 def test_ways_that_copy_experts_for_each_token_are_left_out_where_there_is_no_room(monkeypatch):
     layer = MoeLayer(SMALL)
     monkeypatch.setattr(moe_cost, "_MOST_COPIED", 3 * 4 * CHOSEN * 3 * SMALL.hidden * SMALL.expert)
-    assert ways_of(layer, 3) == WAYS
-    assert ways_of(layer, 4) == ("eager", "grouped_mm")
+    assert ways_of(layer, 3, "forward") == WAYS
+    assert ways_of(layer, 4, "forward") == ("eager", "grouped_mm")
+    assert ways_of(layer, 3, "both") == ("grouped_mm", "batched_mm")
 
 
 def test_every_row_is_written_and_printed(monkeypatch, tmp_path, capsys):
