@@ -124,7 +124,7 @@ ADAPTERS: Kind = ("adapter_model.safetensors", "adapter_config.json")
 """What PEFT writes instead of weights. A run merges them at its end, so that checkpoints alone have them."""
 
 _STATES_OF_BLOCKS: Kind = tuple(
-    f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors", BANK_AUDIT)
+    f"{BLOCK_STATES}/*/{name}" for name in ("touched.json", "level-#.safetensors", "level-#-#.safetensors", BANK_AUDIT)
 )
 
 RESUMED: Kind = (

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from midus_config.fetched_blocks import BANK_AUDIT, level_file
-from midus_config.whole_files import whole_file
+from midus_config.whole_files import link_or_copy, whole_file
 from midus_hf.banks.bank_description import described_again, write_description
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
@@ -70,6 +70,24 @@ class BlockState:
         return cls(master.clone().requires_grad_(), mean.clone(), square.clone(), int(step))
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """A file with the state of blocks of a level.
+
+    Args:
+        path: Of the file.
+        indices: The block that each of its records is of; a file behind it may have a later record of the same block.
+    """
+
+    path: Path
+    indices: list[int]
+
+    @property
+    def number(self) -> int:
+        """What tells the file from others of its level."""
+        return int(self.path.stem.split("-")[2])
+
+
 class TrainedBank(BlockReader):
     """The blocks of a bank as training has left them; those that were never fetched are the bank's.
 
@@ -99,6 +117,9 @@ class TrainedBank(BlockReader):
         self._bytes_in_memory = bytes_in_memory
         self._waiting: dict[int, LevelFile] = {}
         self._resumed: dict[tuple[int, int], tuple[LevelFile, int]] = {}
+        self._changed: set[tuple[int, int]] = set()
+        self._parts: dict[int, list[StatePart]] = {}
+        self._opened: list[LevelFile] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainedBank":
         """Itself: copies of a model read the same bank."""
@@ -151,10 +172,11 @@ class TrainedBank(BlockReader):
             eps: That the root is not zero.
             weight_decay: Decoupled, of these blocks alone.
         """
-        for state in self._states.values():
+        for key, state in self._states.items():
             gradient = state.master.grad
             if gradient is None:
                 continue
+            self._changed.add(key)
             state.step += 1
             state.mean.lerp_(gradient, 1 - betas[0])
             state.square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
@@ -185,9 +207,10 @@ class TrainedBank(BlockReader):
         Raises:
             BankError: If a file is absent, or another bank's.
         """
-        for level, indices in _touched_in(folder).items():
-            with contextlib.closing(self._state_file(folder, level, indices)) as file:
-                records = ((index, file.read(place)) for place, index in enumerate(indices))
+        parts = [(level, part) for level, of_level in _parts_in(folder).items() for part in of_level]
+        for level, part in parts:
+            with contextlib.closing(self._state_file(level, part)) as file:
+                records = ((index, file.read(place)) for place, index in enumerate(part.indices))
                 found = _first_not_finite(
                     ((level, index), BlockState.unpacked(record)) for index, record in records if record is not None
                 )
@@ -223,24 +246,52 @@ class TrainedBank(BlockReader):
             self.audit.save(self.bank.folder / BANK_AUDIT)
 
     def save_state(self, folder: Path) -> None:
-        """Write masters, moments and steps of every block that was touched, to go on from."""
+        """Write masters, moments and steps of every block that was touched, to go on from.
+
+        Of a level that was saved before, the blocks that have changed since are written, to a file of their own. The files of the
+        last state that was saved or loaded are linked into the folder, and each folder is whole by itself. Once files have more
+        than twice as many records as blocks were touched, all are written anew.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         by_level: dict[int, list[int]] = {}
         for level, index in self.touched():
             by_level.setdefault(level, []).append(index)
-        for level, indices in by_level.items():
-            numel = 3 * self.layout.record_numel(level) + 1
-            with whole_file(
-                folder / level_file(level)
-            ) as partial:  # blocks may still be read from a state that lies there
-                create_level_file(partial, len(indices), numel, torch.float32)
-                with contextlib.closing(LevelFile(partial, len(indices), numel, writable=True)) as file:
-                    for place, index in enumerate(indices):
-                        file.write(place, self._read_state(level, index).packed())
+        parts = {level: self._save_level(folder, level, indices) for level, indices in by_level.items()}
         if self.audit is not None:
             self.audit.save(folder / BANK_AUDIT)
         with whole_file(folder / _TOUCHED) as partial:
-            partial.write_text(json.dumps({str(level): found for level, found in by_level.items()}))
+            named = {
+                str(level): [[part.path.name, part.indices] for part in of_level] for level, of_level in parts.items()
+            }
+            partial.write_text(json.dumps(named))
+        kept = {part.path.name for of_level in parts.values() for part in of_level}
+        for path in folder.glob("level-*.safetensors"):
+            if path.name not in kept:
+                path.unlink()
+        self._parts = parts
+        self._changed.clear()
+
+    def _save_level(self, folder: Path, level: int, touched: list[int]) -> list[StatePart]:
+        """Write the state of the blocks of a level, or what has changed of it; return the files that have it."""
+        before = self._parts.get(level, [])
+        changed = [index for index in touched if (level, index) in self._changed]
+        records = sum(len(part.indices) for part in before) + len(changed)
+        if records > 2 * len(touched) or not all(part.path.exists() for part in before):
+            before = []
+        parts = [StatePart(folder / part.path.name, part.indices) for part in before]
+        for source, part in zip(before, parts, strict=True):
+            link_or_copy(source.path, part.path)
+        if written := changed if before else touched:
+            number = 1 + max((part.number for part in self._parts.get(level, [])), default=0)
+            numel = 3 * self.layout.record_numel(level) + 1
+            path = folder / f"level-{level}-{number}.safetensors"
+            with whole_file(path) as partial:  # blocks may still be read from a state that lies there
+                create_level_file(partial, len(written), numel, torch.float32)
+                with contextlib.closing(LevelFile(partial, len(written), numel, writable=True)) as file:
+                    for place, index in enumerate(written):
+                        file.write(place, self._read_state(level, index).packed())
+            parts.append(StatePart(path, written))
+        return parts
 
     def load_state(self, folder: Path) -> None:
         """Go on from what `save_state` wrote; blocks are read when they are fetched.
@@ -248,18 +299,22 @@ class TrainedBank(BlockReader):
         Raises:
             BankError: If a file is absent, or another bank's.
         """
-        touched = _touched_in(folder)
+        parts = _parts_in(folder)
         if self.audit is not None:
             self.audit.load(folder / BANK_AUDIT)
         self._states.clear()
         self._close_files()
         self.changed()
-        for level, indices in touched.items():
-            file = self._state_file(folder, level, indices)
-            self._resumed |= {(level, index): (file, place) for place, index in enumerate(indices)}
+        self._changed.clear()
+        self._parts = parts
+        for level, of_level in parts.items():
+            for part in of_level:  # those behind have what has changed since
+                file = self._state_file(level, part)
+                self._opened.append(file)
+                self._resumed |= {(level, index): (file, place) for place, index in enumerate(part.indices)}
 
-    def _state_file(self, folder: Path, level: int, indices: Sequence[int]) -> LevelFile:
-        return LevelFile(folder / level_file(level), len(indices), 3 * self.layout.record_numel(level) + 1)
+    def _state_file(self, level: int, part: StatePart) -> LevelFile:
+        return LevelFile(part.path, len(part.indices), 3 * self.layout.record_numel(level) + 1)
 
     def close(self) -> None:
         """Close the files of the bank, and those of what was put aside, which are gone then."""
@@ -268,8 +323,9 @@ class TrainedBank(BlockReader):
 
     def _close_files(self) -> None:
         """Leave behind what was put aside, and the state that training went on from."""
-        for file in {*self._waiting.values(), *(file for file, _ in self._resumed.values())}:
+        for file in (*self._waiting.values(), *self._opened):
             file.close()
+        self._opened.clear()
         self._waiting.clear()
         self._resumed.clear()
 
@@ -323,15 +379,40 @@ class TrainedBank(BlockReader):
         return self._waiting[level]
 
 
-def _touched_in(folder: Path) -> dict[int, list[int]]:
-    """Return the blocks, by level, whose state `save_state` wrote to a folder."""
+def _parts_in(folder: Path) -> dict[int, list[StatePart]]:
+    """Return the files, by level, that `save_state` wrote to a folder.
+
+    Raises:
+        BankError: If there is no list of them.
+    """
     try:
         touched = json.loads((folder / _TOUCHED).read_text())
     except OSError as error:
         raise BankError(
             f"there is no state of blocks in {folder} ({error.strerror}: {_TOUCHED}); expected that of a run that trains blocks."
         ) from None
-    return {int(level): indices for level, indices in touched.items()}
+    except (ValueError, RecursionError):
+        touched = None
+    if not _is_list_of_parts(touched):
+        raise BankError(
+            f"{folder / _TOUCHED} does not name the files that have the state of blocks; expected one that this version wrote. "
+            "Resume from another checkpoint."
+        )
+    return {
+        int(word): [StatePart(folder / name, indices) for name, indices in parts] for word, parts in touched.items()
+    }
+
+
+def _is_list_of_parts(touched: Any) -> bool:
+    """Whether something is what `save_state` says of each level: names of files, each with the indices of its blocks."""
+    return isinstance(touched, dict) and all(
+        isinstance(parts, list)
+        and all(
+            isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) and isinstance(part[1], list)
+            for part in parts
+        )
+        for parts in touched.values()
+    )
 
 
 def _first_not_finite(states: Iterable[tuple[BlockKey, BlockState]]) -> str | None:

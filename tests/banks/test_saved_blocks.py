@@ -1,6 +1,7 @@
 """What blocks have learnt is saved, loaded and gone on from to the same bytes."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -98,6 +99,59 @@ def test_a_state_may_be_saved_where_it_was_loaded_from(folder, tmp_path):
         assert again.touched() == bank.touched() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_a_state_writes_what_has_changed_since_the_last_one_and_each_is_whole_by_itself(folder, tmp_path):
+    bank, whole = bank_in(folder), bank_in(folder)
+    expected = []
+    for step in range(5):
+        train(bank, steps=[step])
+        bank.save_state(tmp_path / f"state-{step}")
+        expected.append(blocks_of(bank, bank.touched()))
+    links = {path.name for path in (tmp_path / "state-0").glob("level-*") if path.stat().st_nlink == 5}
+    assert links == {"level-3-1.safetensors"}, "it is in every state; of level 1 all was written anew"
+    second = json.loads((tmp_path / "state-1" / "touched.json").read_text())
+    assert second["3"] == [["level-3-1.safetensors", [5]], ["level-3-2.safetensors", [4, 22]]]
+    shutil.rmtree(tmp_path / "state-0")
+    shutil.rmtree(tmp_path / "state-2")
+    for step in (1, 3, 4):
+        again = bank_in(folder)
+        again.load_state(tmp_path / f"state-{step}")
+        found = blocks_of(again, again.touched())
+        assert found.keys() == expected[step].keys()
+        assert all(torch.equal(found[key], expected[step][key]) for key in found)
+        train(again, steps=range(step + 1, 5))
+        again.save_state(tmp_path / f"again-{step}")
+        assert all(torch.equal(block, expected[4][key]) for key, block in blocks_of(again, again.touched()).items())
+    train(whole)
+    assert all(torch.equal(block, expected[4][key]) for key, block in blocks_of(whole, whole.touched()).items())
+
+
+def test_states_do_not_grow_for_ever(folder, tmp_path):
+    bank = bank_in(folder)
+    for number in range(12):
+        train(bank, steps=[0])
+        bank.save_state(tmp_path / f"state-{number}")
+    parts = json.loads((tmp_path / "state-11" / "touched.json").read_text())
+    assert all(sum(len(indices) for _, indices in of_level) <= 2 for of_level in parts.values())
+    assert {path.name for path in (tmp_path / "state-11").iterdir()} == {
+        "touched.json",
+        *(name for of_level in parts.values() for name, _ in of_level),
+    }
+
+
+def test_a_state_whose_last_one_is_gone_is_written_whole(folder, tmp_path):
+    bank = bank_in(folder)
+    train(bank, steps=range(2))
+    bank.save_state(tmp_path / "first")
+    shutil.rmtree(tmp_path / "first")
+    train(bank, steps=[4])
+    bank.save_state(tmp_path / "second")
+    again = bank_in(folder)
+    again.load_state(tmp_path / "second")
+    expected = blocks_of(bank, bank.touched())
+    assert again.touched() == bank.touched()
+    assert all(torch.equal(block, expected[key]) for key, block in blocks_of(again, again.touched()).items())
+
+
 def test_what_was_put_aside_before_a_state_was_loaded_is_left_behind(folder, tmp_path):
     bank = bank_in(folder, bytes_in_memory=0)
     start = blocks_of(bank)
@@ -111,22 +165,25 @@ def test_what_was_put_aside_before_a_state_was_loaded_is_left_behind(folder, tmp
     assert bank.touched() == sorted(FETCHED[0])
 
 
-@pytest.mark.parametrize("damage", ["no list", "file", "sizes", "flipped"])
+@pytest.mark.parametrize("damage", ["no list", "no JSON", "earlier list", "file", "sizes", "flipped"])
 def test_a_state_that_is_damaged_or_anothers_is_refused(damage, folder, tmp_path):
     bank, state = bank_in(folder), tmp_path / "state"
     train(bank, steps=range(2))
     bank.save_state(state)
     if damage == "no list":
         (state / "touched.json").unlink()
+    elif damage in ("no JSON", "earlier list"):
+        (state / "touched.json").write_text("{" if damage == "no JSON" else '{"3": [5, 22]}')
     elif damage == "file":
-        (state / "level-3.safetensors").unlink()
+        (state / "level-3-1.safetensors").unlink()
     elif damage == "sizes":
         found = json.loads((state / "touched.json").read_text())
-        (state / "touched.json").write_text(json.dumps({**found, "3": found["3"][:-1]}))
+        ((name, indices),) = found["3"]
+        (state / "touched.json").write_text(json.dumps({**found, "3": [[name, indices[:-1]]]}))
     else:
-        content = bytearray((state / "level-3.safetensors").read_bytes())
+        content = bytearray((state / "level-3-1.safetensors").read_bytes())
         content[-1] ^= 1
-        (state / "level-3.safetensors").write_bytes(content)
+        (state / "level-3-1.safetensors").write_bytes(content)
     second = bank_in(folder)
     with pytest.raises(BankError):
         second.load_state(state)

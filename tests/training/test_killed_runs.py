@@ -24,13 +24,13 @@ KILLS = {
         ("step", "", 3),
         # Of the run that goes on from checkpoint 2.
         ("os.pwrite", f"checkpoint-4/{BANK}/level-2.safetensors", 5),
-        ("os.pwrite", f"checkpoint-4/{STATE}/.level-1.safetensors.midus-*.partial", 2),
+        ("os.pwrite", f"checkpoint-4/{STATE}/.level-1-2.safetensors.midus-*.partial", 2),
         ("os.rename", f"checkpoint-4/{STATE}/.audit.sqlite3.midus-*.partial", 1),
         ("open", "checkpoint-4/trainer_state.json", 1),
-        ("os.rename", "checkpoint-4/.manifest.json.partial", 1),
+        ("os.rename", "checkpoint-4/.manifest.json.midus-*.partial", 1),
     ],
     "the-end": [
-        ("os.remove", f"checkpoint-2/{STATE}/level-2.safetensors", 1),
+        ("os.remove", f"checkpoint-2/{STATE}/level-2-1.safetensors", 1),
         ("os.pwrite", f".partial_model/{BANK}/level-1.safetensors", 2),
         ("os.rename", ".partial_model/memory_bank", 1),
     ],
@@ -82,8 +82,11 @@ def complete_checkpoints(output: Path) -> list[int]:
 def assert_same_state(one: Path, other: Path) -> None:
     """Of two checkpoints, bit by bit: model, blocks, what optimizers know of both, and what trained the blocks."""
     assert_same_model(one, other)
-    files = sorted(path.relative_to(one) for path in one.glob("block_states/0/level-*"))
-    assert len(files) == 2 and all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
+    files, others = (
+        sorted(path.relative_to(folder) for path in folder.glob(f"{STATE}/level-*")) for folder in (one, other)
+    )
+    assert files == others and len(files) >= 2
+    assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
     assert (one / STATE / "touched.json").read_text() == (other / STATE / "touched.json").read_text()
     states = [torch.load(folder / "optimizer.pt")["state"] for folder in (one, other)]
     assert states[0] and states[0].keys() == states[1].keys()

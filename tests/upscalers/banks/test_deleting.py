@@ -38,17 +38,18 @@ def traces(run: Path) -> list[bytes]:
     bank.close()
     for state in sorted(run.glob("checkpoint-*/block_states/0")):
         numel, touched = 3 * len(found[0]) + 1, json.loads((state / "touched.json").read_text())
-        found += states_of(state, touched, numel)
+        found += records_of(state, touched, numel)
     stretches = [record[start : start + 16] for record in found for start in range(0, len(record) - 16, 64)]
     return [stretch.numpy().tobytes() for stretch in stretches if stretch.count_nonzero() == 16]
 
 
-def states_of(state: Path, touched: dict, numel: int) -> list[torch.Tensor]:
-    indices = touched[str(NODE[0])]
-    file = LevelFile(state / f"level-{NODE[0]}.safetensors", len(indices), numel)
-    record = file.read(indices.index(NODE[1]))
-    file.close()
-    return [record]
+def records_of(state: Path, touched: dict, numel: int) -> list[torch.Tensor]:
+    records = []
+    for name, indices in touched[str(NODE[0])]:
+        file = LevelFile(state / name, len(indices), numel)
+        records += [file.read(place) for place, index in enumerate(indices) if index == NODE[1]]
+        file.close()
+    return records
 
 
 def files_with(folder: Path, stretches: list[bytes]) -> set[str]:
@@ -69,7 +70,7 @@ def test_no_file_of_the_result_has_what_the_block_has_learnt(trained, tmp_path, 
     run("export", trained, "--node", "1:0", "--output", model / "other.safetensors", capsys=capsys)
     learnt = traces(trained)
     expected = {"memory_bank/hier-ffn/level-2.safetensors", "some.safetensors", "only.safetensors"}
-    expected |= {f"checkpoint-{step}/block_states/0/level-2.safetensors" for step in (3, 6)}
+    expected |= {f"checkpoint-{step}/block_states/0/level-2-1.safetensors" for step in (3, 6)}
     assert expected <= files_with(model, learnt), "the search finds what is there"
     done = run("delete", model, "--node", "2:4", "--output", tmp_path / "out", capsys=capsys)
     assert done["blocks"] == ["2:4"]
