@@ -131,7 +131,10 @@ class _Batched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_read, of_lse = gradients
         query, read, lse, *slots = ctx.saved_tensors
         keys, values = slots[: ctx.count], slots[ctx.count :]
-        of_query, *of_slots = batched_gradients(*gradients, query, keys, values, read, lse, ctx.scaling, ctx.softcap)
+        of_query, *of_slots = batched_gradients(
+            of_read, of_lse, query, keys, values, read, lse, ctx.scaling, ctx.softcap
+        )
         return of_query, None, None, None, *of_slots

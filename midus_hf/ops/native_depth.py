@@ -81,11 +81,9 @@ def _run(
         }
         refuse_places({"query": query, **slots})
     query, keys, values = with_rows(query), [with_rows(key) for key in keys], [with_rows(value) for value in values]
-    into_slots = into_slots or [None] * 2 * len(keys)  # type: ignore[list-item]
+    into: Sequence[torch.Tensor | None] = into_slots or [None] * 2 * len(keys)
     table = array("q")
-    for key, value, into_key, into_value in zip(
-        keys, values, into_slots[: len(keys)], into_slots[len(keys) :], strict=True
-    ):
+    for key, value, into_key, into_value in zip(keys, values, into[: len(keys)], into[len(keys) :], strict=True):
         table.extend((*_heads(key), *_heads(value), address(into_key), address(into_value)))
     (texts, heads, tokens, width), kv_heads = query.shape, keys[0].shape[1]
     call = DEPTH_CALL.pack(

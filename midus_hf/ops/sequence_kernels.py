@@ -85,7 +85,7 @@ def kernel_of(call: Call) -> Kernel | None:
         return None
     if (device, name) == ("cuda", "FLASH_ATTENTION") and call.query.shape[-1] % _WIDTHS:
         return None
-    return _KERNELS.get((device, name))
+    return None if name is None else _KERNELS.get((device, name))
 
 
 _WIDTHS = 8
