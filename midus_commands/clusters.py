@@ -174,6 +174,7 @@ def assign(
     _check_lines(output, overwrite)
     blocked = [_parse_block(words) for words in block or []]
     with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+        device = usable_device(device)
         find_files(corpus)
         _describe(corpus)
         of_tree = ClusterTree.load(tree)
@@ -184,7 +185,7 @@ def assign(
             print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
             paths = stored_paths(of_tree, stored, read_rows(text), blocked)
         else:
-            retriever = MemoryRetriever.load(tree, embedding_model, usable_device(device), batch_size)
+            retriever = MemoryRetriever.load(tree, embedding_model, device, batch_size)
             name = tokenizer or of_tree.origin.tokenizer
             if name is None:
                 raise ValueError(

@@ -63,7 +63,7 @@ def test_where_nothing_fails_nothing_is_named(make):
 @pytest.mark.parametrize(
     ("lot", "setting"),
     [
-        ("avx2", "threads=1 aten=avx2 onednn= "),
+        ("avx2", "threads=1 aten=avx2 onednn=AVX2"),
         ("sse41", "threads=1 aten= onednn=SSE41 "),
         ("two-threads", "threads=2 aten= onednn= "),
         ("seed-17", "--hypothesis-seed=17 "),
