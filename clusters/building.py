@@ -110,7 +110,7 @@ def build_tree(
 
     Args:
         embeddings: `[N, c]` float16 or float32: an array, a memory map, or `JoinedRows`. Rows are divided by their lengths when
-            they are read, a stretch at a time; beside what is read, 24 bytes a row are held in memory.
+            they are read, a stretch at a time; beside what is read, 34 bytes a row are held in memory.
         options: How the tree is built.
         origin: What its record says of where it is from. Default: only the seed.
         progress: Told of the number of rows that have found their node in a level; N for each level in all. Default: None.

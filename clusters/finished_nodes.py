@@ -121,16 +121,19 @@ class FinishedNodes:
 
     def _joined(self, level: int) -> np.ndarray | None:
         """The parts of a level in the order of rows; None if one is absent."""
-        of_first: dict[int, tuple[int, Path]] = {}
+        kept = []
         for path in sorted(self._folder.glob(f"part.{level}.*-*.npy")):
             first, end = map(int, path.name.split(".")[2].split("-"))
-            of_first[first] = max(of_first.get(first, (0, path)), (end, path))
+            kept.append((end, first, path))
         parts, place = [], 0
         while place < self._rows:
-            if place not in of_first:
+            # Runs of different numbers of tasks leave parts that overlap.
+            here = [part for part in kept if part[1] <= place < part[0]]
+            if not here:
                 return None
-            place, path = of_first[place]
-            parts.append(np.load(path))
+            end, first, path = max(here)
+            parts.append(np.load(path)[place - first :])
+            place = end
         found = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         return found.astype(np.int64) if len(found) == self._rows else None
 

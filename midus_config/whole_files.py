@@ -116,12 +116,15 @@ def link_or_copy(source: Path, path: Path) -> None:
     """
     linked = new_unfinished_path(path)
     try:
-        os.link(source, linked)
+        os.link(os.path.realpath(source), linked)  # the hub's cache has symbolic links, which mean nothing elsewhere
     except OSError:
         with whole_file(path) as partial:
             shutil.copyfile(source, partial)
-    else:
+        return
+    try:
         put_in_place(linked, path)
+    finally:
+        linked.unlink(missing_ok=True)  # a link that is moved onto a link of the same file stays
 
 
 def punch_hole(descriptor: int, start: int, count: int) -> None:

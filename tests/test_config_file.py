@@ -217,5 +217,5 @@ def test_of_two_words_for_one_key_the_last_wins(tmp_path):
 
 
 def test_a_key_that_is_merged_may_be_given_anew(tmp_path):
-    path = write(tmp_path, "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
-    assert read_mapping(path)["b"] == {"x": 1, "y": 3}
+    path = write(tmp_path, "a: &a {x: 1, y: 2}\nb: &b {<<: *a, y: 3}\nc: {<<: *b}\n")
+    assert read_mapping(path)["b"] == read_mapping(path)["c"] == {"x": 1, "y": 3}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_config.whole_files import move_into_place, put_in_place, whole_file
+from midus_config.whole_files import link_or_copy, move_into_place, put_in_place, whole_file
 
 
 @pytest.fixture
@@ -195,3 +195,18 @@ def test_a_folder_that_was_cleared_is_replaced_as_a_whole(tmp_path, monkeypatch)
 
     move_into_place(source, target, last=[], clear=clear)
     assert moved == ["banks"] and [path.name for path in (target / "banks").iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_is_made_of_the_file_that_a_symbolic_link_leads_to(absolute, tmp_path):
+    """As in snapshots of the hub's cache, whose links mean nothing in another folder."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "output").mkdir()
+    blob, source, path = tmp_path / "blobs" / "1", tmp_path / "snapshot" / "tree", tmp_path / "output" / "tree"
+    blob.write_bytes(b"tree")
+    source.symlink_to(blob if absolute else Path("..", "blobs", "1"))
+    for _ in range(2):  # the second time the link is there
+        link_or_copy(source, path)
+        assert path.read_bytes() == b"tree" and not path.is_symlink()
+        assert [one.name for one in path.parent.iterdir()] == ["tree"]

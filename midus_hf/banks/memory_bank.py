@@ -312,7 +312,11 @@ class MemoryBank(BlockReader):
             (folder / name).unlink(missing_ok=True)
         if all((source / name).is_file() for name in TREE_FILES):
             for name in TREE_FILES:
-                link_or_copy(source / name, folder / name)
+                if tree_folder is None:
+                    link_or_copy(source / name, folder / name)
+                else:  # a person may change the files of a tree where they lie
+                    with whole_file(folder / name) as partial:
+                        shutil.copyfile(source / name, partial)
 
     def lies_in(self, folder: str | os.PathLike) -> bool:
         """Whether a folder is that of this very bank."""

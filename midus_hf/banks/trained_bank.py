@@ -276,7 +276,7 @@ class TrainedBank(BlockReader):
         before = self._parts.get(level, [])
         changed = [index for index in touched if (level, index) in self._changed]
         records = sum(len(part.indices) for part in before) + len(changed)
-        if records > 2 * len(touched) or not all(part.path.exists() for part in before):
+        if records > 2 * len(touched) or not all(self._is_sound(level, part) for part in before):
             before = []
         parts = [StatePart(folder / part.path.name, part.indices) for part in before]
         for source, part in zip(before, parts, strict=True):
@@ -312,6 +312,14 @@ class TrainedBank(BlockReader):
                 file = self._state_file(level, part)
                 self._opened.append(file)
                 self._resumed |= {(level, index): (file, place) for place, index in enumerate(part.indices)}
+
+    def _is_sound(self, level: int, part: StatePart) -> bool:
+        """Return whether every record of a file agrees with its checksum, so that a link of the file spreads no damage."""
+        try:
+            with contextlib.closing(self._state_file(level, part)) as file:
+                return all(file.read(place) is not None for place in range(len(part.indices)))
+        except (BankError, OSError):
+            return False
 
     def _state_file(self, level: int, part: StatePart) -> LevelFile:
         return LevelFile(part.path, len(part.indices), 3 * self.layout.record_numel(level) + 1)

@@ -143,7 +143,7 @@ def read_tree(folder: str | Path) -> TreeContents:
     Raises:
         ValueError: If a file is absent, of another version, truncated or altered; it names the file.
     """
-    path = _folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
+    path = folder_of_tree(Path(folder).expanduser()) / RECORD_FILE
     record = _read_record(path)
     if record.get("format_version") != FORMAT_VERSION:
         raise ValueError(
@@ -169,8 +169,12 @@ def read_tree(folder: str | Path) -> TreeContents:
     return TreeContents(branching, centroids, origin, sizes, min_similarity)
 
 
-def _folder_of_tree(folder: Path) -> Path:
-    """The folder itself or, where it is a model's, that of its first bank which has a tree: all of them have the same one."""
+def folder_of_tree(folder: Path) -> Path:
+    """Return the folder itself or, where it is a model's, that of its first bank which has a tree: all of them have the same one.
+
+    Args:
+        folder: Of a tree or a model.
+    """
     if (folder / RECORD_FILE).exists():
         return folder
     return next((path.parent for path in sorted(folder.glob(f"{BANKS_FOLDER}/*/{RECORD_FILE}"))), folder)

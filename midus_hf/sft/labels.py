@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +91,19 @@ def _write_out(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, lis
                 "its text; put {% generation %} and {% endgeneration %} around them in it, or set chat_template."
             )
         answer = after[len(before) :].rstrip()
-        for call in message.get("tool_calls", ()):
-            name = call.get("function", call)["name"]
-            if name not in answer:
-                raise DocumentError(
-                    f"the chat template does not write that message {number + 1} calls {name!r}; set chat_template to one that "
-                    "knows tool_calls, or take the row out."
-                )
+        _check_calls_are_written(message, number, answer)
         spans.append((len(before), len(before) + len(answer)))
     return text, spans
+
+
+def _check_calls_are_written(message: Mapping[str, Any], number: int, answer: str) -> None:
+    for call in message.get("tool_calls") or ():
+        name = call.get("function", call)["name"]
+        if name not in answer:
+            raise DocumentError(
+                f"the chat template does not write that message {number + 1} calls {name!r}; set chat_template to one that "
+                "knows tool_calls, or take the row out."
+            )
 
 
 def _before_first(tokenizer: PreTrainedTokenizerBase, chat: Chat, after: str) -> str:
@@ -133,7 +137,12 @@ def _encode_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Tokens:
     encoded: Any = tokenizer.apply_chat_template(
         chat.messages, tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    return Tokens(list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]])
+    tokens = Tokens(list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]])
+    marked = [token for token, in_answer in zip(tokens.ids, tokens.in_answer, strict=True) if in_answer]
+    answers = str(tokenizer.decode(marked))
+    for number, message in enumerate(chat.messages):
+        _check_calls_are_written(message, number, answers)
+    return tokens
 
 
 def _encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Tokens:

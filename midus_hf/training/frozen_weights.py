@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -151,12 +151,15 @@ def _set_apart(folder: Path, part: str) -> dict[str, str]:
 
 def _are_in(checkpoint: Path, weight_map: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the files of a checkpoint hold exactly these tensors; every file is read."""
-    for file_name in set(weight_map.values()):
-        with safe_open(checkpoint / file_name, "pt") as file:
-            for name in file.keys():
-                written, tensor = file.get_tensor(name), tensors[name].cpu()
-                if written.dtype != tensor.dtype or not torch.equal(written, tensor):
-                    return False
+    try:
+        for file_name in set(weight_map.values()):
+            with safe_open(checkpoint / file_name, "pt") as file:
+                for name in file.keys():
+                    written, tensor = file.get_tensor(name), tensors[name].cpu()
+                    if written.dtype != tensor.dtype or not torch.equal(written, tensor):
+                        return False
+    except (OSError, KeyError, SafetensorError):  # what is damaged is not linked
+        return False
     return True
 
 

@@ -147,7 +147,8 @@ class TrainConfig(Rates, RunOptions):
         return self.corpus if isinstance(self.corpus, list) else [self.corpus]
 
     def sources(self) -> list[tuple[str, str]]:
-        return [*(("corpus", corpus.path) for corpus in self.corpora), *super().sources()]
+        trees = [] if self.tree is None else [("tree", self.tree)]
+        return [*(("corpus", corpus.path) for corpus in self.corpora), *trees, *super().sources()]
 
     def to_share(self, label: Callable[[str], str]) -> Self:
         corpora = [dataclasses.replace(corpus, path=label(corpus.path), cache_dir=None) for corpus in self.corpora]

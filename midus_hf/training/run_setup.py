@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.console import RenderableType
+from safetensors import SafetensorError
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedConfig,
@@ -22,6 +23,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from midus_config.checkpoint_files import RUN_LOG
 from midus_config.locks import Lock
+from midus_hf.banks.level_file import BankError
 from midus_hf.training.attention_choice import check_attention
 from midus_hf.training.disk_room import check_room_of_run
 from midus_hf.training.freezing import set_trainable
@@ -202,7 +204,10 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
     not_finite: dict[Path, str] = {}
     while True:
         checkpoint, _ = find_checkpoint(config, not_finite)
-        found = trainer.first_not_finite_in(checkpoint)
+        try:
+            found = trainer.first_not_finite_in(checkpoint)
+        except (BankError, SafetensorError) as error:  # it was damaged before its manifest was written
+            found = str(error)
         if found is None:
             break
         not_finite[checkpoint] = found

@@ -7,6 +7,7 @@ from typing import Any
 
 from midus_hf.models.host import MemoryModel
 from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.tree_files import folder_of_tree
 from midus_hf.training.clustered_corpus import ClusteredDataset
 from midus_hf.training.held_out import HeldOut
 from midus_hf.training.mixture import Mixture
@@ -52,7 +53,9 @@ def tree_of_run(config: TrainConfig, dataset: TrainingData, held_out: Mapping[st
     run_tree = RunTree()
     if config.tree is not None:
         tree = ClusterTree.load(config.tree)
-        run_tree = RunTree(tree.fingerprint, Path(config.tree).expanduser(), (tree.levels, tree.branching))
+        run_tree = RunTree(
+            tree.fingerprint, folder_of_tree(Path(config.tree).expanduser()), (tree.levels, tree.branching)
+        )
         named.insert(0, (f"tree {config.tree!r}", tree.fingerprint))
     return dataclasses.replace(run_tree, fingerprint=_common(named))
 

@@ -138,11 +138,18 @@ def test_states_do_not_grow_for_ever(folder, tmp_path):
     }
 
 
-def test_a_state_whose_last_one_is_gone_is_written_whole(folder, tmp_path):
+@pytest.mark.parametrize("damage", ["gone", "flipped"])
+def test_a_state_whose_last_one_is_damaged_is_written_whole(damage, folder, tmp_path):
     bank = bank_in(folder)
     train(bank, steps=range(2))
     bank.save_state(tmp_path / "first")
-    shutil.rmtree(tmp_path / "first")
+    if damage == "gone":
+        shutil.rmtree(tmp_path / "first")
+    else:
+        for path in (tmp_path / "first").glob("level-*"):
+            content = bytearray(path.read_bytes())
+            content[-100] ^= 1
+            path.write_bytes(content)
     train(bank, steps=[4])
     bank.save_state(tmp_path / "second")
     again = bank_in(folder)

@@ -137,3 +137,12 @@ def test_nodes_of_levels_follow_from_the_last(tmp_path):
     assert again.nodes(4) is None
     again.delete()
     assert not tmp_path.exists()
+
+
+def test_parts_of_different_numbers_of_tasks_are_joined(tmp_path):
+    """A run of two tasks was killed after its first, and one of three did all."""
+    nodes = np.arange(900, dtype=np.int64) % 4
+    finished = nodes_in(tmp_path)
+    for first, end in ((0, 450), (0, 300), (300, 600), (600, 900)):
+        finished.add_part(1, first, nodes[first:end])
+    assert np.array_equal(finished.nodes(1), nodes)

@@ -158,9 +158,14 @@ def test_calls_of_tools_are_written_by_the_template_and_have_labels():
     assert parts(tokenizer, Chat(messages[1:2], [{"name": "look"}]))[1][1] == '<look {"at": "sky"}><eos>'
 
 
-def test_a_template_that_knows_no_calls_of_tools_is_refused_by_the_row():
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_template_that_knows_no_calls_of_tools_is_refused_by_the_row(marked):
     tokenizer = character_tokenizer()
     set_template(tokenizer, "chatml")
+    if marked:
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}<eos>{% endfor %}"
+        )
     call = {"function": {"name": "look", "arguments": {}}}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     message = "row 1: the chat template does not write that message 2 calls 'look'; set chat_template to one that knows tool_calls"

@@ -93,7 +93,7 @@ def test_of_one_checkpoint_that_is_kept_one_copy_is_written(upscaled, corpus, tm
     assert damage_of(output / "checkpoint-8") is None
 
 
-@pytest.mark.parametrize("hindrance", ["no links", "gone", "cut"])
+@pytest.mark.parametrize("hindrance", ["no links", "gone", "cut", "header"])
 def test_what_cannot_be_linked_is_written(hindrance, upscaled, corpus, tmp_path, monkeypatch):
     output = tmp_path / "out"
     run = prepare(tiny_config(upscaled("llama"), corpus, output, **OPTIONS))
@@ -105,6 +105,10 @@ def test_what_cannot_be_linked_is_written(hindrance, upscaled, corpus, tmp_path,
                 (folder / FROZEN).unlink(missing_ok=True)
             elif hindrance == "cut":
                 os.truncate(folder / FROZEN, 10)
+            elif hindrance == "header":
+                content = bytearray((folder / FROZEN).read_bytes())
+                content[12] ^= 1
+                (folder / FROZEN).write_bytes(content)
         saved(*args)
 
     def link(*_):
