@@ -262,11 +262,14 @@ def _keys_and_vectors(
         Keys of both sides, normalised, `[2 * H * r, h * n, D_k]`, and the left and right singular vectors of cores `[H, h, h, r]`.
     """
     wide = wide or torch.promote_types(row_keys.dtype, torch.float32)
-    gain = key_norm_weight.to(wide)
-    normalised = (_rms_normalised(keys.to(wide), gain) for keys in (row_keys, column_keys))  # [H, h, n, r, D_k] each
-    keys = torch.stack([of_side.permute(0, 3, 1, 2, 4) for of_side in normalised]).flatten(0, 2).flatten(1, 2)
-    with torch.no_grad():
-        return keys, *leading_vectors(core.to(wide), row_vector)
+    with without_autocast(row_keys.device.type):  # also where they are kept: kept or not, tokens read the same rows
+        gain = key_norm_weight.to(wide)
+        normalised = (
+            _rms_normalised(keys.to(wide), gain) for keys in (row_keys, column_keys)
+        )  # [H, h, n, r, D_k] each
+        keys = torch.stack([of_side.permute(0, 3, 1, 2, 4) for of_side in normalised]).flatten(0, 2).flatten(1, 2)
+        with torch.no_grad():
+            return keys, *leading_vectors(core.to(wide), row_vector)
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, sets: int) -> tuple[torch.Tensor, torch.Tensor]:

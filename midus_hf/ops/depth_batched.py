@@ -93,8 +93,8 @@ def batched_gradients(
 
 def _stretches(keys: Sequence[torch.Tensor]) -> Iterator[slice]:
     batch, kv_heads, tokens, width = keys[0].shape
-    step = max(_FEWEST, _NUMBERS // (batch * kv_heads * width * len(keys)))
-    for start in range(0, tokens, step):
+    step = max(_FEWEST, _NUMBERS // max(1, batch * kv_heads * width * len(keys)))
+    for start in range(0, max(1, tokens), step):  # of no tokens there is one stretch, of none
         yield slice(start, min(start + step, tokens))
 
 

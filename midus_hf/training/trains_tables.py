@@ -77,7 +77,8 @@ class TrainsTables(TrainsBlocks):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; gradients of tables are sparse, if they shall be, for as long as it runs."""
         assert self.model is not None
-        readers = _row_readers(self.model) if self.sparse_values else []
+        # Where processes share columns, tables that they do not share are averaged by PyTorch, which takes dense gradients alone.
+        readers = _row_readers(self.model, shared_alone=self.columns is not None) if self.sparse_values else []
         for reader in readers:
             reader.sparse_gradient = True
         try:
@@ -175,12 +176,21 @@ def check_reads_few_rows(model: nn.Module, option: str) -> None:
         )
 
 
-def _row_readers(model: nn.Module) -> list[GivesRowGradients]:
-    """What gives the large tables of a model their gradients."""
+def _row_readers(model: nn.Module, shared_alone: bool) -> list[GivesRowGradients]:
+    """Return what gives the large tables of a model their gradients.
+
+    Args:
+        model: The model.
+        shared_alone: Whether to leave out tables whose columns processes cannot share.
+    """
     readers: list[GivesRowGradients] = [
         module.table_reading for module in model.modules() if isinstance(module, ReadsFewRows)
     ]
-    return readers + [module for module in model.modules() if isinstance(module, GivesRowGradients)]
+    return (
+        readers
+        if shared_alone
+        else [*readers, *(one for one in model.modules() if isinstance(one, GivesRowGradients))]
+    )
 
 
 def _with_rows(model: nn.Module) -> list[nn.Parameter]:

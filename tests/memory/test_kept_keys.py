@@ -58,6 +58,17 @@ def test_they_are_derived_once_per_context_and_give_the_same_bits(kind, inputs, 
     assert len(derived) == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_they_give_the_same_bits_too(kind, inputs):
+    memory = acting_memory(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = without(memory, inputs)
+        with torch.no_grad(), kept_values(memory):
+            memory(inputs)
+            assert {vectors.dtype for vectors in memory.kept._derived} == {torch.float32}
+            assert torch.equal(memory(inputs), expected)
+
+
 def test_what_is_read_is_what_was_kept(memory, inputs):
     """So that the other tests compare passes that differ."""
     with torch.no_grad(), kept_values(memory):

@@ -222,3 +222,14 @@ def test_weights_of_the_sequence_are_those_of_a_softmax_and_zero_where_nothing_i
     masked = sequence_weights(query, key, mask, False, 0.5)
     assert not masked[:, :, 2].any()
     torch.testing.assert_close(masked[:, :, [0, 1, 3, 4]], expected[:, :, [0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 8), (0, 4, 3, 8)], ids=["no tokens", "no texts"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_of_nothing_nothing_is_read(shape, backend):
+    slots = [torch.zeros(shape, requires_grad=True) for _ in range(2)]
+    query = torch.zeros(shape, requires_grad=True)
+    read, lse = depth_attention(query, slots, slots, 1.0, backend=backend)
+    assert read.shape == shape and lse.shape == shape[:3]
+    read.sum().backward()
+    assert query.grad.shape == shape

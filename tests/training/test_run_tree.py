@@ -84,9 +84,7 @@ def test_the_tree_of_a_run_is_saved_beside_its_model_and_goes_wherever_the_model
 
 def test_a_tree_may_be_named_by_its_model_and_a_persons_files_are_copied(made, tmp_path):
     """A person may change the files of a tree where they lie; those of a model may not change with them."""
-    config = config_of(
-        made / "model", made / "tree.jsonl", tmp_path / "out", tree=str(made / "model"), max_steps=1
-    )
+    config = config_of(made / "model", made / "tree.jsonl", tmp_path / "out", tree=str(made / "model"), max_steps=1)
     assert ("tree", str(made / "model")) in config.sources(), "overwriting must not take it away"
     train(config)
     assert fingerprints(tmp_path / "out") == (TREE.fingerprint, TREE.fingerprint)

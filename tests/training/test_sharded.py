@@ -31,6 +31,7 @@ from midus_hf.training.parameter_groups import parameter_groups
 from midus_hf.training.rates import Rates
 from midus_hf.training.run import prepare
 from midus_hf.training.trains_sharded import TrainsSharded
+from midus_hf.training.written_files import RUN_MARK
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
 ENVIRONMENT = launched_environment("fsdp2")
@@ -141,12 +142,12 @@ def test_what_does_not_shard_as_it_should_is_refused(words, monkeypatch, capsys)
 def test_a_run_that_its_trainer_refuses_leaves_what_it_would_overwrite(words, tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     for name in ("train_config.yaml", "config.json", "model.safetensors"):
-        (tmp_path / "out" / name).write_text("before")
+        (tmp_path / "out" / name).write_text(f"{RUN_MARK}before")
     for variable, value in ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     assert main([*words, f"output={tmp_path / 'out'}", "overwrite=true"]) == 2
     assert "accelerate was started with FSDP" in capsys.readouterr().err
-    assert {path.read_text() for path in (tmp_path / "out").iterdir()} == {"before"}
+    assert {path.read_text() for path in (tmp_path / "out").iterdir()} == {f"{RUN_MARK}before"}
 
 
 def test_the_first_kind_of_fsdp_is_refused(upscaled, corpus, tmp_path):

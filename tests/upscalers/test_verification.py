@@ -198,7 +198,7 @@ def test_memory_that_runs_out_after_all_is_said_and_leaves_nothing(tmp_path, mon
     honest = streamed_model.read_tensor
 
     def read_tensor(place):
-        if place.file.parent.name.startswith(".out"):
+        if any(part.startswith(".out") for part in place.file.parts):
             raise RuntimeError("can't allocate memory: you tried to allocate 8 bytes")
         return honest(place)
 
