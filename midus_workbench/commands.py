@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 _BIN = Path(sys.executable).parent
 
@@ -43,6 +43,7 @@ class Commands:
         self._held = () if held is None else (held,)
         self._logs = logs
         self._running: subprocess.Popen[str] | None = None
+        self._is_ending = False
         logs.mkdir(parents=True, exist_ok=True)
 
     def hear_signals(self) -> None:
@@ -79,9 +80,15 @@ class Commands:
             raise StepFailed(f"{command} ended with status {code}: {_last_line(log)} (see {log})")
         return Done(output, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> NoReturn:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self._running is not None:
             self._running.send_signal(number)
+        if (
+            self._is_ending
+        ):  # the handler of the first signal waits below, and a Popen cannot be waited for twice at once
+            return
+        self._is_ending = True
+        if self._running is not None:
             self._running.wait()
         sys.exit(128 + number)
 
