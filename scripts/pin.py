@@ -2,6 +2,7 @@
 
     python scripts/pin.py                     compute everything again, and name what differs from scripts/pinned.json
     python scripts/pin.py --write             write scripts/pinned.json
+    python scripts/pin.py --carried           load checkpoints by the code that they carry, where the package cannot be imported
     python scripts/pin.py --only 'llama moc'  those cases alone whose name has the pattern (a regular expression) in it
 
 A case is a tiny random base of a family and one method or several, applied one after the other. Everything is computed in float32 by
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,6 @@ def prepare() -> None:
     """Set up a process: one thread, deterministic, silent."""
     import torch
     import transformers
-
-    import upscalers  # noqa: F401 - imported before the first case, which is timed
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -81,11 +81,11 @@ def made_from_scratch(source: Path, case: Case, folder: Path) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> Any:
-    """Return the model of a folder, in eval mode."""
+def loaded(folder: Path, **options: Any) -> Any:
+    """Return the model of a folder, in eval mode; `options` are those of `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True, **options).eval()
 
 
 def inputs(case: Case) -> dict[str, Any]:
@@ -97,22 +97,22 @@ def inputs(case: Case) -> dict[str, Any]:
     return {"input_ids": prompt(), **ids}
 
 
-def logits(model: Any, case: Case) -> Any:
+def logits(model: Any, given: dict[str, Any]) -> Any:
     """Return the logits `[2, 24, vocabulary]` of fixed tokens; what is drawn is drawn from one seed."""
     import torch
 
     torch.manual_seed(11)
     with torch.no_grad():
-        return model(**inputs(case)).logits
+        return model(**given).logits
 
 
-def generated(model: Any, case: Case) -> Any:
+def generated(model: Any, given: dict[str, Any]) -> Any:
     """Return the logits `[2, 4, vocabulary]` of four tokens that are generated with a cache."""
     import torch
 
     torch.manual_seed(12)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    output = model.generate(**inputs(case), **settings, output_logits=True, return_dict_in_generate=True)
+    output = model.generate(**given, **settings, output_logits=True, return_dict_in_generate=True)
     return torch.stack(output.logits, 1)
 
 
@@ -192,9 +192,10 @@ def pinned(case: Case) -> dict[str, Any]:
         for path in [*checkpoint.glob("*.safetensors"), *(checkpoint / "memory_bank").glob("*/*.*")]:
             found[str(path.relative_to(checkpoint))] = digest_of_file(path)
         model = loaded(checkpoint)
-        found["birth"] = digest_of(logits(model, case))
+        given = inputs(case)
+        found["birth"] = digest_of(logits(model, given))
         train(model, case, folder)
-        found |= {"trained": digest_of(logits(model, case)), "generated": digest_of(generated(model, case))}
+        found |= {"trained": digest_of(logits(model, given)), "generated": digest_of(generated(model, given))}
         return dict(sorted(found.items()))
 
 
@@ -217,20 +218,26 @@ def machine() -> dict[str, str]:
     }
 
 
-def computed(cases: list[Case], processes: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Compute the digests of cases in several processes; return them, and what went wrong in others, both by name."""
+def computed(
+    function: Callable[[Any], dict[str, Any]], parts: dict[str, Any], processes: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Call a function in several processes, and show a bar.
+
+    Returns:
+        What it returned for each part, in the order of parts, and what was raised for others, both by name.
+    """
     from tqdm import tqdm
 
     found, failed = {}, {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=prepare) as pool:
-        waiting = {pool.submit(pinned, case): str(case) for case in cases}
-        for future in tqdm(as_completed(waiting), total=len(cases), unit="case", disable=None):
+        waiting = {pool.submit(function, part): name for name, part in parts.items()}
+        for future in tqdm(as_completed(waiting), total=len(parts), disable=None):
             try:
                 found[waiting[future]] = future.result()
             except Exception as error:
                 failed[waiting[future]] = f"{type(error).__name__}: {error}"
-    return {str(case): found[str(case)] for case in cases if str(case) in found}, failed
+    return {name: found[name] for name in parts if name in found}, failed
 
 
 def write(found: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
@@ -242,22 +249,33 @@ def write(found: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true", help="write scripts/pinned.json")
+    parser.add_argument("--carried", action="store_true", help="load by the code in folders, without the package")
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name has it in it alone")
     parser.add_argument("--processes", type=int, default=2, help="default: 2")
+    parser.add_argument(
+        "--per-process", type=int, default=12, help="of --carried: cases that one process loads; default: 12"
+    )
     options = parser.parse_args()
     cases = [case for case in all_cases() if re.search(options.only, str(case))]
+    known = json.loads(PINNED.read_text()) if PINNED.exists() else {"machine": None, "cases": {}}
+    if options.carried:
+        return compare_carried(cases, known, options.processes, options.per_process)
     started = time.perf_counter()
-    found, failed = computed(cases, options.processes)
+    found, failed = computed(pinned, {str(case): case for case in cases}, options.processes)
     seconds = time.perf_counter() - started
     for name, reason in failed.items():
         print(f"{name}: {reason}")
-    known = json.loads(PINNED.read_text()) if PINNED.exists() else {"cases": {}}
     if options.write:
         names = [str(case) for case in all_cases()]
         every = (known["cases"] if options.only else {}) | found
         write({name: every[name] for name in names if name in every}, machine())
         print(f"{len(found)} cases written in {seconds:.0f} s, {len(failed)} failed")
         return 1 if failed else 0
+    return 1 if report(found, known, len(cases), seconds) or failed else 0
+
+
+def report(found: dict[str, dict[str, Any]], known: dict[str, Any], wanted: int, seconds: float) -> bool:
+    """Print which cases differ from those that are known, and return whether any does."""
     differing = 0
     for name, digests in found.items():
         before = known["cases"].get(name, {})
@@ -265,13 +283,46 @@ def main() -> int:
         differing += bool(changed)
         if changed:
             print(f"{name}: {', '.join(changed)} differ" if before else f"{name}: is not in {PINNED.name}")
-    if differing or failed:
-        print(f"{differing} of {len(cases)} cases differ, {len(failed)} failed")
-        if machine() != known.get("machine"):
-            print(f"bits may differ: they were pinned on {known.get('machine')}, and this is {machine()}")
-        return 1
-    print(f"all {len(cases)} cases agree ({seconds:.0f} s)")
-    return 0
+    if not differing and len(found) == wanted:
+        print(f"all {wanted} cases agree ({seconds:.0f} s)")
+        return False
+    print(f"{differing} of {wanted} cases differ, {wanted - len(found)} failed ({seconds:.0f} s)")
+    warn_of_machine(known)
+    return bool(differing)
+
+
+def warn_of_machine(known: dict[str, Any]) -> None:
+    """Say so where digests were made on another machine."""
+    if machine() != known["machine"]:
+        print(f"bits may differ: they were pinned on {known['machine']}, and this is {machine()}")
+
+
+def compare_carried(cases: list[Case], known: dict[str, Any], processes: int, per_process: int) -> int:
+    """Print what checkpoints compute by the code that they carry, and return the exit status."""
+    from scripts.pin_carried import carried
+
+    groups = [cases[start : start + per_process] for start in range(0, len(cases), per_process)]
+    found, failed = computed(carried, {str(number): group for number, group in enumerate(groups)}, processes)
+    rows = [row for group in found.values() for row in group["rows"]]
+    exact = {str(case): not case.from_scratch for case in cases}  # others compute with what is not zero from the start
+    wrong = 0
+    print("load  base  first forward  files  lines  case")
+    for row in rows:
+        seconds, faults = (
+            row["seconds"],
+            [f"{name} differ by {by:.1e}" for name, by in row["differences"].items() if by],
+        )
+        if exact[row["case"]] and row["birth"] != known["cases"].get(row["case"], {}).get("birth"):
+            faults.append("logits at birth are not the pinned ones")
+        wrong += bool(faults)
+        times = f"{seconds['load']:4.1f}  {seconds['base']:4.1f}  {seconds['forward']:13.1f}"
+        print(f"{times}  {row['files']:5}  {row['lines']:5}  {'; '.join([row['case'], *faults])}")
+    for reason in failed.values():
+        print(reason)
+    print(f"{len(rows) - wrong} of {len(rows)} checkpoints that carry code agree, {len(failed)} groups failed")
+    if wrong:
+        warn_of_machine(known)
+    return 1 if wrong or failed else 0
 
 
 if __name__ == "__main__":
