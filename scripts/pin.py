@@ -130,8 +130,18 @@ def train(model: Any, case: Case, folder: Path) -> None:
     if case.by_trainer:
         from transformers import TrainingArguments
 
-        settings = {"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "use_cpu": True}
-        quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+        settings: dict[str, Any] = {
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "use_cpu": True,
+        }
+        quiet: dict[str, Any] = {
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+        }
         rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
         arguments = TrainingArguments(str(folder / "run"), per_device_train_batch_size=2, **settings, **quiet)
         with contextlib.redirect_stdout(io.StringIO()):  # which the Trainer prints a summary to
