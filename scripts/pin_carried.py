@@ -17,23 +17,25 @@ from typing import Any
 RTOL = ATOL = 1e-4
 
 
-def carried(cases: Sequence[Any]) -> dict[str, Any]:
+def carried(cases: Sequence[Any], cold: bool = False) -> dict[str, Any]:
     """Compare checkpoints of cases, which are loaded by one process without the package; runs in a process that has it.
 
     Args:
         cases: Those whose checkpoint carries no code are left out.
+        cold: Whether nothing is there that was compiled before.
 
     Returns:
         `rows`, for each case its name, seconds, the size of its code, `birth` (the digest of its logits then), and the largest
         differences of the other logits from those of the package, by name; None where they are close.
     """
-    from scripts.pin import scratch
+    from scripts.pin_models import scratch
 
     with tempfile.TemporaryDirectory(prefix="carried-", dir=scratch()) as temporary:
         folder = Path(temporary)
         told = [told for number, case in enumerate(cases) if (told := _prepared(case, folder / f"case_{number}"))]
         (folder / "cases.json").write_text(json.dumps(told))
         environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": ""}
+        environment |= {"MIDUS_NATIVE_CACHE": str(folder / "native")} if cold else {}
         command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
         process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
         if process.returncode:
@@ -46,22 +48,22 @@ def _prepared(case: Any, folder: Path) -> dict[str, Any] | None:
     """Write a checkpoint, its trained form and what the package computes with it; None where it carries no code."""
     import torch
 
-    from scripts import pin
+    from scripts import pin_models
 
     folder.mkdir()
     # Transformers calls the package of remote code after the last folder.
-    checkpoint = pin.made(case, folder).rename(folder.with_name(f"{folder.name}_birth"))
+    checkpoint = pin_models.made(case, folder).rename(folder.with_name(f"{folder.name}_birth"))
     code = [path.read_text().splitlines() for path in checkpoint.glob("*.py")]
     if not code:
         return None
-    model = pin.loaded(checkpoint)
-    pin.train(model, case, folder)
+    model = pin_models.loaded(checkpoint)
+    pin_models.train(model, case, folder)
     trained = folder.with_name(f"{folder.name}_trained")
     model.save_pretrained(trained)
     _disturb(trained)
-    model = pin.loaded(trained)
-    given = pin.inputs(case)
-    expected = {"logits": pin.logits(model, given), "generated": pin.generated(model, given)}
+    model = pin_models.loaded(trained)
+    given = pin_models.inputs(case)
+    expected = {"logits": pin_models.logits(model, given), "generated": pin_models.generated(model, given)}
     torch.save((given, expected), folder.with_suffix(".pt"))
     (folder / "base").rename(folder.with_name(f"{folder.name}_base"))
     return {"case": str(case), "name": folder.name, "files": len(code), "lines": sum(map(len, code))}
@@ -93,24 +95,24 @@ class _Absent:
 def _without_the_package(folder: Path) -> None:
     """Load every checkpoint of a folder by the code that it carries, and write what comes out."""
     sys.meta_path.insert(0, _Absent())  # type: ignore[arg-type]
-    import pin
+    import pin_models
     import torch
 
-    pin.prepare()
+    pin_models.prepare()
     findings = []
     for told in json.loads((folder / "cases.json").read_text()):
         given, expected = torch.load(folder / f"{told['name']}.pt")
         seconds, models = {}, {}
         for kind, as_called in (("base", "base"), ("birth", "load")):
             started = time.perf_counter()
-            models[kind] = pin.loaded(folder / f"{told['name']}_{kind}", trust_remote_code=True)
+            models[kind] = pin_models.loaded(folder / f"{told['name']}_{kind}", trust_remote_code=True)
             seconds[as_called] = time.perf_counter() - started
         assert type(models["birth"]).__module__.startswith("transformers_modules.")
         started = time.perf_counter()
-        birth = pin.digest_of(pin.logits(models["birth"], given))
+        birth = pin_models.digest_of(pin_models.logits(models["birth"], given))
         seconds["forward"] = time.perf_counter() - started
-        trained = pin.loaded(folder / f"{told['name']}_trained", trust_remote_code=True)
-        computed = {"logits": pin.logits(trained, given), "generated": pin.generated(trained, given)}
+        trained = pin_models.loaded(folder / f"{told['name']}_trained", trust_remote_code=True)
+        computed = {"logits": pin_models.logits(trained, given), "generated": pin_models.generated(trained, given)}
         differences = {name: _difference(computed[name], expected[name]) for name in expected}
         findings.append({"seconds": seconds, "birth": birth, "differences": differences})
     (folder / "found.json").write_text(json.dumps(findings))
