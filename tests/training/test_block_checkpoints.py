@@ -1,5 +1,6 @@
 """Checkpoints of runs that train blocks: what is resumed, chosen, removed and replaced includes the blocks."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 import yaml
 from training.block_runs import assert_same_blocks, bank_of, config_of, forget_the_model
+from training.test_whole_checkpoints import flip
 from training.tiny_run import best_at, document, give_held_out_losses, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.training import MemoryTrainer, set_trainable, train
+from midus_hf.training.run_checkpoints import damage_of, finish_checkpoint
 
 
 def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(models, assigned, tmp_path):
@@ -21,6 +24,41 @@ def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(
     train(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=3, resume=True))
     assert bank_of(tmp_path / "whole").written(1)
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "whole"))
+
+
+DAMAGES = {
+    "the state of a block": (
+        "block_states/0/level-1-2.safetensors",
+        -1,
+        r"block \d+ of bank file .* is not what was written",
+    ),
+    "the header of a state": ("block_states/0/level-1-2.safetensors", 9, r"bank file .* has no header of a bank"),
+    "the list of states": ("block_states/0/touched.json", 0, r".*touched\.json does not name the files"),
+    "the header of weights": ("model.safetensors", 8, r"Error while deserializing header"),
+}
+"""The file of which a byte is flipped, which byte, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_was_damaged_before_its_manifest_was_written_is_passed_over(name, models, assigned, tmp_path, capsys):
+    """As by memory that forgets: the digests in the manifest are those of the damaged files."""
+    output, (file, place, reason) = tmp_path / "out", DAMAGES[name]
+    options = {"save_every": 2, "keep_checkpoints": None}
+    train(config_of(models / "hier-ffn", assigned, output, **options))
+    shutil.copytree(output, tmp_path / "whole")
+    forget_the_model(output)
+    shutil.rmtree(output / "checkpoint-6")
+    flip(output / "checkpoint-4" / file, place)
+    finish_checkpoint(output / "checkpoint-4", ())
+    assert damage_of(output / "checkpoint-4") is None
+    capsys.readouterr()
+    train(config_of(models / "hier-ffn", assigned, output, **options, resume="auto"))
+    told = capsys.readouterr()
+    (line,) = (line for line in told.err.splitlines() if "is passed over" in line)
+    assert re.match(f"checkpoint-4 is passed over: {reason}", line)
+    assert f"going on from {output / 'checkpoint-2'}\n" in told.out
+    for folder in ("", "checkpoint-4"):
+        assert_same_blocks(bank_of(output / folder), bank_of(tmp_path / "whole" / folder))
 
 
 def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, assigned, tmp_path, monkeypatch):
