@@ -40,7 +40,7 @@ MANIFEST_FILE = "manifest.json"
 """What a run writes last of a checkpoint, when all else of it is on the disk: sizes and digests of its other files."""
 
 BEGUN_CHECKPOINT = f".{MANIFEST_FILE}.begun"
-"""The empty file that a checkpoint has from its beginning until its manifest is there."""
+"""The file that a checkpoint has from its beginning until its manifest is there, and again from when its removal begins."""
 
 BLOCK_STATES = "block_states"
 """The folder of a checkpoint that has a folder with the state of the blocks of each bank, by its number."""

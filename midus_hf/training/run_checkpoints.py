@@ -158,10 +158,9 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
         OSError: If the folder cannot be made or written.
     """
     if checkpoint.exists():
-        (checkpoint / BEGUN_CHECKPOINT).touch()
-        for name in (MANIFEST_FILE, TRAINER_STATE):
-            (checkpoint / name).unlink(missing_ok=True)
         remove_written(checkpoint.parent, checkpoint)
+        for name in (MANIFEST_FILE, TRAINER_STATE):  # if they are links, which no run makes
+            (checkpoint / name).unlink(missing_ok=True)
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / BEGUN_CHECKPOINT).touch()
     return frozenset(
@@ -217,7 +216,4 @@ def remove_old_checkpoints(output: str | os.PathLike, step: int, keep: int | Non
     found = {number: path for number, path in checkpoints(output).items() if number != best}
     order = sorted(found, key=lambda number: (number <= step and is_complete(found[number]), number))
     for number in order[: max(len(order) - keep, 0)]:
-        (found[number] / BEGUN_CHECKPOINT).touch()
-        for name in (MANIFEST_FILE, TRAINER_STATE):  # first: what is left if this ends here is no checkpoint
-            remove_written(output, found[number] / name)
         remove_written(output, found[number])

@@ -1,5 +1,6 @@
 """Which folder is a run's, by the options in it, and which of its files a run has written, by their names: no others are removed."""
 
+import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -8,6 +9,7 @@ from midus_config.checkpoint_files import (
     ADAPTERS,
     ARGUMENTS,
     BANKS,
+    BEGUN_CHECKPOINT,
     CARD,
     CHECKPOINT_NAME,
     CODE,
@@ -53,11 +55,11 @@ _CHECKPOINT = (*_MODEL, PARTS_OF_WEIGHTS, ADAPTERS, STATE, MANIFEST, RESUMED, UN
 
 _FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
 
-_VOUCHING = (MANIFEST_FILE, CONFIG_FILE, TRAINER_STATE, BANK_DESCRIPTION)
+_VOUCHING = (MANIFEST_FILE, TRAINER_STATE, CONFIG_FILE, BANK_DESCRIPTION)
 """With these something is whole, so they are removed first, in this order."""
 
-_TELLING = (INDEX_FILE, RUN_CONFIG)
-"""By these other files are known as a run's, so they are removed last."""
+_TELLING = (BEGUN_CHECKPOINT, INDEX_FILE, RUN_CONFIG)
+"""By these a checkpoint is known as one that is not whole, and other files as a run's, so they are removed last."""
 
 
 def is_of_a_run(output: Path) -> bool:
@@ -104,6 +106,9 @@ def is_of_checkpoint(path: str | os.PathLike) -> bool:
 def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
     """Remove what a run has written at a path, and folders that it leaves empty; what cannot be removed stays.
 
+    The manifest of a checkpoint becomes the mark of one that is not whole before anything else of the checkpoint is removed, and the
+    mark goes last: what a process leaves that ends in between is believed by nobody.
+
     Args:
         output: The folder of the run, which is never removed itself.
         path: It, or something in it; it need not exist.
@@ -119,6 +124,9 @@ def _remove(path: Path, output: Path, shards: Collection[str]) -> bool:
         return True
     try:
         if path == output or _is_folder(path):
+            if CHECKPOINT_NAME.fullmatch(path.name) and _is_ours(path / MANIFEST_FILE, output, shards):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(path / MANIFEST_FILE, path / BEGUN_CHECKPOINT)
             removed = [_remove(entry, output, shards) for entry in sorted(path.iterdir(), key=_rank)]
             if path == output or not all(removed):
                 return False

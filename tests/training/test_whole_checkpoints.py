@@ -16,7 +16,16 @@ from midus_config.checkpoint_files import BEGUN_CHECKPOINT
 from midus_hf.training import run_checkpoints, train
 from midus_hf.training.output_folder import check_output
 from midus_hf.training.resumption import settle_resumption
-from midus_hf.training.run_checkpoints import damage_of, finish_checkpoint, is_complete, last_checkpoint
+from midus_hf.training.run_checkpoints import (
+    UNFINISHED,
+    begin_checkpoint,
+    damage_of,
+    finish_checkpoint,
+    is_complete,
+    last_checkpoint,
+    remove_old_checkpoints,
+)
+from midus_hf.training.written_files import remove_written
 
 OPTIONS = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None}
 
@@ -181,6 +190,42 @@ def test_a_checkpoint_whose_trained_tensors_are_not_finite_is_passed_over(
     line = f"checkpoint-4 is passed over: model.layers.4.self_attn.q_proj.weight holds {value}\n"
     assert capsys.readouterr().err.count(line) == 1
     assert exact_log(output) == exact_log(whole)
+
+
+REMOVALS = {
+    "the oldest": lambda output: remove_old_checkpoints(output, step=4, keep=1),
+    "one that is written again": lambda output: begin_checkpoint(output / "checkpoint-4"),
+    "one that could not be written": lambda output: remove_written(output, output / "checkpoint-4"),
+    "a run that is overwritten": lambda output: remove_written(output, output),
+}
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_what_is_left_of_a_checkpoint_whose_removal_was_killed_is_never_believed(name, output, tmp_path, monkeypatch):
+    """Wherever it ends: the checkpoint is whole, or it is one that was not written to its end, and never an earlier version's."""
+    unlink, removed, last = Path.unlink, [], [-1]
+
+    def killed(path, missing_ok=False):
+        if len(removed) == last[0]:
+            raise KeyboardInterrupt  # which nothing catches, as little as SIGKILL
+        removed.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    shutil.copytree(output, tmp_path / "whole", copy_function=os.link)
+    REMOVALS[name](tmp_path / "whole")
+    points = [number for number, path in enumerate(removed) if path.suffix != ".py"]
+    assert len(points) > 10
+    for point in points:
+        there = tmp_path / str(point)
+        shutil.copytree(output, there, copy_function=os.link)
+        removed.clear()
+        last[0] = point
+        with pytest.raises(KeyboardInterrupt):
+            REMOVALS[name](there)
+        damages = [damage_of(path) for path in there.glob("checkpoint-*")]
+        assert set(damages) <= {None, UNFINISHED}
+        assert not point or UNFINISHED in damages or len(damages) < 2
 
 
 def test_what_a_person_puts_beside_a_checkpoint_is_ignored(upscaled, corpus, output, whole):
