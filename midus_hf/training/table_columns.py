@@ -45,7 +45,8 @@ class TableColumns:
         self._may_be_saved = False
         for parameter in self.parameters.values():
             parameter.data = self.stretch_of(parameter.data)
-            parameter.register_hook(lambda gradient: gradient / processes)
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / processes)
         for reader in readers:
             reader.table_reading.columns_of = group
         ids = set(map(id, self.parameters.values()))

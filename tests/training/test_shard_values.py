@@ -89,6 +89,40 @@ def test_rows_that_were_read_are_updated_alone_in_two_processes_as_in_one(ultram
             assert moved.any() and not moved.all()
 
 
+def test_banks_of_chapters_beside_columns_that_are_shared_train_as_in_a_dense_run(ultramem, corpus, tmp_path):
+    """No process has the bank's columns alone, so PyTorch averages its gradients, which have to be dense for that.
+
+    In the second step a row that was read in the first alone has a moment in a dense run, and keeps what it had where gradients are
+    of rows. So moments of these are compared with one process whose gradients are of rows, and all others with a dense run. Moments
+    are linear in gradients, where a weight moves by its rate whichever way the last bit of a gradient points; gradients of rows are
+    clipped apart from others, so none are clipped.
+    """
+    options = {"memory_tokens": 192, "chapters": 96, "k": 2, "routing": "sequence", "layers": [1, 3]}
+    options["router_aux_loss_coef"] = 0.0  # balance over two rows is not the mean of the balance of each
+    upscale(base=ultramem, method="moc", output=tmp_path / "model", options=options, verify=False)
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    words = {**RUN, "max_steps": 2, "warmup_ratio": 0, "trainable": "all", "learning_rate": 1e-4, "max_grad_norm": 0}
+    model, dense, rows, two = (tmp_path / name for name in ("model", "dense", "rows", "two"))
+    train(tiny_config(model, corpus, dense, **words))
+    train(tiny_config(model, corpus, rows, **words, sparse_values=True))
+    in_two_processes(model, corpus, two, **words, sparse_values=True)
+    assert logged(two, "loss") == pytest.approx(logged(dense, "loss"), rel=1e-5) and len(logged(two, "loss")) == 2
+    bank = "model.memory_tables.chapters.0.bank"
+    assert not torch.equal(*(load_file(folder / "model.safetensors")[bank] for folder in (model, two)))
+    of_dense, of_rows, of_two = (
+        torch.load(folder / "checkpoint-2" / "optimizer.pt")["state"] for folder in (dense, rows, two)
+    )
+    assert of_two.keys() == of_dense.keys() == of_rows.keys()
+    by_rows = [number for number, state in of_two.items() if "rows" in state]
+    assert len(by_rows) == 2, "the tables of values; the bank is none of these"
+    for number, state in of_two.items():
+        expected = (of_rows if number in by_rows else of_dense)[number]
+        if number in by_rows:
+            assert state["rows"].tolist() == expected["rows"].tolist()
+        difference = (state["exp_avg"] - expected["exp_avg"]).norm() / expected["exp_avg"].norm()
+        assert difference < 1e-4, tuple(state["exp_avg"].shape)
+
+
 class OneOfTwo:
     """Stands for a group of processes of which this is the second."""
 
@@ -112,6 +146,13 @@ def test_a_process_keeps_its_columns_and_a_state_dict_of_them_is_refused(ultrame
         ):
             save()
     assert model._ddp_params_and_buffers_to_ignore == list(columns.parameters)
+
+
+def test_tables_that_do_not_train_are_split_as_well(ultramem):
+    """As where chapters were added to a model with such tables, and what was added trains alone."""
+    model = AutoModelForCausalLM.from_pretrained(ultramem).requires_grad_(False)
+    columns = TableColumns(model, OneOfTwo())
+    assert all(table.shape[1] == columns.shapes[name][1] // 2 for name, table in columns.parameters.items())
 
 
 def test_columns_that_do_not_divide_are_refused_and_nothing_is_cut(ultramem):
