@@ -2,10 +2,10 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import secrets
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -14,6 +14,7 @@ from midus_config.locks import Lock, has_no_locks
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 """Of Linux's fallocate: the file stays as long as it is, and bytes become a hole."""
+_COPIED_AT_ONCE = 2**24
 _UNIQUE = re.compile("[0-9a-f]{8}")
 _JOURNAL = "-journal"
 """What SQLite appends to the name of a database for the file by which it takes a change back."""
@@ -119,12 +120,59 @@ def link_or_copy(source: Path, path: Path) -> None:
         os.link(os.path.realpath(source), linked)  # the hub's cache has symbolic links, which mean nothing elsewhere
     except OSError:
         with whole_file(path) as partial:
-            shutil.copyfile(source, partial)
+            copy_with_holes(source, partial)
         return
     try:
         put_in_place(linked, path)
     finally:
         linked.unlink(missing_ok=True)  # a link that is moved onto a link of the same file stays
+
+
+def have_own_file(path: Path) -> None:
+    """Give a path a copy of its file if that has other names too: what is then written to it in place does not reach these.
+
+    Args:
+        path: Of a file that is about to be written in place. Nothing is done if there is no file.
+
+    Raises:
+        OSError: If the copy cannot be written.
+    """
+    if path.is_file() and path.stat().st_nlink > 1:
+        with whole_file(path) as partial:
+            copy_with_holes(path, partial)
+
+
+def copy_with_holes(source: Path, path: Path) -> None:
+    """Copy the contents of a file; holes stay holes where the system tells them from zeros.
+
+    Args:
+        source: The file.
+        path: Where to write; a file that is there is overwritten.
+
+    Raises:
+        OSError: If one cannot be read, or the other cannot be written.
+    """
+    with source.open("rb", buffering=0) as read, path.open("wb", buffering=0) as written:
+        size = os.fstat(read.fileno()).st_size
+        start = end = 0
+        while start < size:
+            start, end = _next_data(read.fileno(), start, size)
+            while start < end and (data := os.pread(read.fileno(), min(end - start, _COPIED_AT_ONCE), start)):
+                start += os.pwrite(written.fileno(), data, start)
+            if start < end:
+                raise OSError(errno.EIO, f"{source} became shorter while it was copied")
+        written.truncate(size)
+
+
+def _next_data(descriptor: int, start: int, size: int) -> tuple[int, int]:
+    """Return where the next bytes of a file that are no hole begin and end; both are its size if there are none."""
+    if not hasattr(os, "SEEK_DATA"):
+        return start, size
+    try:
+        begin = os.lseek(descriptor, start, os.SEEK_DATA)
+        return begin, min(os.lseek(descriptor, begin, os.SEEK_HOLE), size)
+    except OSError as error:
+        return (size, size) if error.errno == errno.ENXIO else (start, size)
 
 
 def punch_hole(descriptor: int, start: int, count: int) -> None:

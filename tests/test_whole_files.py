@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from midus_config.whole_files import link_or_copy, move_into_place, put_in_place, whole_file
+from midus_config.whole_files import (
+    copy_with_holes,
+    have_own_file,
+    link_or_copy,
+    move_into_place,
+    put_in_place,
+    whole_file,
+)
 
 
 @pytest.fixture
@@ -210,3 +217,33 @@ def test_a_link_is_made_of_the_file_that_a_symbolic_link_leads_to(absolute, tmp_
         link_or_copy(source, path)
         assert path.read_bytes() == b"tree" and not path.is_symlink()
         assert [one.name for one in path.parent.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize("knows_holes", [True, False])
+@pytest.mark.parametrize("pieces", [[], [(0, b"a")], [(2**22, b"a"), (2**23 - 1, b"b")], [(0, b"a" * 5000)]], ids=len)
+def test_a_copy_has_the_same_bytes_and_the_same_holes(pieces, knows_holes, tmp_path, monkeypatch):
+    source, path = tmp_path / "source", tmp_path / "path"
+    with source.open("wb") as file:
+        file.truncate(2**23)
+        for place, data in pieces:
+            file.seek(place)
+            file.write(data)
+    if not knows_holes:
+        monkeypatch.delattr(os, "SEEK_DATA")
+    path.write_bytes(b"before")
+    copy_with_holes(source, path)
+    assert path.read_bytes() == source.read_bytes()
+    assert not knows_holes or path.stat().st_blocks <= source.stat().st_blocks
+
+
+def test_a_file_that_has_other_names_is_replaced_by_a_copy_before_it_is_changed(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    have_own_file(one)  # there is none
+    one.write_bytes(b"contents")
+    number = one.stat().st_ino
+    have_own_file(one)
+    assert one.stat().st_ino == number, "nobody else has it"
+    os.link(one, other)
+    have_own_file(one)
+    assert other.stat().st_ino == number != one.stat().st_ino and other.stat().st_nlink == 1
+    assert one.read_bytes() == other.read_bytes() == b"contents"

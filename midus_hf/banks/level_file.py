@@ -1,5 +1,6 @@
 """The blocks of one level of a bank: a safetensors file of records, of which those that were never written are a hole."""
 
+import contextlib
 import functools
 import json
 import mmap
@@ -7,7 +8,7 @@ import os
 import struct
 import weakref
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy
 import torch
 
 from midus_config.json_text import parse_json
-from midus_config.whole_files import punch_hole
+from midus_config.whole_files import have_own_file, punch_hole
 from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces
 
@@ -42,7 +43,8 @@ class LevelFile:
         path: Of the file.
         num_records: Expected.
         numel: Elements of a record, expected.
-        writable: Whether records will be written. Default: false.
+        writable: Whether records will be written. A file that has other names (hard links) is replaced by a copy first: what is
+            written reaches none of these. Default: false.
         threads: That read and check large records, whose owner closes them. Default: some of its own.
 
     Raises:
@@ -54,6 +56,8 @@ class LevelFile:
     ):
         self.path, self.num_records, self.numel, self.writable = path, num_records, numel, writable
         self._threads, self._owns_threads = threads or ReadingThreads(), threads is None
+        if writable:
+            have_own_file(path)
         try:
             self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError as error:
@@ -270,6 +274,75 @@ class LevelFile:
             done += os.pwrite(self._file, data[done:], place + done)
 
 
+class LevelCopy:
+    """What a copy of a level holds, with blocks that are others than there: it is written, or linked where a file holds just that.
+
+    Args:
+        source: The level as it lies in the bank.
+        trained: What returns the record `[numel]` of each block that is another than there, by index; it is cast to the dtype of
+            the level.
+        left_out: Indices of blocks that are deleted in the copy; they are not read.
+    """
+
+    def __init__(
+        self, source: LevelFile, trained: Mapping[int, Callable[[], torch.Tensor]], left_out: Collection[int]
+    ):
+        self._source, self._trained = source, trained
+        self._kept = [index for index in source.written(left_out) if index not in trained]
+        self._deleted = sorted({*left_out, *source.deleted()} - trained.keys())
+
+    def _record(self, index: int) -> torch.Tensor:
+        if index in self._trained:
+            return self._trained[index]().detach().to("cpu", self._source.dtype)
+        record = self._source.read(index)
+        assert record is not None
+        return record
+
+    def write(self, path: Path) -> None:
+        """Write the copy to a file, and force it to the disk.
+
+        Args:
+            path: Of the file; one that is there is overwritten.
+
+        Raises:
+            BankError: If a block of the level is not what was written.
+        """
+        source = self._source
+        create_level_file(path, source.num_records, source.numel, source.dtype)
+        with contextlib.closing(LevelFile(path, source.num_records, source.numel, writable=True)) as copy:
+            for index in self._deleted:
+                copy.forget(index)
+            for index in (*self._kept, *self._trained):
+                copy.write(index, self._record(index))
+            copy.sync()
+
+    def link(self, file: Path, path: Path) -> bool:
+        """Give a file another name if it holds exactly this copy; return whether it has that name now.
+
+        Args:
+            file: Of a level; all of its records are read and compared. One that is damaged, or is no such file, is not linked.
+            path: The other name, which nothing has.
+        """
+        try:
+            if not self._is_in(file):
+                return False
+            os.link(os.path.realpath(file), path)
+        except (BankError, OSError):  # a file system without links, or one that allows no more of them
+            return False
+        return True
+
+    def _is_in(self, file: Path) -> bool:
+        source = self._source
+        with contextlib.closing(LevelFile(file, source.num_records, source.numel)) as other:
+            return (
+                other.dtype == source.dtype
+                and other.deleted() == self._deleted
+                and other.written() == sorted([*self._kept, *self._trained])
+                # First what may have changed since that file was written.
+                and all(_same_bytes(other.read(index), self._record(index)) for index in (*self._trained, *self._kept))
+            )
+
+
 def create_level_file(path: Path, num_records: int, numel: int, dtype: torch.dtype) -> None:
     """Make a file whose records were never written: it takes a page of the disk, and four bytes for each record."""
     blocks_bytes = num_records * numel * dtype.itemsize
@@ -294,3 +367,7 @@ def _bytes_of(record: torch.Tensor) -> memoryview:
     """The memory of a contiguous record."""
     array: Any = record.view(torch.uint8).numpy()
     return memoryview(array).cast("B")
+
+
+def _same_bytes(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))

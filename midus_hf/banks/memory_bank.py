@@ -5,7 +5,7 @@ import functools
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
+from midus_config.locks import Lock, has_no_locks
 from midus_config.whole_files import link_or_copy, sync, whole_file
 from midus_hf.banks.bank_description import (
     describe,
@@ -24,7 +25,7 @@ from midus_hf.banks.bank_description import (
 )
 from midus_hf.banks.block_reader import BlockReader, stacked
 from midus_hf.banks.initial_blocks import initial_block
-from midus_hf.banks.level_file import LevelFile, create_level_file
+from midus_hf.banks.level_file import LevelCopy, LevelFile, create_level_file
 from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.reads_under_way import ReadsUnderWay
 from midus_hf.banks.record_read import DELETED, UNWRITTEN, RecordRead
@@ -243,21 +244,24 @@ class MemoryBank(BlockReader):
     def save(
         self,
         folder: str | os.PathLike,
-        trained: Iterable[tuple[int, int, torch.Tensor]] = (),
+        trained: Mapping[BlockKey, Callable[[], torch.Tensor]] | None = None,
         save_audit: Callable[[Path], None] | None = None,
         tree: str | None = None,
         tree_folder: Path | None = None,
         deleted: Collection[BlockKey] = (),
+        link_from: Path | None = None,
     ) -> None:
         """Write the bank into another folder: what was never written, or was deleted, is a hole there.
 
         Args:
             folder: Made if need be; one that has this very bank is left as it is.
-            trained: Level, index and record of blocks that are others than in this bank. Default: none are.
+            trained: What returns the record of each block that is another than in this bank, by level and index. Default: none are.
             save_audit: Writes the record of what trained blocks to a file. Default: if this bank has one, it is copied.
             tree: Fingerprint of the tree by whose paths `trained` was trained. Default: that which this bank was trained with.
             deleted: Level and index of blocks that are deleted in the copy; they are not read. Default: those that are deleted here.
             tree_folder: The folder with the files of this tree, which go along. Default: that of this bank, which may have none.
+            link_from: The folder of a copy, or of this bank: files of levels there that hold exactly what is to be written get a hard
+                link in place of a copy, if the file system can. Default: every level is written.
 
         Raises:
             BankError: If somebody else writes to a bank there, or a block is not what was written.
@@ -271,24 +275,17 @@ class MemoryBank(BlockReader):
                 held.release()
             (folder / BANK_DESCRIPTION).unlink()  # written last: with it a bank is whole
             sync(folder)
-        with contextlib.ExitStack() as opened:
-            copies = {}
-            for level, file in self._files.items():
+        with _nobody_writes(link_from) as may_be_linked:
+            for level in self._files:
+                copy = LevelCopy(
+                    self._files[level],
+                    {index: read for (of_level, index), read in (trained or {}).items() if of_level == level},
+                    frozenset(index for of_level, index in deleted if of_level == level),
+                )
                 path = folder / level_file(level)
-                create_level_file(path, file.num_records, file.numel, file.dtype)
-                copies[level] = LevelFile(path, file.num_records, file.numel, writable=True)
-                opened.callback(copies[level].close)
-                left_out = {index for of_level, index in deleted if of_level == level}
-                for index in left_out.union(self.deleted(level)):
-                    copies[level].forget(index)
-                for index in file.written(left_out):
-                    record = file.read(index)
-                    assert record is not None
-                    copies[level].write(index, record)
-            for level, index, record in trained:
-                copies[level].write(index, record)
-            for copy in copies.values():
-                copy.sync()
+                path.unlink(missing_ok=True)  # it may be a link of a file that others have
+                if not (may_be_linked and link_from and copy.link(link_from / path.name, path)):
+                    copy.write(path)
         (folder / BANK_AUDIT).unlink(missing_ok=True)
         if save_audit is not None:
             save_audit(folder / BANK_AUDIT)
@@ -339,6 +336,21 @@ class MemoryBank(BlockReader):
             kept.drop((level, index))
         self._under_way.drop([(level, index)])
         self.changed()
+
+
+@contextlib.contextmanager
+def _nobody_writes(folder: Path | None) -> Iterator[bool]:
+    """Keep others from writing to a bank in the meantime; false if somebody does, or there is no bank."""
+    try:
+        held = None if folder is None else Lock(folder / BANK_DESCRIPTION, shared=True)
+    except OSError as error:
+        yield has_no_locks(error)
+        return
+    try:
+        yield held is not None
+    finally:
+        if held is not None:
+            held.release()
 
 
 def create_bank(folder: str | os.PathLike, layout: BankLayout, dtype: torch.dtype, seed: int) -> None:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,6 +127,11 @@ class TrainedBank(BlockReader):
         return self
 
     @property
+    def folder(self) -> Path:
+        """That of the bank that is trained."""
+        return self.bank.folder
+
+    @property
     def dtype(self) -> torch.dtype:
         """That blocks are stored in."""
         return self.bank.dtype
@@ -224,20 +230,24 @@ class TrainedBank(BlockReader):
         trained = {key for key, state in self._states.items() if state.step}
         return sorted({*trained, *waiting, *self._resumed})
 
-    def save(self, folder: str | os.PathLike) -> None:
+    def save(self, folder: str | os.PathLike, link_from: Path | None = None) -> None:
         """Write a bank with what was trained into another folder, in the dtype of the bank.
 
         With it goes the record of what trained blocks. Without one, that of the bank stays behind once blocks were trained: it
         would not be whole.
+
+        Args:
+            folder: Made if need be. If it is that of the bank, the blocks that were trained are written into the bank.
+            link_from: As for `MemoryBank.save`.
         """
-        trained = ((level, index, self._read_state(level, index).master) for level, index in self.touched())
+        trained = {key: partial(self._master, *key) for key in self.touched()}
         if not self.bank.lies_in(folder):
-            save_audit = (_save_nothing if self.touched() else None) if self.audit is None else self.audit.save
-            self.bank.save(folder, trained, save_audit, self.tree, self.tree_folder)
+            save_audit = (_save_nothing if trained else None) if self.audit is None else self.audit.save
+            self.bank.save(folder, trained, save_audit, self.tree, self.tree_folder, link_from=link_from)
             return
         with contextlib.closing(MemoryBank(folder, self.layout, writable=True)) as itself:
-            for level, index, record in trained:
-                itself.write(level, index, record)
+            for (level, index), master in trained.items():
+                itself.write(level, index, master())
             itself.sync()
             itself.save_tree(itself.folder, self.tree_folder)
         write_description(self.bank.folder, described_again(self.bank.description, self.layout, self.tree))
@@ -259,11 +269,11 @@ class TrainedBank(BlockReader):
         parts = {level: self._save_level(folder, level, indices) for level, indices in by_level.items()}
         if self.audit is not None:
             self.audit.save(folder / BANK_AUDIT)
-        with whole_file(folder / _TOUCHED) as partial:
+        with whole_file(folder / _TOUCHED) as unfinished:
             named = {
                 str(level): [[part.path.name, part.indices] for part in of_level] for level, of_level in parts.items()
             }
-            partial.write_text(json.dumps(named))
+            unfinished.write_text(json.dumps(named))
         kept = {part.path.name for of_level in parts.values() for part in of_level}
         for path in folder.glob("level-*.safetensors"):
             if path.name not in kept:
@@ -285,9 +295,9 @@ class TrainedBank(BlockReader):
             number = 1 + max((part.number for part in self._parts.get(level, [])), default=0)
             numel = 3 * self.layout.record_numel(level) + 1
             path = folder / f"level-{level}-{number}.safetensors"
-            with whole_file(path) as partial:  # blocks may still be read from a state that lies there
-                create_level_file(partial, len(written), numel, torch.float32)
-                with contextlib.closing(LevelFile(partial, len(written), numel, writable=True)) as file:
+            with whole_file(path) as unfinished:  # blocks may still be read from a state that lies there
+                create_level_file(unfinished, len(written), numel, torch.float32)
+                with contextlib.closing(LevelFile(unfinished, len(written), numel, writable=True)) as file:
                     for place, index in enumerate(written):
                         file.write(place, self._read_state(level, index).packed())
             parts.append(StatePart(path, written))
@@ -351,6 +361,9 @@ class TrainedBank(BlockReader):
                 self._states[key] = self._read_state(level, index)
         self._states.move_to_end(key)
         return self._states[key]
+
+    def _master(self, level: int, index: int) -> torch.Tensor:
+        return self._read_state(level, index).master
 
     def _read_state(self, level: int, index: int) -> BlockState:
         """The state of a block as it is, wherever that is."""

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,6 +35,8 @@ class Banks:
         self._serves = False
         self._tree: str | None = None
         self._tree_folder: Path | None = None
+        self._copies: Sequence[Path] = ()
+        self._num_copies: int | None = None
         self.trainable = False
         """Whether a Trainer trains their blocks; `set_trainable` says so."""
 
@@ -121,7 +123,25 @@ class Banks:
     def save(self, folder: str | os.PathLike) -> None:
         """Write those that are open beside a checkpoint in another folder."""
         for name, bank in self._open.items():
-            bank.save(Path(folder, BANKS_FOLDER, name))
+            copies = [bank.folder, *(Path(checkpoint, BANKS_FOLDER, name) for checkpoint in self._copies)]
+            number = self._num_copies
+            link_from = None if number is None or len(copies) < number else copies[-number]
+            bank.save(Path(folder, BANKS_FOLDER, name), link_from=link_from)
+
+    @contextlib.contextmanager
+    def linking(self, checkpoints: Sequence[Path], num_copies: int) -> Iterator[None]:
+        """Within it `save` links the files of levels that hold what those of an earlier copy hold, as `MemoryBank.save` does.
+
+        Args:
+            checkpoints: That have copies, earliest first. The banks that are open count as a copy before the first.
+            num_copies: How many files with the contents of a level are to be kept, if as many copies have it: of 2, the one before
+                the last is linked, so that damage to one file leaves the other.
+        """
+        self._copies, self._num_copies = checkpoints, num_copies
+        try:
+            yield
+        finally:
+            self._copies, self._num_copies = (), None
 
     def fetch(
         self, memory_ids: torch.Tensor | None, batch: int, device: torch.device, dtype: torch.dtype

@@ -34,10 +34,8 @@ class FrozenWeights:
     """
 
     def __init__(self, copies: int):
-        self._copies = copies
+        self.copies = copies
         self._checkpoints: list[Path] = []
-        self.linked: Manifest = {}
-        """Entries of the files that the last `save` has linked, whose contents need not be read again."""
 
     def know(self, checkpoint: Path) -> None:
         """Remember a whole checkpoint whose frozen tensors are those of the model.
@@ -46,6 +44,16 @@ class FrozenWeights:
             checkpoint: Its folder.
         """
         self._checkpoints = [*(known for known in self._checkpoints if known != checkpoint), checkpoint]
+
+    def earlier(self, folder: Path) -> list[Path]:
+        """Return the checkpoints beside one that is being written which are known to be whole, in the order of their writing.
+
+        Args:
+            folder: The folder of the one that is being written.
+        """
+        return [
+            path for path in self._checkpoints if path != folder and path.parent == folder.parent and path.is_dir()
+        ]
 
     def save(
         self, folder: Path, model: nn.Module, save_others: Callable[[dict[str, torch.Tensor] | None], None]
@@ -61,7 +69,6 @@ class FrozenWeights:
         Raises:
             OSError: If a file cannot be written.
         """
-        self.linked = {}
         parts = _parts_of(model)
         if parts is None:
             save_others(None)
@@ -82,12 +89,10 @@ class FrozenWeights:
 
     def _link(self, folder: Path, frozen: Mapping[str, torch.Tensor]) -> Mapping[str, str] | None:
         """Link the frozen files of an earlier checkpoint, if there is one to link; return the file of each tensor."""
-        known = [
-            path for path in self._checkpoints if path != folder and path.parent == folder.parent and path.is_dir()
-        ]
-        if len(known) < self._copies:
+        known = self.earlier(folder)
+        if len(known) < self.copies:
             return None
-        source = known[-self._copies]
+        source = known[-self.copies]
         manifest = manifest_of(source) or {}
         weight_map = _frozen_in(source)
         linked: Manifest = {name: manifest[name] for name in set(weight_map.values()) if name in manifest}
@@ -106,7 +111,6 @@ class FrozenWeights:
                 with contextlib.suppress(FileNotFoundError):
                     (folder / name).unlink()
             return None
-        self.linked = linked
         return weight_map
 
 

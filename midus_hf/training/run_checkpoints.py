@@ -1,10 +1,11 @@
 """The checkpoints that lie in the output of a run: which are whole, which is the latest, which have had their time."""
 
+import contextlib
 import errno
 import functools
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,24 @@ def begin_checkpoint(checkpoint: Path) -> frozenset[Path]:
         for path in checkpoint.rglob("*")
         if not path.is_dir() and not is_of_checkpoint(path.relative_to(checkpoint))
     )
+
+
+def linked_entries(checkpoint: Path, earlier: Iterable[Path]) -> Manifest:
+    """Return the entries, by name, of the files of a checkpoint that are links of files of earlier ones, whose manifests have them.
+
+    What an earlier manifest says of a file was true when it was written, so that damage since then is found when the file is read.
+
+    Args:
+        checkpoint: The folder of a checkpoint that has no manifest yet.
+        earlier: The folders of whole checkpoints.
+    """
+    entries: Manifest = {}
+    for folder in earlier:
+        for name, entry in (manifest_of(folder) or {}).items():
+            with contextlib.suppress(OSError):
+                if (folder / name).stat().st_nlink > 1 and (folder / name).samefile(checkpoint / name):
+                    entries[name] = entry
+    return entries
 
 
 def finish_checkpoint(

@@ -1,5 +1,6 @@
 """The Trainer of a run: its table, its held-out text, and its checkpoints, which may fail to be written."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,11 +36,13 @@ from midus_hf.training.run_checkpoints import (
     finish_checkpoint,
     is_complete,
     last_checkpoint,
+    linked_entries,
     remove_old_checkpoints,
 )
 from midus_hf.training.run_costs import peak_memory_bytes, trained_parameters
 from midus_hf.training.saving import say, write_failure
 from midus_hf.training.training_clock import TrainingClock
+from midus_hf.training.trains_blocks import open_banks
 from midus_hf.training.written_files import remove_written
 
 _OF_ANOTHER_PROCESS = "another process could not write its part"
@@ -267,6 +270,9 @@ class InRun(AidsMemory):
         folder = Path(self._get_output_dir(trial), f"checkpoint-{step}")
         self.save_failure, self._parts_failed = None, False
         beside: list[Path] = []
+        earlier = self._frozen_weights.earlier(folder)
+        assert isinstance(self.model, nn.Module)
+        banks = open_banks(self.model)
 
         def begin() -> None:
             beside.extend(begin_checkpoint(folder))
@@ -275,12 +281,15 @@ class InRun(AidsMemory):
         def write() -> None:
             self._is_writing_checkpoint = True
             try:
-                super(InRun, self)._save_checkpoint(model, trial)
+                with contextlib.ExitStack() as linking:
+                    for each in banks:
+                        linking.enter_context(each.linking(earlier, self._frozen_weights.copies))
+                    super(InRun, self)._save_checkpoint(model, trial)
             finally:
                 self._is_writing_checkpoint = False
 
         def finish() -> None:
-            finish_checkpoint(folder, beside, self._frozen_weights.linked)
+            finish_checkpoint(folder, beside, linked_entries(folder, earlier[-2:]))
             self._frozen_weights.know(folder)
 
         parts = (begin if self.args.should_save else _nothing, write, finish if self.args.should_save else _nothing)

@@ -149,10 +149,13 @@ def draw_generic(seed: int, first: int, count: int, share: float) -> torch.Tenso
     return torch.tensor(drawn, dtype=torch.bool)
 
 
+def open_banks(model: torch.nn.Module) -> list[Banks]:
+    """Return the banks of a model, PEFT's wrapper aside, that are open."""
+    modules = (module for module in model.modules() if isinstance(module, MemoryModel))
+    return [module.own_banks for module in modules if module.own_banks.are_open]
+
+
 def banks_that_train(model: torch.nn.Module) -> list[Banks]:
-    """The banks of a model, PEFT's wrapper aside, whose blocks are to be trained."""
-    return [
-        module.own_banks
-        for module in model.modules()
-        if isinstance(module, MemoryModel) and module.own_banks.layouts and module.own_banks.trainable
-    ]
+    """Return the banks of a model, PEFT's wrapper aside, whose blocks are to be trained."""
+    modules = (module for module in model.modules() if isinstance(module, MemoryModel))
+    return [module.own_banks for module in modules if module.own_banks.layouts and module.own_banks.trainable]

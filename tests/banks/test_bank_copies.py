@@ -1,5 +1,6 @@
 """Banks that are copied, locked, pickled or left by a writer: what was written is there once, and none writes over another."""
 
+import contextlib
 import copy
 import errno
 import os
@@ -48,6 +49,90 @@ def test_a_copy_replaces_what_another_bank_left_there(bank, tmp_path):
     copied = MemoryBank(tmp_path / "there", bank.layout)
     assert copied.written(1) == [1] and copied.written(3) == [5, 64]
     copied.close()
+
+
+def numbers(folder):
+    """Of the files of levels: those of one number are one file."""
+    return {path.name: path.stat().st_ino for path in folder.glob("level-*.safetensors")}
+
+
+@pytest.fixture
+def read(bank, folder):
+    """The same bank, to be read; a block of level 1 is deleted there."""
+    bank.forget(1, 2)
+    bank.close()
+    opened = MemoryBank(folder, layout_of())
+    yield opened
+    opened.close()
+
+
+def test_levels_that_hold_what_is_to_be_written_are_linked_and_others_are_written(read, folder, tmp_path):
+    layout, plain, copy_ = read.layout, tmp_path / "plain", tmp_path / "copy"
+    new = record_of(layout, 3, 99)
+    for trained in ({(3, 6): lambda: new}, {(3, 5): lambda: new}, {(3, 5): lambda: read.block(3, 5)}):
+        read.save(plain, trained)
+        read.save(copy_, trained, link_from=folder)
+        is_new = not torch.equal(next(iter(trained.values()))(), record_of(layout, 3, 5))
+        shared = {name for name, number in numbers(copy_).items() if number == numbers(folder)[name]}
+        assert shared == {"level-1.safetensors"} | (set() if is_new else {"level-3.safetensors"})
+        assert all((copy_ / name).read_bytes() == (plain / name).read_bytes() for name in numbers(folder))
+    read.save(copy_, deleted=[(3, 5)], link_from=folder)
+    copied = MemoryBank(copy_, layout)
+    assert copied.deleted(3) == [5] and copied.deleted(1) == [2] and read.written(3) == [5, 64]
+    copied.close()
+
+
+@pytest.mark.parametrize("hindrance", ["flipped", "cut", "header", "gone", "no links", "another writes", "no bank"])
+def test_a_level_that_cannot_be_linked_is_written(hindrance, read, tmp_path, monkeypatch):
+    copy_, again = tmp_path / "copy", tmp_path / "again"
+    read.save(copy_)
+    path, writer = copy_ / "level-3.safetensors", None
+    content = bytearray(path.read_bytes())
+    if hindrance in ("flipped", "header"):
+        content[-1 if hindrance == "flipped" else 9] ^= 1
+        path.write_bytes(content)
+    elif hindrance == "cut":
+        os.truncate(path, len(content) - 1)
+    elif hindrance == "gone":
+        path.unlink()
+    elif hindrance == "no bank":
+        (copy_ / "bank.json").unlink()
+    elif hindrance == "another writes":
+        writer = MemoryBank(copy_, read.layout, writable=True)
+    else:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EMLINK, "Too many links")))
+    read.save(again, link_from=copy_)
+    assert (again / path.name).stat().st_nlink == 1
+    saved = MemoryBank(again, read.layout)
+    assert saved.written(1) == [1] and saved.written(3) == [5, 64] and saved.deleted(1) == [2]
+    assert all(torch.equal(saved.block(*key), read.block(*key)) for key in ((1, 1), (3, 5), (3, 64)))
+    for opened in filter(None, (saved, writer)):
+        opened.close()
+
+
+@pytest.mark.parametrize("how", ["write", "forget", "save"])
+def test_what_is_written_to_a_linked_level_does_not_reach_the_other_copies(how, read, folder, tmp_path):
+    copy_ = tmp_path / "copy"
+    read.save(copy_, link_from=folder)
+    assert numbers(copy_) == numbers(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if how == "save":
+        read.save(copy_, {(1, 0): lambda: record_of(read.layout, 1, 7), (3, 5): lambda: record_of(read.layout, 3, 7)})
+    else:
+        with contextlib.closing(MemoryBank(copy_, read.layout, writable=True)) as written:
+            if how == "write":
+                written.write(3, 5, record_of(read.layout, 3, 7))
+            else:
+                written.forget(3, 5)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert (copy_ / "level-3.safetensors").read_bytes() != before["level-3.safetensors"]
+    assert torch.equal(read.block(3, 5), record_of(read.layout, 3, 5))
+
+
+def test_a_bank_that_is_being_written_is_never_linked(bank, folder, tmp_path):
+    """What is open for writing would be written through."""
+    bank.save(tmp_path / "copy", link_from=folder)
+    assert not set(numbers(tmp_path / "copy").values()) & set(numbers(folder).values())
 
 
 def test_a_copy_of_a_bank_with_a_flipped_byte_is_refused(bank, folder, tmp_path):

@@ -12,6 +12,8 @@ from training.test_whole_checkpoints import flip
 from training.tiny_run import best_at, document, give_held_out_losses, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from midus_config import manifest
+from midus_hf.banks.level_file import LevelFile
 from midus_hf.training import MemoryTrainer, set_trainable, train
 from midus_hf.training.run_checkpoints import damage_of, finish_checkpoint
 
@@ -68,6 +70,71 @@ def test_the_model_of_the_best_step_comes_with_the_blocks_of_that_step(models, a
     changes = {"eval_text": str(texts), "eval_every": 2, "keep_best": True, "keep_checkpoints": 1}
     assert train(config_of(models / "hier-ffn", assigned, tmp_path / "out", **changes)).best_step == 4
     assert_same_blocks(bank_of(tmp_path / "out"), bank_of(tmp_path / "out" / "checkpoint-4"))
+
+
+def files_of_level(folders, level: int) -> list[int]:
+    """Numbers of the files with a level, by folder: those of one number are one file."""
+    return [(folder / "memory_bank" / "hier-ffn" / f"level-{level}.safetensors").stat().st_ino for folder in folders]
+
+
+def train_every_level(model: Path, assigned: Path, output: Path) -> Path:
+    """Train a model whose blocks have all that a bank can lack: some were never written."""
+    train(config_of(model, assigned, output, max_steps=2))
+    return output
+
+
+def test_a_bank_that_does_not_train_is_written_once_and_linked_from_then_on(models, assigned, tmp_path, monkeypatch):
+    """Its own files are one of the two copies that checkpoints link in turn, and no file of the trained model is a link."""
+    start, output = train_every_level(models / "hier-ffn", assigned, tmp_path / "start"), tmp_path / "out"
+    written, digested, write, sha256 = [], [], LevelFile.write, manifest.file_sha256
+    monkeypatch.setattr(LevelFile, "write", lambda file, *record: written.append(file.path) or write(file, *record))
+    monkeypatch.setattr(manifest, "file_sha256", lambda path: digested.append(path) or sha256(path))
+    options = {"save_every": 1, "keep_checkpoints": None, "trainable": [0], "max_steps": 5}
+    train(config_of(start, assigned, output, **options))
+    folders = [output / f"checkpoint-{step}" for step in range(1, 6)]
+    for level in (1, 2):
+        of_start, first, *rest, of_end = files_of_level([start, *folders, output], level)
+        assert rest == [of_start, first, of_start, first] and len({of_start, first, of_end}) == 3
+        assert sum(path.name == f"level-{level}.safetensors" for path in digested) == 2, "once for each copy"
+    assert {path.parents[2] for path in written} == {folders[0], output / ".partial_model"}
+    for folder in (*folders, output):
+        assert_same_blocks(bank_of(folder), bank_of(start))
+    assert all(damage_of(folder) is None for folder in folders)
+
+
+def test_a_bank_that_is_trained_where_it_lies_changes_no_checkpoint_that_links_it(models, assigned, tmp_path):
+    start, output = train_every_level(models / "hier-ffn", assigned, tmp_path / "start"), tmp_path / "out"
+    options = {"save_every": 1, "keep_checkpoints": 1, "trainable": [0], "max_steps": 1}
+    train(config_of(start, assigned, output, **options))
+    checkpoint = output / "checkpoint-1"
+    assert files_of_level([checkpoint], 2) == files_of_level([start], 2)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    set_trainable(model)
+    (bank,) = model.banks.train().values()
+    bank.block(2, 0).sum().backward()
+    bank.step(lr=1e-1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+    before = bank_of(start).block(2, 0).clone()
+    model.banks.save(checkpoint)
+    assert torch.equal(bank_of(start).block(2, 0), before) and not torch.equal(bank_of(checkpoint).block(2, 0), before)
+
+
+def test_a_level_of_which_nothing_has_changed_is_linked_beside_one_that_has(models, assigned, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(train_every_level(models / "hier-ffn", assigned, tmp_path / "start"))
+    set_trainable(model)
+    (bank,) = model.banks.train().values()
+    folders = [tmp_path / str(number) for number in range(4)]
+    for number, folder in enumerate(folders):
+        bank.block(1, 0).sum().backward()
+        bank.step(lr=1e-1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+        with model.banks.linking(folders[:number], 2):
+            model.save_pretrained(folder)
+    for number in files_of_level([tmp_path / "start", *folders], 1):
+        assert files_of_level([tmp_path / "start", *folders], 1).count(number) == 1
+    start, first, *rest = files_of_level([tmp_path / "start", *folders], 2)
+    assert rest == [start, first, start] and start != first
+    model.save_pretrained(tmp_path / "last")
+    assert files_of_level([tmp_path / "last"], 2)[0] not in (start, first)
+    assert_same_blocks(bank_of(tmp_path / "last"), bank_of(folders[-1]))
 
 
 def test_a_script_of_ones_own_gets_the_blocks_of_the_best_step_as_well(models, tmp_path):
