@@ -86,14 +86,18 @@ $(VENV)-deepspeed/installed: $(VENV)/installed
 material: $(VENV)/installed
 	$(VENV)/bin/python -m material smollm2 smollm2-gguf addresses articles benchmarks chats elements factbook minilm glosses
 
+C_FILES = $(wildcard midus_hf/ops/native/*.[ch])
+
 check: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/mypy
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(C_FILES)
 
 # docs/reference.md, from docstrings.
 reference:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.ops.native_library import native_library, why_missing
+from midus_hf.ops.native.library import native_library, why_missing
 from midus_hf.ops.triton_import import HAS_TRITON
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton")

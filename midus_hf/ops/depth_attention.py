@@ -11,7 +11,7 @@ from midus_hf.ops.depth_batched import batched_depth_attention
 from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
-from midus_hf.ops.native_depth import native_depth_op, native_reading
+from midus_hf.ops.native.depth import native_depth_op, native_reading
 from midus_hf.ops.precision import shared_dtype
 
 

@@ -12,8 +12,9 @@ from midus_hf.ops.best_slots import best_slots, halves
 from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
 from midus_hf.ops.key_gradients import query_and_key_gradients
 from midus_hf.ops.library import custom_op
-from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native.headwise import native_lookup, native_score_gradients
+from midus_hf.ops.native.library import native_library
+from midus_hf.ops.native.sums import native_bank_gradient
 from midus_hf.ops.packed_lookup_triton import triton_lookup
 from midus_hf.ops.precision import narrowest_integer, without_autocast
 from midus_hf.ops.product_key import select

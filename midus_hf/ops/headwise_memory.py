@@ -5,7 +5,7 @@ import torch
 from midus_hf.ops.backend import OpChoices, resolve
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup_few
-from midus_hf.ops.native_headwise import native_output, native_refusal
+from midus_hf.ops.native.headwise import native_output, native_refusal
 from midus_hf.ops.packed_lookup_triton import triton_output
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk

@@ -4,7 +4,7 @@ import torch
 
 from midus_hf.ops.backend import chosen_exact, resolve
 from midus_hf.ops.direct_calls import are_plain, is_transformed, nobody_watches
-from midus_hf.ops.native_headwise import native_refusal, native_scores
+from midus_hf.ops.native.headwise import native_refusal, native_scores
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key_scores import product_key_scores_op
 from midus_hf.ops.product_key_scores_triton import scores_refusal, triton_scores

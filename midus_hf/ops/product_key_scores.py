@@ -8,8 +8,8 @@ from midus_hf.ops.best_slots import best_slots
 from midus_hf.ops.headwise_gradients_triton import triton_gradients_of_scores
 from midus_hf.ops.key_gradients import query_and_key_gradients
 from midus_hf.ops.library import custom_op
-from midus_hf.ops.native_headwise import native_gradients_of_scores, native_scores
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native.headwise import native_gradients_of_scores, native_scores
+from midus_hf.ops.native.library import native_library
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key_scores_triton import triton_scores
 

@@ -6,8 +6,8 @@ Rows and weights are flat here, `[S, m]` slots into a table `[R, v]`. All sums a
 import torch
 import torch.nn.functional as F
 
-from midus_hf.ops.native_library import native_library
-from midus_hf.ops.native_sums import native_gathered_products, native_row_sums, native_weighted_rows
+from midus_hf.ops.native.library import native_library
+from midus_hf.ops.native.sums import native_gathered_products, native_row_sums, native_weighted_rows
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.row_sums_triton import triton_row_sums, triton_weight_gradients, triton_weighted_rows
 

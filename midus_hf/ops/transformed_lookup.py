@@ -11,8 +11,9 @@ import torch
 
 from midus_hf.ops.headwise_lookup import headwise_lookup_backward_op, lookup
 from midus_hf.ops.library import custom_op
-from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup, native_score_gradients
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native.headwise import native_lookup, native_score_gradients
+from midus_hf.ops.native.library import native_library
+from midus_hf.ops.native.sums import native_bank_gradient
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.row_sums import weighted_rows
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import midus_config
 import midus_hf
 from midus_hf.models.export import ENTRY_MODULE, write_code
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native.library import native_library
 
 _LOAD = """
 import json

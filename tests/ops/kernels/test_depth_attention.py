@@ -15,7 +15,7 @@ from midus_hf.ops import depth_attention_triton, depth_gradients_triton, device_
 from midus_hf.ops.depth_attention import depth_attention, depth_attention_op
 from midus_hf.ops.depth_attention_triton import slot_table
 from midus_hf.ops.device_numbers_triton import device_numbers
-from midus_hf.ops.native_depth import native_depth_op
+from midus_hf.ops.native.depth import native_depth_op
 
 
 @pytest.fixture(params=["native", "triton"])

@@ -6,7 +6,7 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import headwise_gradients_triton, headwise_memory, op_choices, product_key_topk
-from midus_hf.ops.native_library import why_missing
+from midus_hf.ops.native.library import why_missing
 
 NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops import native_depth, op_choices
+from midus_hf.ops import op_choices
 from midus_hf.ops.depth_attention import depth_attention
+from midus_hf.ops.native import depth as native_depth
 
 pytestmark = pytest.mark.usefixtures("library")
 

@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 
-from midus_hf.ops import headwise_memory, native_calls, op_choices, transformed_lookup
+from midus_hf.ops import headwise_memory, op_choices, transformed_lookup
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup
-from midus_hf.ops.native_headwise import native_bank_gradient, native_lookup
-from midus_hf.ops.native_library import native_library
+from midus_hf.ops.native.calls import ROW_SUMS_CALL
+from midus_hf.ops.native.headwise import native_lookup
+from midus_hf.ops.native.library import native_library
+from midus_hf.ops.native.sums import native_bank_gradient
 from midus_hf.ops.transformed_lookup import transformed_lookup_op
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -76,17 +78,17 @@ def test_threads_are_started_where_there_are_none_to_borrow(tmp_path):
     for name, tensor in {"gradient": gradient, "slots": slots, "weights": weights}.items():
         (tmp_path / name).write_bytes(tensor.numpy().tobytes())
     code = """
-import ctypes, pathlib, runpy, sys
-calls, library, folder = sys.argv[1], ctypes.CDLL(sys.argv[2]), pathlib.Path(sys.argv[3])
+import ctypes, pathlib, struct, sys
+layout, library, folder = sys.argv[1], ctypes.CDLL(sys.argv[2]), pathlib.Path(sys.argv[3])
 assert not hasattr(ctypes.CDLL(None), "GOMP_parallel")
 given = [ctypes.create_string_buffer((folder / name).read_bytes()) for name in ("gradient", "slots", "weights")]
 into = ctypes.create_string_buffer(4 * 3 * 36 * 20)
 numbers = (500, 3, 36, 20, 4, 60, 20, 36 * 20, 0, 2, 2)
-call = runpy.run_path(calls)["ROW_SUMS_CALL"].pack(*map(ctypes.addressof, (*given, into)), *numbers)
+call = struct.pack(layout, *map(ctypes.addressof, (*given, into)), *numbers)
 assert library.midus_row_sums(call) == 0
 (folder / "sums").write_bytes(into.raw)
 """
-    words = [native_calls.__file__, native_library()._name, str(tmp_path)]
+    words = [ROW_SUMS_CALL.format, native_library()._name, str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=120)
     assert (tmp_path / "sums").read_bytes() == expected.numpy().tobytes()
 

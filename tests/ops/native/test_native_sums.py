@@ -5,7 +5,7 @@ import torch
 
 from midus_hf.ops import op_choices, row_sums, weighted_gather
 from midus_hf.ops.gathered_products import gathered_products
-from midus_hf.ops.native_sums import native_gathered_products, native_row_sums, native_weighted_rows
+from midus_hf.ops.native.sums import native_gathered_products, native_row_sums, native_weighted_rows
 
 pytestmark = pytest.mark.usefixtures("library")
 

@@ -7,8 +7,16 @@ the other tokens of a call change its bits.
 import torch
 
 from midus_hf.ops.backend import NATIVE_DTYPES
-from midus_hf.ops.native_calls import LOOKUP_CALL, ROW_SUMS_CALL, SCORE_GRADIENTS_CALL
-from midus_hf.ops.native_run import address, gradient_rows, refuse_places, run, threads_for, with_rows
+from midus_hf.ops.native.calls import (
+    LOOKUP_CALL,
+    SCORE_GRADIENTS_CALL,
+    address,
+    gradient_rows,
+    refuse_places,
+    run,
+    threads_for,
+    with_rows,
+)
 from midus_hf.ops.precision import narrowest_integer
 
 _MOST_SUB_KEYS = 1 << 15
@@ -226,32 +234,3 @@ def native_gradients_of_scores(
     """Gradients of query, row keys and column keys, in their dtype, for one of scores, `[S, H, k]`."""
     weights, no_bank = gradient.float(), query.new_empty(0, 0)
     return _score_gradients(None, query, row_keys, column_keys, no_bank, slots, weights, 1.0, None)
-
-
-def native_bank_gradient(
-    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size
-) -> torch.Tensor:
-    """The gradient of a bank, float32: each row's is summed in the order of tokens and heads."""
-    tokens, heads, k = slots.shape
-    rows, width = bank_shape[-2:]
-    own = len(bank_shape) == 3
-    gradient, slots, weights = gradient_rows(gradient), slots.contiguous(), weights.contiguous()
-    into = weights.new_empty(bank_shape)
-    call = ROW_SUMS_CALL.pack(
-        gradient.data_ptr(),
-        slots.data_ptr(),
-        weights.data_ptr(),
-        into.data_ptr(),
-        tokens,
-        heads,
-        rows,
-        width,
-        k,
-        *gradient.stride()[:2],
-        rows * width if own else 0,
-        gradient.dtype == torch.bfloat16,
-        slots.itemsize,
-        threads_for(tokens * heads),
-    )
-    run("midus_row_sums", call)
-    return into

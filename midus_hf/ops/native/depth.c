@@ -1,10 +1,12 @@
-"""C of attention over the depth: each token's query heads read the slots of its own position.
+/* Attention over the depth: the query heads of each token read the slots of the token's own position.
+ *
+ * Slots are as many tensors, each of which lies in memory by itself. A block of tokens reads slot after slot, so that
+ * what it reads of a slot lies together; while its gradient is computed, the rows that were read are still in the
+ * processor's cache. */
 
-Slots are as many tensors, each of which lies in memory by itself. A block of tokens is read slot by slot, so that what is read of
-each lies together; while its gradient is computed, the rows that were read are still in the processor's cache.
-"""
+#include "threads.h"
+#include "vectors.h"
 
-DEPTH = r"""
 /* Heads of all tokens, [texts][heads][tokens][width], of any strides. */
 struct heads {
     const void *table;
@@ -16,6 +18,7 @@ struct slot {
     void *into_key, *into_value; /* [texts][tokens][kv_heads][width]; NULL where no gradient is wanted */
 };
 
+/* A call, as `calls.py` packs it. */
 struct depth {
     struct heads query, gradient; /* gradient: of the output */
     const struct slot *slots;
@@ -25,50 +28,50 @@ struct depth {
     void *into_query; /* as the output; NULL where none is wanted */
     int64_t texts, heads, kv_heads, tokens, width, count;
     int64_t narrow, threads;
-    double scaling, softcap; /* 0: scores are not capped */
-    int64_t block, padded, columns; /* not the caller's: tokens of a unit, numbers of a padded row, and of padded scores */
+    double scaling, softcap; /* softcap 0: scores are not capped */
+    /* Not the caller's, who leaves room: tokens of a unit, numbers of a padded row, numbers of padded scores. */
+    int64_t block, padded, columns;
 };
 
 #define MOST_BLOCK 8
-#define BLOCK_BYTES (1 << 15) /* of a block's scratch, which a processor's first cache holds */
+#define BLOCK_BYTES (1 << 15) /* of the scratch of a block, which a processor's first cache holds */
 #define TOGETHER 4 /* rows whose sums registers hold while another row is read once for all */
 
-/* Reads and writes of the last numbers of a row, which are fewer than a vector has. */
-INLINE floats load_row(const void *table, int64_t place, int64_t column, int64_t width, int narrow) {
-    if (column + LANES <= width) return load(table, place + column, narrow);
-    return load_some(table, place + column, narrow, width - column);
+/* Read, or write, a vector of a row, of whose last numbers there may be fewer than a vector has. */
+INLINE floats load_row(const void *table, int64_t offset, int64_t column, int64_t width, int narrow) {
+    if (column + LANES <= width) return load(table, offset + column, narrow);
+    return load_some(table, offset + column, narrow, width - column);
 }
 
-INLINE void store_row(void *table, int64_t place, int64_t column, int64_t width, int narrow, floats x) {
-    if (column + LANES <= width)
-        store(table, place + column, narrow, x);
-    else
-        store_some(table, place + column, narrow, x, width - column);
+INLINE void store_row(void *table, int64_t offset, int64_t column, int64_t width, int narrow, floats x) {
+    if (column + LANES <= width) store(table, offset + column, narrow, x);
+    else store_some(table, offset + column, narrow, x, width - column);
 }
 
-/* Some products of rows with one row of a table. */
+/* The products of up to TOGETHER rows with one row of a table. */
 INLINE void some_products(
-    const float *rows, int64_t padded, const void *table, int64_t place, int64_t width, int narrow, float *into, int64_t step,
-    int count
+    const float *rows, int64_t padded, const void *table, int64_t offset, int64_t width, int narrow, float *into,
+    int64_t step, int count
 ) {
     floats sums[TOGETHER];
     for (int row = 0; row < count; row++) sums[row] = (floats){0};
     for (int64_t column = 0; column < width; column += LANES) {
-        floats numbers = load_row(table, place, column, width, narrow);
+        floats numbers = load_row(table, offset, column, width, narrow);
         for (int row = 0; row < count; row++) sums[row] += load(rows, row * padded + column, 0) * numbers;
     }
     for (int row = 0; row < count; row++) into[row * step] = sum_of(sums[row]);
 }
 
+/* The products of any number of rows with one row of a table. */
 INLINE void products(
-    const float *rows, int64_t count, int64_t padded, const void *table, int64_t place, int64_t width, int narrow, float *into,
-    int64_t step
+    const float *rows, int64_t count, int64_t padded, const void *table, int64_t offset, int64_t width, int narrow,
+    float *into, int64_t step
 ) {
     for (; count >= TOGETHER; count -= TOGETHER, rows += TOGETHER * padded, into += TOGETHER * step)
-        some_products(rows, padded, table, place, width, narrow, into, step, TOGETHER);
-    if (count == 1) some_products(rows, padded, table, place, width, narrow, into, step, 1);
-    if (count == 2) some_products(rows, padded, table, place, width, narrow, into, step, 2);
-    if (count == 3) some_products(rows, padded, table, place, width, narrow, into, step, 3);
+        some_products(rows, padded, table, offset, width, narrow, into, step, TOGETHER);
+    if (count == 1) some_products(rows, padded, table, offset, width, narrow, into, step, 1);
+    if (count == 2) some_products(rows, padded, table, offset, width, narrow, into, step, 2);
+    if (count == 3) some_products(rows, padded, table, offset, width, narrow, into, step, 3);
 }
 
 /* Which text, and which of its tokens, a unit is of. */
@@ -81,31 +84,36 @@ INLINE struct block block_of(const struct depth *call, int64_t unit) {
     return (struct block){unit / blocks, from, smaller(call->block, call->tokens - from)};
 }
 
-INLINE int64_t place_of(const struct heads *heads, struct block block, int64_t head, int64_t t) {
+INLINE int64_t offset_of(const struct heads *heads, struct block block, int64_t head, int64_t t) {
     return block.text * heads->text + head * heads->head + (block.from + t) * heads->token;
 }
 
-/* Rows of heads of a block, widened and padded by zeros: [tokens][heads][padded]. */
-INLINE void widen_heads(const struct depth *call, struct block block, const struct heads *heads, float *into, int narrow) {
+/* Widen the rows of heads of a block, and pad them by zeros: [tokens][heads][padded]. */
+INLINE void widen_heads(
+    const struct depth *call, struct block block, const struct heads *heads, float *into, int narrow
+) {
     for (int64_t t = 0; t < block.tokens; t++)
         for (int64_t h = 0; h < call->heads; h++, into += call->padded)
             for (int64_t column = 0; column < call->width; column += LANES)
-                store(into, column, 0, load_row(heads->table, place_of(heads, block, h, t), column, call->width, narrow));
+                store(
+                    into, column, 0, load_row(heads->table, offset_of(heads, block, h, t), column, call->width, narrow)
+                );
 }
 
-/* Products of all rows of heads of a block with the rows of a slot, into [tokens][heads][columns]; `next` is read after it. */
+/* The products of all rows of heads of a block with the rows of a slot, into [tokens][heads][columns]; `next` is read
+ * after this slot. */
 INLINE void slot_products(
-    const struct depth *call, struct block block, const float *rows, const struct heads *slot, const struct heads *next, float *into,
-    int narrow
+    const struct depth *call, struct block block, const float *rows, const struct heads *slot,
+    const struct heads *next, float *into, int narrow
 ) {
     int64_t group = call->heads / call->kv_heads;
     for (int64_t t = 0; t < block.tokens; t++)
         for (int64_t k = 0; k < call->kv_heads; k++) {
             int64_t first = t * call->heads + k * group;
-            if (next) prefetch(next->table, place_of(next, block, k, t), call->width, narrow);
+            if (next) prefetch(next->table, offset_of(next, block, k, t), call->width, narrow);
             products(
-                rows + first * call->padded, group, call->padded, slot->table, place_of(slot, block, k, t), call->width, narrow,
-                into + first * call->columns, call->columns
+                rows + first * call->padded, group, call->padded, slot->table, offset_of(slot, block, k, t),
+                call->width, narrow, into + first * call->columns, call->columns
             );
         }
 }
@@ -115,17 +123,18 @@ INLINE void scale_and_cap(const struct depth *call, float *scores) {
     for (int64_t column = 0; column < call->columns; column += LANES)
         store(scores, column, 0, load(scores, column, 0) * (float)call->scaling);
     if (call->softcap)
-        for (int64_t j = 0; j < call->count; j++) scores[j] = (float)call->softcap * tanhf(scores[j] / (float)call->softcap);
+        for (int64_t j = 0; j < call->count; j++)
+            scores[j] = (float)call->softcap * tanhf(scores[j] / (float)call->softcap);
 }
 
-/* Where row j of some scores is none: beyond the last slot. */
+/* Which lanes are beyond the last slot. */
 INLINE ints beyond(int64_t column, int64_t count) {
     ints lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
     return lanes >= (int32_t)smaller(count - column, LANES);
 }
 
-/* Weights in place of scores, which are 0 beyond the last slot; returns the logarithm of the sum of exponentials. */
+/* Put weights in place of scores, 0 beyond the last slot. Return the logarithm of the sum of exponentials. */
 INLINE float softmax_of(const struct depth *call, float *scores) {
     float most = scores[0], sum = 0;
     for (int64_t j = 1; j < call->count; j++) most = scores[j] > most ? scores[j] : most;
@@ -135,7 +144,8 @@ INLINE float softmax_of(const struct depth *call, float *scores) {
         store(scores, column, 0, weights);
         sum += sum_of(weights);
     }
-    for (int64_t column = 0; column < call->columns; column += LANES) store(scores, column, 0, load(scores, column, 0) / sum);
+    for (int64_t column = 0; column < call->columns; column += LANES)
+        store(scores, column, 0, load(scores, column, 0) / sum);
     return most + logf(sum);
 }
 
@@ -153,21 +163,21 @@ INLINE void read_block(const struct depth *call, int64_t unit, char *scratch, in
         slot_products(call, block, query, &slot->key, next, scores + j, narrow);
     }
     for (int64_t row = 0; row < rows; row++) {
-        int64_t place = (block.text * call->tokens + block.from) * call->heads + row;
+        int64_t offset = (block.text * call->tokens + block.from) * call->heads + row;
         scale_and_cap(call, scores + row * call->columns);
-        call->lse[place] = softmax_of(call, scores + row * call->columns);
+        call->lse[offset] = softmax_of(call, scores + row * call->columns);
     }
     for (int64_t j = 0; j < call->count; j++) {
         const struct slot *slot = call->slots + j;
         for (int64_t t = 0; t < block.tokens; t++)
             for (int64_t k = 0; k < call->kv_heads; k++) {
-                int64_t first = t * call->heads + k * group, place = place_of(&slot->value, block, k, t);
+                int64_t first = t * call->heads + k * group, offset = offset_of(&slot->value, block, k, t);
                 if (j + 1 < call->count)
-                    prefetch(slot[1].value.table, place_of(&slot[1].value, block, k, t), call->width, narrow);
+                    prefetch(slot[1].value.table, offset_of(&slot[1].value, block, k, t), call->width, narrow);
                 const float *weights = scores + first * call->columns + j;
                 float *into = read + first * padded;
                 for (int64_t column = 0; column < call->width; column += LANES) {
-                    floats value = load_row(slot->value.table, place, column, call->width, narrow);
+                    floats value = load_row(slot->value.table, offset, column, call->width, narrow);
                     for (int64_t g = 0; g < group; g++) {
                         floats sum = load(into, g * padded + column, 0) + weights[g * call->columns] * value;
                         store(into, g * padded + column, 0, sum);
@@ -176,9 +186,9 @@ INLINE void read_block(const struct depth *call, int64_t unit, char *scratch, in
             }
     }
     for (int64_t row = 0; row < rows; row++) {
-        int64_t place = ((block.text * call->tokens + block.from) * call->heads + row) * call->width;
+        int64_t offset = ((block.text * call->tokens + block.from) * call->heads + row) * call->width;
         for (int64_t column = 0; column < call->width; column += LANES)
-            store_row(call->output, place, column, call->width, narrow, load(read, row * padded + column, 0));
+            store_row(call->output, offset, column, call->width, narrow, load(read, row * padded + column, 0));
     }
 }
 
@@ -198,8 +208,8 @@ INLINE void differentiate_row(const struct depth *call, float *scores, float *ad
 
 /* The gradient of a token's key and value of a head, and its share in those of queries. */
 INLINE void differentiate_slot(
-    const struct depth *call, const struct slot *slot, int64_t key, int64_t into, const float *weights, const float *of_scores,
-    const float *query, const float *along, float *of_query, int narrow
+    const struct depth *call, const struct slot *slot, int64_t key, int64_t into, const float *weights,
+    const float *of_scores, const float *query, const float *along, float *of_query, int narrow
 ) {
     int64_t group = call->heads / call->kv_heads, padded = call->padded, columns = call->columns;
     for (int64_t column = 0; column < call->width; column += LANES) {
@@ -239,12 +249,14 @@ INLINE void differentiate_block(const struct depth *call, int64_t unit, char *sc
         slot_products(call, block, along, &slot->value, j + 1 < call->count ? &slot[1].key : NULL, added + j, narrow);
     }
     for (int64_t row = 0; row < rows; row++) {
-        int64_t place = (first_row + row) * call->width;
+        int64_t offset = (first_row + row) * call->width;
         float mean;
-        products(along + row * padded, 1, padded, call->output, place, call->width, narrow, &mean, 1);
+        products(along + row * padded, 1, padded, call->output, offset, call->width, narrow, &mean, 1);
         mean -= call->lse_gradient[first_row + row];
         scale_and_cap(call, scores + row * call->columns);
-        differentiate_row(call, scores + row * call->columns, added + row * call->columns, call->lse[first_row + row], mean);
+        differentiate_row(
+            call, scores + row * call->columns, added + row * call->columns, call->lse[first_row + row], mean
+        );
     }
     for (int64_t j = 0; j < call->count; j++) {
         const struct slot *slot = call->slots + j;
@@ -257,7 +269,7 @@ INLINE void differentiate_block(const struct depth *call, int64_t unit, char *sc
                     prefetch_output(slot[1].into_value, into, call->width, narrow);
                 }
                 differentiate_slot(
-                    call, slot, place_of(&slot->key, block, k, t), into, scores + first * call->columns + j,
+                    call, slot, offset_of(&slot->key, block, k, t), into, scores + first * call->columns + j,
                     added + first * call->columns + j, query + first * padded, along + first * padded,
                     of_query + first * padded, narrow
                 );
@@ -277,13 +289,14 @@ static void read_unit(const void *call, int64_t unit, char *scratch) {
 }
 
 static void differentiate_unit(const void *call, int64_t unit, char *scratch) {
-    ((const struct depth *)call)->narrow ? differentiate_block(call, unit, scratch, 1) : differentiate_block(call, unit, scratch, 0);
+    ((const struct depth *)call)->narrow ? differentiate_block(call, unit, scratch, 1)
+                                         : differentiate_block(call, unit, scratch, 0);
 }
 
 static int run_blocks(
-    void (*unit)(const void *, int64_t, char *), const struct depth *given, int64_t heads_of_a_row, int64_t scores_of_a_row
+    unit_function *unit, const struct depth *caller, int64_t heads_of_a_row, int64_t scores_of_a_row
 ) {
-    struct depth call = *given;
+    struct depth call = *caller;
     call.padded = whole_vectors(call.width), call.columns = whole_vectors(call.count);
     int64_t token = 4 * call.heads * (heads_of_a_row * call.padded + scores_of_a_row * call.columns);
     int64_t fitting = BLOCK_BYTES / (token + 1);
@@ -292,9 +305,9 @@ static int run_blocks(
     return run_units(unit, &call, units, call.threads, call.block * token);
 }
 
-/* What each head reads of the slots of its token, and the logarithm of the sum of exponentials of its scores. */
+/* What each head reads of the slots of its token, and the logarithm of the sum of exponentials of its scores. Return
+ * 0, or 1 where there is no memory. */
 EXPORTED int midus_depth(const struct depth *call) { return run_blocks(read_unit, call, 2, 1); }
 
-/* Gradients of query, keys and values for those of both. */
+/* The gradients of query, keys and values, for those of both results. Return 0, or 1 where there is no memory. */
 EXPORTED int midus_depth_gradients(const struct depth *call) { return run_blocks(differentiate_unit, call, 3, 2); }
-"""

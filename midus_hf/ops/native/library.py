@@ -1,11 +1,14 @@
 """The library of compiled bodies, loaded when it is first needed; None where PyTorch has to do without."""
 
 import ctypes
+import platform
 import threading
 import warnings
 from pathlib import Path
 
-from midus_hf.ops.native_build import CACHE_VARIABLE, NotBuilt, built_library, is_off, variant
+import torch
+
+from midus_hf.ops.native.build import CACHE_VARIABLE, X86, NotBuilt, built_library, is_off
 
 _FUNCTIONS = (
     "midus_lookup",
@@ -23,9 +26,10 @@ _missing: str | None = None
 
 
 def native_library() -> ctypes.CDLL | None:
-    """The library; the first call of a process loads it, having built it where it was not there, or warns once that it cannot.
+    """Return the library, None where there is none.
 
-    Never to be called while a graph is traced: it looks at files and starts a compiler.
+    The first call of a process loads the library, having built it where it was not there, or warns once that it cannot. Never to be
+    called while a graph is traced: the call looks at files and starts a compiler.
     """
     if _library is None and _missing is None:
         with _loading:
@@ -35,9 +39,17 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str | None:
-    """Why there is no library and what to do; None where there is one."""
+    """Return why there is no library and what to do; None where there is one."""
     native_library()
     return _missing
+
+
+def variant() -> str:
+    """Return the widest set of instructions that this processor has, as PyTorch tells it: one of `VARIANTS`."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine().lower() not in X86:
+        return "baseline"
+    return "avx512" if capability.startswith("AVX512") else "avx2" if capability == "AVX2" else "baseline"
 
 
 def _load() -> None:
@@ -46,7 +58,7 @@ def _load() -> None:
         _missing = f"{CACHE_VARIABLE} is off; unset it"
         return
     try:
-        _library = _open(_packaged() or built_library())
+        _library = _open(_packaged() or built_library(variant()))
     except NotBuilt as reason:
         _missing = str(reason)
     except (OSError, AttributeError) as error:
@@ -69,6 +81,6 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _packaged() -> Path | None:
-    """The library that was built into a wheel, for this processor."""
+    """Return the library that was built into a wheel, for this processor."""
     path = Path(__file__).with_name(f"native_{variant()}.so")
     return path if path.is_file() else None

@@ -12,9 +12,8 @@ import torch
 
 from midus_hf.ops.depth_batched import batched_gradients, batched_reading
 from midus_hf.ops.library import custom_op
-from midus_hf.ops.native_calls import DEPTH_CALL
-from midus_hf.ops.native_library import native_library
-from midus_hf.ops.native_run import address, refuse_places, run, threads_for, with_rows
+from midus_hf.ops.native.calls import DEPTH_CALL, address, refuse_places, run, threads_for, with_rows
+from midus_hf.ops.native.library import native_library
 
 
 def native_reading(

@@ -1,0 +1,110 @@
+"""Calls every function of libraries that sanitizers watch, at sizes that do not fill vectors, blocks or stretches.
+
+Run as `python sanitized.py LIBRARY` with the address sanitizer's own library preloaded; the first fault ends the process.
+Tensors are exactly as long as what they hold, so that C meets the sanitizer's guard bytes where it reads or writes beyond them.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+from midus_hf.ops.native import library
+from midus_hf.ops.native.depth import native_gradients, native_reading
+from midus_hf.ops.native.headwise import (
+    native_gradients_of_scores,
+    native_lookup,
+    native_output,
+    native_score_gradients,
+    native_scores,
+)
+from midus_hf.ops.native.sums import (
+    native_bank_gradient,
+    native_gathered_products,
+    native_row_sums,
+    native_weighted_rows,
+)
+
+HEADWISE = (
+    # tokens, heads, n, half, width, k
+    (0, 3, 5, 4, 7, 2),
+    (1, 1, 1, 1, 1, 1),
+    (7, 3, 7, 5, 19, 7),
+    (17, 2, 40, 33, 67, 33),
+    (67, 3, 12, 8, 20, 4),
+    (300, 2, 9, 17, 64, 4),
+)
+SUMS = ((0, 3, 5, 4), (1, 1, 1, 1), (67, 7, 40, 37), (130, 3, 11, 150), (90, 7, 40000, 16))  # tokens, m, rows, width
+DEPTH = (
+    (1, 1, 1, 1, 1),
+    (9, 6, 2, 20, 3),
+    (11, 6, 1, 33, 17),
+    (150, 4, 4, 64, 5),
+)  # tokens, heads, kv_heads, width, slots
+
+
+class Guarded:
+    """The library, called with structures that lie in guarded memory of their own, as tensors do."""
+
+    def __init__(self, path):
+        self.library = library._open(Path(path))
+
+    def __getattr__(self, name):
+        def call(structure):
+            copy = torch.frombuffer(bytearray(structure), dtype=torch.uint8).clone()
+            return getattr(self.library, name)(copy.data_ptr())
+
+        return call
+
+
+def drawn(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype)
+
+
+def call_headwise(tokens, heads, n, half, width, k, dtype):
+    query, keys = drawn(tokens, heads, 2 * half, dtype=dtype), [drawn(heads, n, half, dtype=dtype) for _ in range(2)]
+    for own, transform in ((False, False), (True, False), (False, True)):
+        bank = drawn(*((heads,) if own else ()), n * n, width, dtype=dtype)
+        matrices = drawn(heads, width, width, dtype=dtype) if transform else None
+        for residual in (None, drawn(tokens, heads, width), drawn(tokens, width, heads).bfloat16().transpose(1, 2)):
+            native_output(query, *keys, bank, residual, k, 0.7, matrices)
+        _, slots, weights = native_lookup(query, *keys, bank, None, k, 0.7, matrices)
+        for gradient in (drawn(tokens, heads, width), drawn(tokens, heads, width, dtype=dtype)):
+            native_score_gradients(gradient, query, *keys, bank, slots, weights, 0.7, matrices)
+            native_bank_gradient(gradient, slots, weights, bank.shape)
+    scores, slots = native_scores(query, *keys, k)
+    native_gradients_of_scores(scores, query, *keys, slots)
+
+
+def call_sums(tokens, m, rows, width, dtype):
+    bank, vectors, weights = drawn(rows, width, dtype=dtype), drawn(tokens, width, dtype=dtype), drawn(tokens, m)
+    for kind in (torch.int32, torch.int64):
+        slots = torch.randint(rows, (tokens, m), dtype=kind)
+        native_weighted_rows(bank, slots, weights)
+        native_row_sums(vectors, slots, weights, rows)
+        native_gathered_products(vectors, bank, slots)
+
+
+def call_depth(tokens, heads, kv_heads, width, slots, dtype):
+    query = drawn(2, heads, tokens, width, dtype=dtype)
+    keys, values = (
+        [drawn(2, tokens, kv_heads, width, dtype=dtype).transpose(1, 2) for _ in range(slots)] for _ in "kv"
+    )
+    for softcap, wanted in ((None, (True, True)), (2.0, (True, False)), (2.0, (False, True))):
+        output, lse = native_reading(query, keys, values, 0.3, softcap)
+        gradient, lse_gradient = drawn(*output.shape), drawn(*lse.shape)
+        native_gradients(gradient, lse_gradient, query, keys, values, output, lse, 0.3, softcap, *wanted)
+
+
+def main():
+    torch.set_num_threads(2)
+    cases = ((call_headwise, HEADWISE), (call_sums, SUMS), (call_depth, DEPTH))
+    library._library = Guarded(sys.argv[1])
+    for (call, sizes), dtype in itertools.product(cases, (torch.float32, torch.bfloat16)):
+        for size in sizes:
+            call(*size, dtype)
+    print("watched")
+
+
+main()

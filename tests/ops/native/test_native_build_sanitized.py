@@ -1,0 +1,57 @@
+"""C under scrutiny: its compiler's warnings are errors, and sanitizers watch what it reads and writes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midus_hf.ops.native import build
+from midus_hf.ops.native.library import variant
+
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+
+@pytest.fixture
+def gcc(monkeypatch):
+    path = shutil.which("gcc")
+    if path is None:
+        pytest.skip("there is no gcc")
+    monkeypatch.setenv("CC", path)
+    return path
+
+
+def runtime_of_sanitizers(gcc) -> str:
+    """The library that a process must load before all others."""
+    path = subprocess.run(
+        [gcc, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(path).is_absolute():
+        pytest.skip("gcc has no address sanitizer")
+    return path
+
+
+def test_c_of_every_variant_compiles_without_a_warning(gcc, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *WARNINGS, "-fsyntax-only"))
+    for name in build.VARIANTS if variant() != "baseline" else ("baseline",):
+        build.compile_library(tmp_path / "library.so", name)
+
+
+def test_nothing_is_read_or_written_outside_of_what_was_given(gcc, monkeypatch, tmp_path):
+    runtime, sanitizers = (
+        runtime_of_sanitizers(gcc),
+        ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1"),
+    )
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0", *sanitizers))  # sanitizers make -O3 take a minute
+    build.compile_library(tmp_path / "sanitized.so", variant())
+    watched = {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps what it has until the end
+        "PYTHONPATH": str(Path(build.__file__).parents[3]),
+    }
+    script = Path(__file__).with_name("sanitized.py")
+    words = [sys.executable, str(script), str(tmp_path / "sanitized.so")]
+    done = subprocess.run(words, env=os.environ | watched, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "watched\n", done.stderr[:4000]
