@@ -27,7 +27,7 @@ LOOKUP_CALL = _structure(
     "narrow residual_narrow slot_bytes raw threads",
     f"d{_OWN}",  # temperature
 )
-"""`struct lookup` in `lookup.c`."""
+"""`struct lookup` in `headwise.c`."""
 
 SCORE_GRADIENTS_CALL = _structure(
     "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
@@ -36,7 +36,7 @@ SCORE_GRADIENTS_CALL = _structure(
     "narrow gradient_narrow slot_bytes stretch raw threads",
     f"d{_OWN}",  # temperature
 )
-"""`struct score_gradients` in `gradients.c`."""
+"""`struct score_gradients` in `headwise_gradients.c`."""
 
 ROW_SUMS_CALL = _structure(
     "gradient slots weights into",

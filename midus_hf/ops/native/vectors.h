@@ -18,7 +18,7 @@
 #else
 #define LANES 4
 #endif
-/* Arguments that are constants, such as whether a table is narrow, are so known where vectors are used. */
+/* Always, so that the compiler knows arguments that are constants, such as whether a table is narrow. */
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORTED __attribute__((visibility("default")))
 

@@ -48,10 +48,11 @@ class Guarded:
     """The library, called with structures that lie in guarded memory of their own, as tensors do."""
 
     def __init__(self, path):
-        self.library = library._open(Path(path))
+        self.library, self.called = library._open(Path(path)), set()
 
     def __getattr__(self, name):
         def call(structure):
+            self.called.add(name)
             copy = torch.frombuffer(bytearray(structure), dtype=torch.uint8).clone()
             return getattr(self.library, name)(copy.data_ptr())
 
@@ -100,10 +101,11 @@ def call_depth(tokens, heads, kv_heads, width, slots, dtype):
 def main():
     torch.set_num_threads(2)
     cases = ((call_headwise, HEADWISE), (call_sums, SUMS), (call_depth, DEPTH))
-    library._library = Guarded(sys.argv[1])
+    library._library = guarded = Guarded(sys.argv[1])
     for (call, sizes), dtype in itertools.product(cases, (torch.float32, torch.bfloat16)):
         for size in sizes:
             call(*size, dtype)
+    assert guarded.called == set(library._FUNCTIONS)
     print("watched")
 
 

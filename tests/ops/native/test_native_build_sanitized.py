@@ -12,6 +12,7 @@ from midus_hf.ops.native import build
 from midus_hf.ops.native.library import variant
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
 
 
 @pytest.fixture
@@ -40,11 +41,9 @@ def test_c_of_every_variant_compiles_without_a_warning(gcc, monkeypatch, tmp_pat
 
 
 def test_nothing_is_read_or_written_outside_of_what_was_given(gcc, monkeypatch, tmp_path):
-    runtime, sanitizers = (
-        runtime_of_sanitizers(gcc),
-        ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1"),
-    )
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0", *sanitizers))  # sanitizers make -O3 take a minute
+    runtime = runtime_of_sanitizers(gcc)
+    quick = (*build.FLAGS, "-O0")  # sanitizers make -O3 take a minute
+    monkeypatch.setattr(build, "FLAGS", (*quick, *WARNINGS, *SANITIZERS))
     build.compile_library(tmp_path / "sanitized.so", variant())
     watched = {
         "LD_PRELOAD": runtime,
