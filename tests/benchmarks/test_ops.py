@@ -15,6 +15,7 @@ from benchmarks.ops.registry import OPS, PROVIDERS, Provider, Unavailable, make_
 from benchmarks.ops.row import FILE, Row
 from benchmarks.ops.run import run
 from benchmarks.ops.shapes import MODES, SHAPES, Case
+from benchmarks.tracked import threads
 from midus_hf.ops.backend import resolve
 
 SLOW = set(COMPILED)
@@ -144,6 +145,6 @@ def test_rows_of_a_cpu_tell_its_threads_and_dtypes_are_measured_in_one_run(ops_a
     with (tmp_path / FILE).open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"} and len({row["date"] for row in rows}) == 1
-    assert all(row["machine"].endswith(", 1 thread") for row in rows)
+    assert all(row["machine"].endswith(f", {threads(torch.get_num_threads())}") for row in rows)
     with pytest.raises(SystemExit, match=r"dtype is 'float8'; expected one of float32, bfloat16, float16\."):
         run(ops_arguments("--dtype", "float8"))

@@ -3,6 +3,7 @@
 import multiprocessing
 from pathlib import Path
 
+import torch
 from training.tiny_run import tiny_tokenizer
 
 from midus_hf.training import CorpusOptions
@@ -29,7 +30,13 @@ def entries(cache: Path) -> list[Path]:
 def in_a_process(work, *args) -> tuple:
     """Start a function in another process, with what it sends back: `work(connection, ...)`."""
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=work, args=(theirs, *args))
+    process = FORK.Process(target=_on_one_thread, args=(work, theirs, *args))
     process.start()
     theirs.close()
     return process, ours
+
+
+def _on_one_thread(work, *args) -> None:
+    """A process that is forked where OpenMP has threads has none of these, and ends when it asks them for work."""
+    torch.set_num_threads(1)
+    work(*args)
