@@ -97,7 +97,7 @@ TRAVELLING: Kind = (
 It is wider than `TOKENIZER`: what is of this kind alone is only theirs where they have written the whole folder.
 """
 
-CODE: Kind = ("modeling_midus.py", "midus_@.py")
+CODE: Kind = ("modeling_midus.py",)
 """The code that a model loads with where this package is not installed, written with its config."""
 
 RECORD: Kind = (RECORD_FILE,)

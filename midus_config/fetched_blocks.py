@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 from midus_config.declared_tensors import DeclaredTensor
@@ -99,21 +98,19 @@ class BankLayout:
     layers: tuple[int, ...]
     blocks: FetchedBlocks
     base: str | None = None
+    levels: list[int] = field(init=False, repr=False, compare=False)
+    """The levels that have blocks, counted from 1."""
+    records: dict[int, tuple[BlockPlace, ...]] = field(init=False, repr=False, compare=False)
+    """Where tensors lie in a record, for each level that has blocks: layer by layer."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors])
+        object.__setattr__(self, "records", {level: self._record(level) for level in self.levels})
 
     @property
     def num_levels(self) -> int:
         """p, levels of the tree, those without blocks included."""
         return len(self.blocks.levels)
-
-    @cached_property
-    def levels(self) -> list[int]:
-        """The levels that have blocks, counted from 1."""
-        return [level for level, tensors in enumerate(self.blocks.levels, 1) if tensors]
-
-    @cached_property
-    def records(self) -> dict[int, tuple[BlockPlace, ...]]:
-        """Where tensors lie in a record, for each level that has blocks: layer by layer."""
-        return {level: self._record(level) for level in self.levels}
 
     def record_numel(self, level: int) -> int:
         """s_l, elements of the record of a block."""

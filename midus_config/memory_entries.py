@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from midus_config.declared_tensors import DeclaredTensor
 from midus_config.fetched_blocks import BankLayout
+from midus_config.installed import INSTALLED, needed_for, not_carried
 from midus_config.memory_types import (
     MEMORY_TYPES,
     InsertedOptions,
@@ -60,6 +60,7 @@ class MemoryEntry:
         """The tensors that it has in one of its layers."""
         return self.options.tensors_at(sizes, self.layers.index(layer), len(self.layers))
 
+    @not_carried
     def to_dict(self) -> dict[str, Any]:
         """The entry as a config has it, every option written out."""
         return {
@@ -86,25 +87,36 @@ class Memories:
     sizes: ModelSizes
     base: str | None = None
 
-    @cached_property
+    @property
     def inserted(self) -> dict[int, MemoryEntry]:
         """The entry of each layer that was inserted for a memory, by its index."""
         return {layer: entry for entry in self.entries if not entry.is_attached for layer in entry.layers}
 
-    @cached_property
+    @property
     def attached(self) -> dict[str, MemoryEntry]:
         """The entries of memories that are attached to layers, by their name."""
         return {entry.name: entry for entry in self.entries if entry.is_attached}
 
     @property
+    @not_carried
     def reads_ahead(self) -> bool:
         """Whether one of them makes what a token gets depend on later tokens: then the model is not causal."""
         return any(entry.options.reads_ahead for entry in self.entries)
 
     @property
+    @not_carried
     def reads_prompts(self) -> bool:
         """Whether one of them has to be told which tokens are a prompt."""
         return any(entry.options.reads_prompts for entry in self.entries)
+
+    @property
+    def carry(self) -> bool:
+        """Whether layers give something for later ones."""
+        return any(
+            entry.into or entry.options.gives(index, len(entry.layers))
+            for entry in self.attached.values()
+            for index in range(len(entry.layers))
+        )
 
     def attached_to(self, layer: int) -> list[MemoryEntry]:
         """The entries of the memories that are attached to a layer, in the order of the config."""
@@ -126,7 +138,8 @@ class Memories:
         entry = self.attached[name]
         return entry.options.tables(self.sizes, entry.layers)
 
-    @cached_property
+    @property
+    @needed_for("banks")
     def banks(self) -> dict[str, BankLayout]:
         """How the bank of each memory lies in files that fetches blocks from one, by the name of the memory."""
         fetched = {name: entry.options.fetched(self.sizes) for name, entry in self.attached.items()}
@@ -179,6 +192,21 @@ def base_digest(upscale_entry: Any) -> str | None:
     return digest if isinstance(digest, str) else None
 
 
+def memories_of(config: Any) -> Memories:
+    """Read the `memory` list of a config as it is now.
+
+    A model reads its config by this function and not by a method of the config: a serving engine may send the config to another
+    process by value, and the classes that the config has there are copies of those that the code of the model tests for.
+
+    Args:
+        config: Of transformers, of a family that hosts memory.
+
+    Raises:
+        ValueError: If the list is not one that `read_memories` takes.
+    """
+    return read_memories(config.memory, ModelSizes.of(config), base_digest(getattr(config, "upscale", None)))
+
+
 def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> Memories:
     """Read the `memory` list of a config.
 
@@ -193,9 +221,15 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
         ValueError: If it is no list of mappings, a type, a site or an option is unknown or a value refused, layers are absent,
             repeated, out of range or taken, a name is taken, or the memory does not fit the model.
     """
-    if not isinstance(entries, list | None):
+    if INSTALLED and not isinstance(entries, list | None):
         raise ValueError(f"memory is {entries!r}; expected a list of entries, one per memory.")
     memories = Memories(tuple(_read_entry(entry, sizes) for entry in entries or []), sizes, base)
+    if INSTALLED:
+        _check_memories(memories)
+    return memories
+
+
+def _check_memories(memories: Memories) -> None:
     _check_layers(memories)
     for name in memories.attached:
         _check_tables(name, memories.tables(name))
@@ -204,7 +238,6 @@ def read_memories(entries: Any, sizes: ModelSizes, base: str | None = None) -> M
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise ValueError(f"two memories have the name {repeated[0]!r}; expected a name of its own for each.")
-    return memories
 
 
 def _check_layers(memories: Memories) -> None:
@@ -254,6 +287,26 @@ def _check_tables(name: str, tables: tuple[SharedTables, ...]) -> None:
 
 
 def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
+    if INSTALLED:
+        _check_entry(values)
+    memory_type = values["type"]
+    options_class = MEMORY_TYPES[memory_type]
+    site = values.get("site", options_class.sites[0])
+    placing = {"type", "site", "layers"}
+    if site != "inserted":
+        placing.add("name")
+    if site == "skip":
+        placing.add("into")
+    given = {key: value for key, value in values.items() if key not in placing}
+    options = read_options(options_class, given, f"memory entry of type {memory_type!r}")
+    name = "" if site == "inserted" else values.get("name", memory_type)
+    if INSTALLED:
+        _check_place(values, options, name, sizes)
+    return MemoryEntry(options, site, tuple(values["layers"]), name, tuple(values.get("into", ())))
+
+
+def _check_entry(values: Any) -> None:
+    """Refuse an entry whose type or site there is not."""
     if not isinstance(values, Mapping):
         raise ValueError(
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'headwise', 'layers': [1]}}."
@@ -264,21 +317,15 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             f"memory type is {memory_type!r}; expected one of: {', '.join(sorted(MEMORY_TYPES))}. A type is added, not renamed: "
             "under another name its tensors mean something else. One of another package is known where that package is installed."
         )
-    options_class = MEMORY_TYPES[memory_type]
-    site = values.get("site", options_class.sites[0])
-    if site not in options_class.sites:
-        raise ValueError(
-            f"memory of type {memory_type!r} has site = {site!r}; expected one of: {', '.join(options_class.sites)}."
-        )
-    placing = {
-        "type",
-        "site",
-        "layers",
-        *(() if site == "inserted" else ("name",)),
-        *(("into",) if site == "skip" else ()),
-    }
-    given = {key: value for key, value in values.items() if key not in placing}
-    options = read_options(options_class, given, f"memory entry of type {memory_type!r}")
+    sites = MEMORY_TYPES[memory_type].sites
+    site = values.get("site", sites[0])
+    if site not in sites:
+        raise ValueError(f"memory of type {memory_type!r} has site = {site!r}; expected one of: {', '.join(sites)}.")
+
+
+def _check_place(values: Mapping[str, Any], options: MemoryOptions, name: Any, sizes: ModelSizes) -> None:
+    """Refuse a memory that does not fit the model, layers that it cannot be in, or a name that it cannot have."""
+    memory_type, site = options.type, values.get("site", options.sites[0])
     options.check(sizes)
     layers = _read_layers(memory_type, "layers", values, sizes.num_layers)
     if list(layers) != sorted(set(layers)):
@@ -289,7 +336,6 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             f"memory of type {memory_type!r} is inserted, and its options make its layers share tables, which only memories do that "
             "are attached to layers; expected options that share none."
         )
-    name = "" if site == "inserted" else values.get("name", memory_type)
     if not isinstance(name, str) or (site != "inserted" and not is_name(name)):
         raise ValueError(
             f"memory of type {memory_type!r} has name = {name!r}; expected words joined by hyphens, and no word of a torch "
@@ -301,7 +347,6 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
             f"memory of type {memory_type!r} reads at layers {list(layers)} and adds behind {list(into)}; expected a layer to add "
             "behind for each, at or after it."
         )
-    return MemoryEntry(options, site, layers, name, into)
 
 
 def _read_layers(memory_type: str, key: str, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

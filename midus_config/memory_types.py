@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from midus_config.declared_tensors import DeclaredTensor, Role
 from midus_config.fetched_blocks import FetchedBlocks
+from midus_config.installed import needed_for, not_carried
 from midus_config.model_sizes import ModelSizes
 from midus_config.plugins import is_same_class, load_offered
 
@@ -63,6 +64,7 @@ class MemoryOptions:
         """Whether passes have to say which tokens are a prompt: plain text is all prompt, and read ahead. Default: false."""
         return False
 
+    @not_carried
     def check(self, sizes: ModelSizes) -> None:
         """Refuse a model that the memory does not fit.
 
@@ -87,6 +89,7 @@ class MemoryOptions:
         """
         return self.tensors(sizes)
 
+    @not_carried
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Refuse layers that the memory cannot be in together.
 
@@ -97,6 +100,7 @@ class MemoryOptions:
             ValueError: With the layers, what was expected and what helps.
         """
 
+    @needed_for("carries")
     def gives(self, index: int, count: int) -> tuple[str, ...]:
         """What one of its layers gives for later ones, tensors by name. Default: nothing.
 
@@ -106,6 +110,7 @@ class MemoryOptions:
         """
         return ()
 
+    @not_carried
     def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
         """The shape of what one of its layers gives for later ones.
 
@@ -118,6 +123,7 @@ class MemoryOptions:
         """
         raise AssertionError(f"memory type {self.type!r} gives no {name!r}")
 
+    @not_carried
     def starts_at_zero(self, name: str) -> bool:
         """Whether what layers give for later ones is zero until the memory is trained, whatever they read. Default: no.
 
@@ -126,6 +132,7 @@ class MemoryOptions:
         """
         return False
 
+    @needed_for("carries")
     def takes(self, index: int) -> tuple[tuple[int, str], ...]:
         """What one of its layers takes of what earlier ones gave: the index of the giver, and the name. Default: nothing.
 
@@ -134,6 +141,7 @@ class MemoryOptions:
         """
         return ()
 
+    @needed_for("tables")
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple["SharedTables", ...]:
         """The tables that layers share, which live once, at the model. Default: none.
 
@@ -143,10 +151,12 @@ class MemoryOptions:
         """
         return ()
 
+    @needed_for("banks")
     def fetched(self, sizes: ModelSizes) -> FetchedBlocks | None:
         """What each text fetches for a layer from a bank beside the checkpoint. Default: nothing."""
         return None
 
+    @not_carried
     def values_read(self, sizes: ModelSizes) -> int | None:
         """How many numbers of its values one token reads in one layer. Default: None, all of them.
 
@@ -155,6 +165,7 @@ class MemoryOptions:
         """
         return None
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """Floating-point operations of the memory in one layer and forward pass, its part of the residual stream included.
 

@@ -3,9 +3,6 @@
 import warnings
 from importlib.metadata import EntryPoint, entry_points
 
-_CODE_OF_CHECKPOINTS = "transformers_modules"
-"""The package that transformers imports a checkpoint's own code into."""
-
 _loaded: set[tuple[str, str]] = set()
 
 
@@ -34,12 +31,8 @@ def load_offered(group: str, refuse: bool = True) -> None:
 
 
 def is_same_class(first: type, second: type) -> bool:
-    """Whether two classes are one: the same, or one that a checkpoint's own code brings once more."""
-    if first.__qualname__ != second.__qualname__:
-        return False
-    return first.__module__ == second.__module__ or any(
-        cls.__module__.split(".")[0] == _CODE_OF_CHECKPOINTS for cls in (first, second)
-    )
+    """Whether two classes have one definition, which may have run twice, as the cell of a notebook does."""
+    return (first.__module__, first.__qualname__) == (second.__module__, second.__qualname__)
 
 
 def _load(group: str, offered: EntryPoint) -> None:

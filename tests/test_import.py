@@ -14,7 +14,7 @@ from midus_config.memory_types import MEMORY_TYPES
 CODE = """
 import json, sys
 import midus_hf
-from midus_config.memories.ultramem_statistics import best_scores
+from midus_config.memories.ultramem_statistics import MEASURED
 from midus_hf.memory import MEMORY_MODULES
 
 imported = sorted(sys.modules)
@@ -23,7 +23,7 @@ from midus_hf.models import FAMILIES
 config_class = FAMILIES["llama"].config_class
 FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
 print(json.dumps({"imported": imported, "with a model": sorted(sys.modules), "memories": sorted(MEMORY_MODULES),
-    "drawn": [] if best_scores.cache_info().misses == 0 else ["scores of UltraMemV2"]}))
+    "drawn": ["scores of UltraMemV2"] if MEASURED else []}))
 """
 
 

@@ -48,6 +48,10 @@ def files_of(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+ROOMS_OF_MODELS = ("ops", "memory", "banks", "carried", "models", "evaluation", "analysis", "training", "sft")
+"""Rooms of `midus_hf`; each may import those before it."""
+
+
 def test_every_room_is_known():
     assert {file.parent.name for file in (ROOT / "upscalers").glob("*/*.py")} == set(ROOMS)
 
@@ -57,6 +61,16 @@ def test_a_room_imports_those_before_it_alone(room):
     later = set(ROOMS[ROOMS.index(room) + 1 :])
     for file in (ROOT / "upscalers" / room).glob("*.py"):
         for name in imports_of(file, "upscalers", everywhere=True):
+            assert name.split(".")[1:2] == [] or name.split(".")[1] not in later, f"{file.name} imports {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS_OF_MODELS)
+def test_a_room_of_models_imports_those_before_it_alone(room):
+    later = set(ROOMS_OF_MODELS[ROOMS_OF_MODELS.index(room) + 1 :])
+    files = list((ROOT / "midus_hf" / room).rglob("*.py"))
+    assert files
+    for file in files:
+        for name in imports_of(file, "midus_hf", everywhere=True):
             assert name.split(".")[1:2] == [] or name.split(".")[1] not in later, f"{file.name} imports {name}"
 
 

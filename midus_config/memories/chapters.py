@@ -15,6 +15,7 @@ from midus_config.flops.rules import (
     router_losses,
     top_k,
 )
+from midus_config.installed import not_carried
 from midus_config.memories.addressing import RANDOM_SLOTS, Addressing
 from midus_config.memory_types import MemoryOptions, SharedTables, register_memory_type
 from midus_config.model_sizes import ModelSizes
@@ -124,6 +125,7 @@ class ChaptersOptions(MemoryOptions):
         "the length of what is pooled, so that it says nothing of the text: a control",
     )
 
+    @not_carried
     def __post_init__(self) -> None:
         for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 1)):
             if getattr(self, name) < least:
@@ -203,6 +205,7 @@ class ChaptersOptions(MemoryOptions):
         """Key and value heads."""
         return self.kv_heads or self.num_heads(sizes)
 
+    @not_carried
     def check(self, sizes: ModelSizes) -> None:
         heads, kv_heads, width = self.num_heads(sizes), self.num_kv_heads(sizes), self.width(sizes)
         if width % heads:
@@ -227,7 +230,7 @@ class ChaptersOptions(MemoryOptions):
         def projection(outputs: int, inputs: int) -> DeclaredTensor:
             return DeclaredTensor((outputs, inputs), "projection", Normal(_STD))
 
-        return {
+        tensors = {
             "norm_weight": DeclaredTensor((sizes.hidden_size,), "norm", ONES),
             "router_weight": DeclaredTensor((self.chapters, sizes.hidden_size), "router", Normal(_STD)),
             "router_bias": DeclaredTensor((self.chapters,), "router", ZEROS),
@@ -235,8 +238,8 @@ class ChaptersOptions(MemoryOptions):
             "key_projection.weight": projection(read_width, width),
             "value_projection.weight": projection(read_width, width),
             "output_projection.weight": DeclaredTensor((sizes.hidden_size, width), "projection", ZEROS),
-            **(self.bank(sizes) if self.share == "none" else {}),
         }
+        return {**tensors, **self.bank(sizes)} if self.share == "none" else tensors
 
     def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
         if self.share == "none":
@@ -261,9 +264,11 @@ class ChaptersOptions(MemoryOptions):
             tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
         return tensors
 
+    @not_carried
     def values_read(self, sizes: ModelSizes) -> int:
         return (self.shared_chapters + self.k) * self.chapter_tokens * self.row_width(sizes)
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; for routing `sequence`, and `prompt` alike, to the unit what the paper counts.
 

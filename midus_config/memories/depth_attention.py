@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
 from midus_config.flops.rules import attention_products, attention_weights, linear
+from midus_config.installed import not_carried
 from midus_config.memory_types import MemoryOptions, register_memory_type
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -57,6 +58,7 @@ class DepthAttentionOptions(MemoryOptions):
     )
     slots: int = option(0, "S, the slots that a token reads at most, which are the newest; 0: all")
 
+    @not_carried
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError(
@@ -99,13 +101,16 @@ class DepthAttentionOptions(MemoryOptions):
         written = (source for source in self.sources if self.is_read(Slot(index, source), count))
         return tuple(f"{source}_{part}" for source in written for part in ("key", "value"))
 
+    @not_carried
     def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
         return (batch, sizes.num_key_value_heads, tokens, sizes.head_dim)
 
+    @not_carried
     def starts_at_zero(self, name: str) -> bool:
         source, _, part = name.rpartition("_")
         return source in self.projected and self._initial(part) == ZEROS
 
+    @not_carried
     def check_layers(self, layers: tuple[int, ...]) -> None:
         if len(layers) < 2:
             raise ValueError(
@@ -144,6 +149,7 @@ class DepthAttentionOptions(MemoryOptions):
             if (index > 0 if name == "depth_gate" else not name.startswith(unread))
         }
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         slots, width = self.num_read(index), sizes.num_heads * sizes.head_dim
         written = sum(1 for source in self.projected if self.is_read(Slot(index, source), count))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
 from midus_config.flops.rules import linear
+from midus_config.installed import not_carried
 from midus_config.memories.addressing import RANDOM_SLOTS
 from midus_config.memories.keys import sub_key_flops, sub_keys
 from midus_config.memories.retrieval import RetrievalOptions
@@ -32,6 +33,7 @@ class HeadwiseOptions(RetrievalOptions):
     )
     output_projection: bool = option(False, "whether the attention in front keeps its output projection")
 
+    @not_carried
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_size("n", "sub-key per side")
@@ -40,6 +42,7 @@ class HeadwiseOptions(RetrievalOptions):
     def keeps_output_projection(self) -> bool:
         return self.output_projection
 
+    @not_carried
     def check(self, sizes: ModelSizes) -> None:
         super().check(sizes)
         self.check_halves(sizes)
@@ -56,9 +59,11 @@ class HeadwiseOptions(RetrievalOptions):
             tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
         return tensors
 
+    @not_carried
     def values_read(self, sizes: ModelSizes) -> int:
         return sizes.num_heads * self.k * (sizes.hidden_size // sizes.num_heads)
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`.
 

@@ -8,6 +8,7 @@ from typing import Literal
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
 from midus_config.fetched_blocks import FetchedBlocks
 from midus_config.flops.rules import ACTIVATIONS, attention_products, attention_weights, linear
+from midus_config.installed import not_carried
 from midus_config.memory_types import MemoryOptions, register_memory_type
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -31,6 +32,7 @@ class HierarchicalOptions(MemoryOptions):
         "none", "what is read where no memory_ids are given. none: no memory; generic: the generic one"
     )
 
+    @not_carried
     def __post_init__(self) -> None:
         if self.branching < 2:
             raise ValueError(f"branching is {self.branching}; expected 2 or more.")
@@ -83,6 +85,7 @@ class HierFFNOptions(HierarchicalOptions):
             "down": DeclaredTensor((sizes.hidden_size, size), "value", ZEROS),
         }
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         rows, units = batch * tokens, self.fetched_size
         return {
@@ -97,6 +100,7 @@ class HierLoraOptions(HierarchicalOptions):
 
     alpha: float = option(2.0, "what the product of both factors is multiplied by")
 
+    @not_carried
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (math.isfinite(self.alpha) and self.alpha > 0):
@@ -115,6 +119,7 @@ class HierLoraOptions(HierarchicalOptions):
             tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
         return tensors
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         rows, rank = batch * tokens, self.fetched_size
         widths = self.projections(sizes).values()
@@ -185,6 +190,7 @@ class HierKVOptions(HierarchicalOptions):
             "memory_values": DeclaredTensor(shape, "value", ZEROS),
         }
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         width = sizes.num_heads * sizes.head_dim
         return {

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from midus_config.declared_tensors import DeclaredTensor
 from midus_config.flops.rules import linear, top_k
+from midus_config.installed import not_carried
 from midus_config.memories.addressing import RANDOM_SLOTS
 from midus_config.memories.keys import key_initial
 from midus_config.memories.shared_values import SharedValueOptions
@@ -21,6 +22,7 @@ class LinearOptions(SharedValueOptions):
 
     slots: int = option(4096, "values, and keys per head")
 
+    @not_carried
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_size("slots", "slot")
@@ -33,6 +35,7 @@ class LinearOptions(SharedValueOptions):
             "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
         }
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`: every query is compared with every key of its head."""
         rows, queries = batch * tokens, batch * tokens * sizes.num_heads

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from midus_config.declared_tensors import DeclaredTensor
+from midus_config.installed import not_carried
 from midus_config.memories.addressing import RANDOM_SLOTS
 from midus_config.memories.keys import sub_key_flops, sub_keys
 from midus_config.memories.shared_values import SharedValueOptions
@@ -20,10 +21,12 @@ class ProductKeyOptions(SharedValueOptions):
 
     n: int = option(64, "sub-keys per side; every head addresses the same n * n values")
 
+    @not_carried
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_size("n", "sub-key per side")
 
+    @not_carried
     def check(self, sizes: ModelSizes) -> None:
         super().check(sizes)
         self.check_halves(sizes)
@@ -35,6 +38,7 @@ class ProductKeyOptions(SharedValueOptions):
             **sub_keys(sizes.num_heads, self.n, self.query_width(sizes)),
         }
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`."""
         rows = batch * tokens

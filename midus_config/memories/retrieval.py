@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from midus_config.declared_tensors import ONES, ZEROS, DeclaredTensor
 from midus_config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear
+from midus_config.installed import not_carried
 from midus_config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
 from midus_config.memory_types import DeclaredControl, InsertedOptions
 from midus_config.model_sizes import ModelSizes
@@ -39,6 +40,7 @@ class RetrievalOptions(InsertedOptions):
     inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
     addressing: Addressing = option("content", ADDRESSING_HELP)
 
+    @not_carried
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"temperature is {self.temperature!r}; expected a number above 0.")
@@ -47,6 +49,7 @@ class RetrievalOptions(InsertedOptions):
     def adds_block_input(self) -> bool:
         return self.inner_residual
 
+    @not_carried
     def check(self, sizes: ModelSizes) -> None:
         if sizes.hidden_size % sizes.num_heads:
             raise ValueError(
@@ -66,20 +69,21 @@ class RetrievalOptions(InsertedOptions):
 
     def norm_and_gate(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
         """The tensors of the norm in front of the keys and of the gate behind the values."""
-        shape = (sizes.num_heads, self.query_width(sizes))
         tensors: dict[str, DeclaredTensor] = {}
         if self.query_norm != "none":
+            shape = (sizes.num_heads, self.query_width(sizes))
             tensors["query_norm_weight"] = DeclaredTensor(shape, "norm", ONES)
             tensors["query_norm_bias"] = DeclaredTensor(shape, "norm", ZEROS)
-        if self.query_norm == "batch":
-            tensors["query_mean"] = DeclaredTensor(shape, "buffer", ZEROS)
-            tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
+            if self.query_norm == "batch":
+                tensors["query_mean"] = DeclaredTensor(shape, "buffer", ZEROS)
+                tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
         if self.gate != "none":
             gates = sizes.num_heads if self.gate == "head" else 1
             tensors["gate_weight"] = DeclaredTensor((gates, self.read_width(sizes)), "gate", ZEROS)
             tensors["gate_bias"] = DeclaredTensor((gates,), "gate", ZEROS)
         return tensors
 
+    @not_carried
     def norm_and_gate_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
         """Operations on tokens besides the choice of slots and the sum of their values.
 
@@ -94,6 +98,7 @@ class RetrievalOptions(InsertedOptions):
             "residual adds": rows * sizes.hidden_size * (2 if self.adds_block_input else 1),
         }
 
+    @not_carried
     def check_size(self, name: str, what: str) -> None:
         """Refuse a size below one, or a `k` above it.
 
@@ -107,6 +112,7 @@ class RetrievalOptions(InsertedOptions):
         if not 1 <= self.k <= size:
             raise ValueError(f"k is {self.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
 
+    @not_carried
     def check_halves(self, sizes: ModelSizes) -> None:
         """Refuse a model whose heads give queries that product keys cannot halve."""
         width = self.query_width(sizes)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from midus_config.declared_tensors import ZEROS, DeclaredTensor, Normal
 from midus_config.flops.rules import linear
+from midus_config.installed import not_carried
 from midus_config.memories.retrieval import INNER_RESIDUAL_HELP, QUERY_NORM_HELP, QueryNorm, RetrievalOptions
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import option
@@ -21,6 +22,7 @@ class SharedValueOptions(RetrievalOptions):
     query_norm: QueryNorm = option("batch", QUERY_NORM_HELP)
     inner_residual: bool = option(True, INNER_RESIDUAL_HELP)
 
+    @not_carried
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gate == "head":
@@ -30,6 +32,7 @@ class SharedValueOptions(RetrievalOptions):
     def keeps_output_projection(self) -> bool:
         return True
 
+    @not_carried
     def values_read(self, sizes: ModelSizes) -> int:
         return sizes.num_heads * self.k * sizes.hidden_size
 
@@ -41,6 +44,7 @@ class SharedValueOptions(RetrievalOptions):
             "value_bank": DeclaredTensor((slots, hidden), "value", ZEROS),
         }
 
+    @not_carried
     def projection_and_values_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
         """Operations that make queries, and sum the values that they retrieve."""
         hidden = sizes.hidden_size

@@ -15,6 +15,7 @@ from midus_config.declared_tensors import (
     WhenFilled,
 )
 from midus_config.flops.rules import ACTIVATIONS, SOFTMAX, linear, rms_norm, top_k
+from midus_config.installed import not_carried
 from midus_config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
 from midus_config.memories.table_sharing import TableSharing
 from midus_config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
@@ -101,6 +102,7 @@ class UltraMemOptions(MemoryOptions):
     penalty_margin: float = option(0.15, "tau, up to which singular values cost nothing")
     addressing: Addressing = option("content", ADDRESSING_HELP)
 
+    @not_carried
     def __post_init__(self) -> None:
         for name in ("n", "key_pairs", "rank", "k", "heads"):
             if getattr(self, name) < 1:
@@ -211,6 +213,7 @@ class UltraMemOptions(MemoryOptions):
             )
         return int(width)
 
+    @not_carried
     def check(self, sizes: ModelSizes) -> None:
         key_width = self.width("key_width", sizes)
         for name in ("value_width", "pre_value_width"):
@@ -278,10 +281,12 @@ class UltraMemOptions(MemoryOptions):
             return WhenFilled(values_of_scores, (*arguments, *self._first_choice))
         return Normal(value_std(1.0, *arguments))
 
+    @not_carried
     def values_read(self, sizes: ModelSizes) -> int:
         widths = self.width("value_width", sizes) + self.width("pre_value_width", sizes)
         return self.heads * self.k * widths
 
+    @not_carried
     def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
         """As `MemoryOptions.flops`; keys are normalised once per pass, and the leading vectors of cores are not counted."""
         rows, hidden, key_width = batch * tokens, sizes.hidden_size, self.width("key_width", sizes)

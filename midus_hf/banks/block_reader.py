@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from midus_config.fetched_blocks import BankLayout
+from midus_config.installed import not_carried
 from midus_hf.banks.bank_paths import first_stray
 from midus_hf.banks.tiers import BlockKey, TierStatistics
 from midus_hf.memory.fetched import FetchedBatch
@@ -39,10 +40,12 @@ class BlockReader(ABC):
             index: Of the node within the level, or, behind the last, the generic memory's.
         """
 
+    @not_carried
     @abstractmethod
     def statistics(self) -> dict[str, TierStatistics]:
         """What fetches found in each tier since the bank was opened."""
 
+    @not_carried
     @abstractmethod
     def read_ahead(self, keys: Sequence[BlockKey]) -> None:
         """Let threads read blocks that are to be fetched soon; returns at once."""
@@ -51,6 +54,7 @@ class BlockReader(ABC):
         """Forget what was fetched: a block has changed."""
         self._latest = None
 
+    @not_carried
     def prefetch(self, memory_ids: torch.Tensor) -> None:
         """Let threads read the blocks of paths that are to be fetched soon; returns at once.
 

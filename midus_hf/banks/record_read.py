@@ -79,6 +79,12 @@ def pieces(count: int) -> list[tuple[int, int]]:
     return [(start, min(start + _PIECE, count)) for start in range(0, count, _PIECE)] or [(0, 0)]
 
 
+def crc_of(record: torch.Tensor) -> int:
+    """Return the checksum of a record that is in memory."""
+    data = record.contiguous().view(torch.uint8).numpy().tobytes()
+    return checksum_of([zlib.crc32(data[start:end]) for start, end in pieces(len(data))])
+
+
 def checksum_of(sums: list[int]) -> int:
     """Return the checksum of a record: the CRC-32 of its only piece, or the CRC-32 of the CRC-32s of its pieces.
 

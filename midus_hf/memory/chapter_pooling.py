@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from midus_config.installed import INSTALLED
 from midus_hf.memory.stretches import EqualStretches, RowChunks, Stretches, grouped
 from midus_hf.memory.token_places import TokenPlaces
 
@@ -197,7 +198,7 @@ def pool_chunks(
     """
     if states.shape[1] == 1:
         return _pool_step(states, places, sizes, kept)
-    if places.is_plain and not kept:
+    if INSTALLED and places.is_plain and not kept:
         return _pool_plain_chunks(states, places.real, sizes, keeps)
     batch, tokens, width = states.shape
     device, compiling = states.device, torch.compiler.is_compiling()

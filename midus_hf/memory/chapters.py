@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from midus_config.installed import INSTALLED, not_carried
 from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.chapter_pooling import (
@@ -76,7 +77,7 @@ class Chapters(MemoryModule):
         self.bank_names = tuple(options.bank(sizes))
         self.sparse_gradient = False
         self.kept: KeptValues | None = None
-        if 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:
+        if INSTALLED and 2 * options.memory_tokens * self.num_kv_heads * self.head_dim <= _MOST_KEPT:
             weights = ("key_projection.weight", "value_projection.weight")
             self.kept = KeptValues((*self.bank_names, *weights), partial(_derive_all, options, self.bank_names))
 
@@ -89,7 +90,6 @@ class Chapters(MemoryModule):
         state: MemoryState | None = None,
         prompt_mask: torch.Tensor | None = None,
         report: RouterReport | None = None,
-        backend: str = "auto",
     ) -> torch.Tensor:
         """Read what the chosen chapters hold for each token.
 
@@ -100,7 +100,6 @@ class Chapters(MemoryModule):
             state: What was kept of the sequence. Default: it begins here, and nothing is kept.
             prompt_mask: `[B, T]`, true for tokens of the prompt, where routing is `prompt`. Default: all tokens are.
             report: Takes the router's logits and its losses. Default: not wanted.
-            backend: Body of the op. Default: `"auto"`.
 
         Returns:
             `[B, T, D]`, to be added.
@@ -123,7 +122,7 @@ class Chapters(MemoryModule):
             weights = (
                 None if of_stretch is None else of_stretch[numbers].unsqueeze(1) for of_stretch in (scales, biases)
             )
-            return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), *weights, backend=backend)
+            return chapter_attention(query, keys, values, chapters[numbers].unsqueeze(1), *weights)
 
         output = routing.pooled.stretches.read(self._queries(normalised), attend)
         return self.output_projection(output.flatten(-2))
@@ -259,15 +258,15 @@ class Chapters(MemoryModule):
         could be left out. A compiled graph, whose shapes must not depend on what is read, projects shared chapters once, and chosen
         ones for each stretch, or the whole bank if that is less.
         """
-        bank = self._bank(tables)
-        kept = None if self.kept is None else self.kept.serve(self, like, tables)
-        if kept is not None:
-            keys, values = kept.unbind()
-        else:
-            read, chapters = self._read_chapters(chapters)
-            own_gradient = self._gives_rows(tables, bank, read)
-            keys, values = self._projected(_memory_rows(self.options, bank, read, like.dtype, own_gradient))
-        shape = (self.num_kv_heads, self.head_dim)
+        bank, shape = self._bank(tables), (self.num_kv_heads, self.head_dim)
+        if INSTALLED and self.kept is not None:
+            kept = self.kept.serve(self, like, tables)
+            if kept is not None:
+                keys, values = kept.unflatten(-1, shape).unbind()
+                return keys, values, chapters
+        read, chapters = self._read_chapters(chapters)
+        gives_rows = INSTALLED and self._gives_rows(tables, bank, read)
+        keys, values = self._projected(_memory_rows(self.options, bank, read, like.dtype, gives_rows))
         return keys.unflatten(-1, shape), values.unflatten(-1, shape), chapters
 
     def _read_chapters(self, chapters: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -282,7 +281,8 @@ class Chapters(MemoryModule):
             places = torch.arange(shared, at_most, device=chapters.device).view(chosen.shape)
             return read, torch.cat([chapters[:, :shared], places], dim=1)
         if at_most >= _MANY_TIMES * every:
-            return (torch.arange(every, device=chapters.device) if self.sparse_gradient else None), chapters
+            reads_all = INSTALLED and self.sparse_gradient
+            return (torch.arange(every, device=chapters.device) if reads_all else None), chapters
         return torch.unique(chapters, return_inverse=True)
 
     def _gives_rows(
@@ -323,6 +323,7 @@ class Chapters(MemoryModule):
         loss = self.options.router_aux_loss_coef * balance + self.options.router_z_loss_coef * squares
         report.tell(logits, loss)
 
+    @not_carried
     def extra_repr(self) -> str:
         names = ("chapters", "chapter_tokens", "shared_chapters", "k", "routing", "weighting")
         return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)
@@ -341,7 +342,7 @@ def _memory_rows(
         by_chapter = table.unflatten(0, (options.chapters, options.chapter_tokens))  # [C, M, ...]
         return by_chapter if chapters is None else by_chapter.index_select(0, chapters)
 
-    if gives_rows and chapters is not None:
+    if INSTALLED and gives_rows and chapters is not None:
         rows = chapter_rows(bank["bank"], chapters, options.chapter_tokens)
     elif options.bank_bits is None:
         rows = chosen(bank["bank"])

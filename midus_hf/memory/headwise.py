@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from midus_config.installed import INSTALLED, not_carried
 from midus_config.memories.headwise import HeadwiseOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
@@ -34,7 +35,7 @@ class HeadwiseMemory(RetrievalMemory):
         super().__init__(options, sizes)
         self.head_dim, self.value_dim = self.query_width, sizes.hidden_size // sizes.num_heads
         self.n, self.values = options.n, options.values
-        if options.values == "expanded" and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
+        if INSTALLED and options.values == "expanded" and self.num_heads * self.value_bank.numel() <= MOST_EXPANDED:
             self.kept = KeptValues(("value_bank", "value_transform"), expand_values)
 
     def queries(self, attention_output: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
@@ -47,27 +48,25 @@ class HeadwiseMemory(RetrievalMemory):
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
         return list(sub_key_scores(query, self.row_keys, self.column_keys))
 
-    def forward(
-        self, attention_output: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto"
-    ) -> torch.Tensor:
+    def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Retrieve what every head's attention output asks for.
 
         Args:
             attention_output: `[B, T, H * d]`, the heads' outputs side by side.
             residual: `[B, T, D]`, added to what is retrieved. Default: none.
-            backend: Body of the op. Default: `"auto"`.
 
         Returns:
             `[B, T, D]`.
         """
-        bank = None if self.kept is None else self.kept.serve(self, attention_output)
-        transform: torch.Tensor | None = None
-        if bank is None:
-            bank, transform = self.value_bank, getattr(self, "value_transform", None)
+        bank = self.value_bank
+        transform = self.value_transform if self.options.values == "expanded" else None
+        if INSTALLED and self.kept is not None:
+            expanded = self.kept.serve(self, attention_output)
+            bank, transform = (bank, transform) if expanded is None else (expanded, None)
         shape = attention_output.shape[:-1]
         flat = attention_output.reshape(shape.numel(), self.num_heads, self.head_dim)  # [S, H, d], S = B * T
         by_head = None
-        if residual is not None and self.gate == "none":
+        if residual is not None and self.options.gate == "none":
             by_head = residual.reshape(shape.numel(), self.num_heads, self.value_dim)
         output = headwise_memory(
             self.addressed(self.normalised(flat)),
@@ -78,9 +77,8 @@ class HeadwiseMemory(RetrievalMemory):
             self.k,
             residual=by_head,
             temperature=self.temperature,
-            backend=backend,
         )  # [S, H, D / H]
-        if self.gate == "none":
+        if self.options.gate == "none":
             return output.reshape(*shape, self.num_heads * self.value_dim)
         output = self.gated(attention_output, output.reshape(*shape, self.num_heads, self.value_dim)).flatten(-2)
         return output if residual is None else (residual + output).to(residual.dtype)
@@ -105,6 +103,7 @@ class HeadwiseMemory(RetrievalMemory):
         by_head[:, 0, head] = rows
         return by_head.flatten(-2)
 
+    @not_carried
     def extra_repr(self) -> str:
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "head_dim": self.head_dim, "value_dim": self.value_dim}
         sizes |= {"n": self.n, "k": self.k}

@@ -33,13 +33,12 @@ class HierFFN(FetchingMemory):
         super().__init__(options, sizes)
         self.activation = ACT2FN[sizes.activation]
 
-    def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer, backend: str = "auto") -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *, fetched: FetchedLayer) -> torch.Tensor:
         """What the units add, `W_down (act(W_gate x) * W_up x)`: what the network would give more if it were wider.
 
         Args:
             hidden_states: `[B, T, D]`, what the feed-forward network reads.
             fetched: What the rows fetched for the layer: `gate`, `up` `[U, r, D]`, `down` `[U, D, r]`.
-            backend: Body of the ops. Default: `"auto"`.
 
         Returns:
             `[B, T, D]`.
@@ -47,9 +46,9 @@ class HierFFN(FetchingMemory):
         added = None
         for level in fetched.levels:
             gate, up, down = (level.tensors[name] for name in ("gate", "up", "down"))
-            units = self.activation(block_linear(hidden_states, gate, level.blocks, backend=backend))
-            units = units * block_linear(hidden_states, up, level.blocks, backend=backend)  # [B, T, r]
-            of_level = block_linear(units, down, level.blocks, backend=backend)
+            units = self.activation(block_linear(hidden_states, gate, level.blocks))
+            units = units * block_linear(hidden_states, up, level.blocks)  # [B, T, r]
+            of_level = block_linear(units, down, level.blocks)
             added = of_level if added is None else added + of_level
         assert added is not None, "a memory has at least one level"
         return added
@@ -72,7 +71,6 @@ class HierLora(FetchingMemory):
         *,
         projection: str,
         fetched: FetchedLayer,
-        backend: str = "auto",
     ) -> torch.Tensor:
         """What a projection gives with the factors added, `W x + alpha * sum_l B_l A_l x`.
 
@@ -81,14 +79,13 @@ class HierLora(FetchingMemory):
             given: `[B, T, o]`, what it gives.
             projection: Its role.
             fetched: What the rows fetched: `{role}_down` `[U, r, i]`, A, and `{role}_up` `[U, o, r]`, B.
-            backend: Body of the ops. Default: `"auto"`.
 
         Returns:
             `[B, T, o]`.
         """
         for level in fetched.levels:
-            narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks, backend=backend)
-            wide = block_linear(narrow, level.tensors[f"{projection}_up"], level.blocks, backend=backend)
+            narrow = block_linear(read, level.tensors[f"{projection}_down"], level.blocks)
+            wide = block_linear(narrow, level.tensors[f"{projection}_up"], level.blocks)
             given = given + self.options.alpha * wide.to(given.dtype)
         return given
 

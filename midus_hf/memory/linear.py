@@ -2,6 +2,7 @@
 
 import torch
 
+from midus_config.installed import not_carried
 from midus_config.memories.linear import LinearOptions
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.shared_values import SharedValueMemory
@@ -21,8 +22,8 @@ class LinearMemory(SharedValueMemory):
     options: LinearOptions
     slot_keys: torch.Tensor
 
-    def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-        return flat_key_topk(query, self.slot_keys, self.k, backend=backend)
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flat_key_topk(query, self.slot_keys, self.k)
 
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
         score_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -30,5 +31,6 @@ class LinearMemory(SharedValueMemory):
             keys = self.slot_keys.to(query.dtype).to(score_dtype)
             return [torch.einsum("...hd,hnd->...hn", query.to(score_dtype), keys)]
 
+    @not_carried
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, slots={len(self.value_bank)}, k={self.k}, query_norm={self.query_norm}"

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from midus_config.installed import used_by_libraries
 
+
+@used_by_libraries
 class MemoryState:
     """Tensors of a batch of sequences, among the layers of a transformers cache, which repeats, selects and resets them.
 

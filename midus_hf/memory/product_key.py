@@ -2,6 +2,7 @@
 
 import torch
 
+from midus_config.installed import not_carried
 from midus_config.memories.product_key import ProductKeyOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import register_memory
@@ -25,11 +26,12 @@ class ProductKeyMemory(SharedValueMemory):
         super().__init__(options, sizes)
         self.n = options.n
 
-    def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-        return product_key_topk(query, self.row_keys, self.column_keys, self.k, backend=backend)
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return product_key_topk(query, self.row_keys, self.column_keys, self.k)
 
     def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
         return list(sub_key_scores(query, self.row_keys, self.column_keys))
 
+    @not_carried
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, n={self.n}, k={self.k}, query_norm={self.query_norm}"

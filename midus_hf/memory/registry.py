@@ -1,10 +1,30 @@
-"""What every memory layer has in common, and the table of those that exist."""
+"""What every memory layer has in common, and the table of those that exist.
+
+A subclass of `MemoryModule` is registered under the type whose options declare its tensors, which it therefore need not make.
+It reads them in its own `forward`, which is what offloading and sharding hooks need. What it is called with, and what it
+returns, follows from its site:
+
+- `inserted`: `forward(attention_output, residual)`, the attention output `[B, T, W]` and the residual stream `[B, T, D]`, which
+  it returns with what it retrieves.
+- `inside-ffn`, `inside-attention`: `forward(read, given, projection=role)` for each of its `projections`, what the projection
+  reads and what it gives; it returns what the projection shall give instead.
+- `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)`, queries `[B, H, T, d]`, keys and values `[B, K,
+  S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
+- `inside-attention`, if its options say that it `attends`: `forward(read, slot=source)`, `[B, T, D]`, for each slot that it
+  projects; it returns a key and a value `[B, K, T, d]`. And `forward(query, sequence=..., keys=..., values=...)`, which attends
+  in the place of the layer's own attention (`DepthAttention.attend`).
+- any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
+
+A memory that shares tables is also given `tables`, those of its layer by name, each of its `inputs` that the model was called
+with, by that name, and what it `asks` the model for.
+"""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from midus_config.installed import INSTALLED
 from midus_config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
 from midus_config.model_sizes import ModelSizes
 from midus_config.plugins import is_same_class, load_offered
@@ -16,24 +36,6 @@ MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}
 
 class MemoryModule(DeclaredModule):
     """A memory layer: keys, values, and the way from hidden states to what they retrieve.
-
-    A subclass is registered under the type whose options declare its tensors, which it therefore need not make. It reads them
-    in its own `forward`, which is what offloading and sharding hooks need. What it is called with, and what it returns, follows
-    from its site:
-
-    - `inserted`: `forward(attention_output, residual)`, the attention output `[B, T, W]` and the residual stream
-      `[B, T, D]`, which it returns with what it retrieves.
-    - `inside-ffn`, `inside-attention`: `forward(read, given, projection=role)` for each of its `projections`, what the projection
-      reads and what it gives; it returns what the projection shall give instead.
-    - `inside-attention`, if it `reads_heads`: `forward(query, key, value, output)`, queries `[B, H, T, d]`, keys and values
-      `[B, K, S, d]`, rotated and from the cache, and what the heads give `[B, T, H, d]`; it returns what they shall give.
-    - `inside-attention`, if its options say that it `attends`: `forward(read, slot=source)`, `[B, T, D]`, for each slot that it
-      projects; it returns a key and a value `[B, K, T, d]`. And `forward(query, sequence=..., keys=..., values=...)`, which attends
-      in the place of the layer's own attention (`DepthAttention.attend`).
-    - any other: `forward(hidden_states)`, `[B, T, D]`, what there is to read; it returns what is added, `[B, T, D]`.
-
-    A memory that shares tables is also given `tables`, those of its layer by name, each of its `inputs` that the model was
-    called with, by that name, and what it `asks` the model for.
 
     Args:
         options: Of its type.
@@ -69,7 +71,8 @@ class MemoryModule(DeclaredModule):
     """Whether a model that went into training mode has seen what it adds through, frozen, to be anything but zero."""
 
     def __init__(self, options: Any, sizes: ModelSizes):
-        options.check(sizes)
+        if INSTALLED:
+            options.check(sizes)
         super().__init__(options.tensors(sizes))
         self.options: Any = options
 
@@ -136,6 +139,13 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, coun
     memory.index = index
     for name in memory.declared.keys() - options.tensors_at(sizes, index, count).keys():
         memory.leave_out(name)
+    if INSTALLED:
+        _check_declared(memory, options)
+    return memory
+
+
+def _check_declared(memory: MemoryModule, options: MemoryOptions) -> None:
+    """Refuse a module with tensors that its options do not declare."""
     tensors = [name for name, _ in (*memory.named_parameters(), *memory.named_buffers())]
     undeclared = [name for name in tensors if name not in memory.declared]
     if undeclared:
@@ -143,7 +153,6 @@ def build_memory(options: MemoryOptions, sizes: ModelSizes, index: int = 0, coun
             f"the module of memory type {options.type!r} has a tensor {undeclared[0]!r}, which {type(options).__name__}.tensors "
             "leaves out; expected tensors that are declared. Declare it there."
         )
-    return memory
 
 
 def module_of(memory_type: str) -> type[MemoryModule]:

@@ -74,10 +74,10 @@ class RetrievalMemory(MemoryModule):
 
     def normalised(self, query: torch.Tensor, track_statistics: bool = True) -> torch.Tensor:
         """The query `[..., H, query_width]` after the norm of the options, computed in float32 at least."""
-        if self.query_norm == "none":
+        if self.options.query_norm == "none":
             return query
         wide = query.to(torch.promote_types(query.dtype, torch.float32))
-        if self.query_norm == "layer":
+        if self.options.query_norm == "layer":
             variance, mean = torch.var_mean(wide, dim=-1, correction=0, keepdim=True)
         else:
             mean, variance = self._batch_statistics(wide, track_statistics)
@@ -86,7 +86,7 @@ class RetrievalMemory(MemoryModule):
 
     def addressed(self, query: torch.Tensor) -> torch.Tensor:
         """What slots are looked up by `[..., H, query_width]`: the query, or where addressing is random one that is drawn."""
-        return query if self.addressing == "content" else random_directions(query)
+        return query if self.options.addressing == "content" else random_directions(query)
 
     def gated(self, attention_output: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Scale what was retrieved.
@@ -95,7 +95,7 @@ class RetrievalMemory(MemoryModule):
             attention_output: `[..., W]`.
             output: `[..., H, v]`, or `[..., D]` if there is one gate per token.
         """
-        if self.gate == "none":
+        if self.options.gate == "none":
             return output
         opened = torch.sigmoid(nn.functional.linear(attention_output, self.gate_weight, self.gate_bias))
         if output.dim() > attention_output.dim():

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from midus_hf.ops.depth_attention import joint_attention
 from midus_hf.ops.joining import Depth, joined_attention
+from midus_hf.ops.plain.depth import joint_attention
 from midus_hf.ops.sequence_kernels import Call
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 

@@ -25,23 +25,20 @@ class SharedValueMemory(RetrievalMemory):
         query = query.unflatten(-1, (self.num_heads, self.query_width))
         return self.addressed(self.normalised(query, track_statistics))
 
-    def forward(
-        self, attention_output: torch.Tensor, residual: torch.Tensor | None = None, backend: str = "auto"
-    ) -> torch.Tensor:
+    def forward(self, attention_output: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Retrieve what the attention output asks for, summed over heads (MIDUS, equation 15).
 
         Args:
             attention_output: `[B, T, D]`.
             residual: `[B, T, D]`, added to what is retrieved. Default: none.
-            backend: Body of the ops. Default: `"auto"`.
 
         Returns:
             `[B, T, D]`.
         """
-        scores, slots = self.select(self.queries(attention_output), backend)  # [B, T, H, k]
+        scores, slots = self.select(self.queries(attention_output))  # [B, T, H, k]
         weights = self.weigh(scores)
         bank = self.value_bank.to(attention_output.dtype)
-        output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2), backend=backend)  # [B, T, D]
+        output = weighted_gather(bank, slots.flatten(-2), weights.flatten(-2))  # [B, T, D]
         output = self.gated(attention_output, output)
         return output if residual is None else (residual + output).to(residual.dtype)
 
@@ -60,5 +57,5 @@ class SharedValueMemory(RetrievalMemory):
         """
         return self.value_bank[slots].unsqueeze(1)
 
-    def select(self, query: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from midus_config.installed import INSTALLED
 from midus_hf.ops.chapter_attention import fewest_together
 
 Numbers = slice | torch.Tensor
@@ -97,14 +98,16 @@ class GroupedStretches(Stretches):
     places: torch.Tensor
 
     def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
-        taken = _Taken.apply(tokens.flatten(0, 1), self.tokens, self.places)
+        rows = tokens.flatten(0, 1)
+        taken = _Taken.apply(rows, self.tokens, self.places) if INSTALLED else rows.index_select(0, self.tokens)
         outputs, first = [], 0
         for numbers, length in zip(self.numbers, self.lengths, strict=True):
             end = first + len(numbers) * length
             outputs.append(read(taken[first:end].unflatten(0, (len(numbers), length)), numbers).flatten(0, 1))
             first = end
         nothing = outputs[0].new_zeros(1, *outputs[0].shape[1:])
-        of_token = _PutBack.apply(torch.cat([*outputs, nothing]), self.places)
+        read_rows = torch.cat([*outputs, nothing])
+        of_token = _PutBack.apply(read_rows, self.places) if INSTALLED else read_rows.index_select(0, self.places)
         return of_token.unflatten(0, tokens.shape[:2])
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from midus_config.installed import INSTALLED
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.ops.chapter_rows import with_one_gradient
 
@@ -26,4 +27,4 @@ class MemoryTables(DeclaredModule):
     def forward(self) -> dict[str, torch.Tensor]:
         """The tables by name: whoever reads them asks here, so that the hooks of offloading and sharding have run."""
         tables = {name: self.declared_tensor(name) for name in self.declared}
-        return tables if torch.compiler.is_compiling() else LentTables(tables)
+        return LentTables(tables) if INSTALLED and not torch.compiler.is_compiling() else tables

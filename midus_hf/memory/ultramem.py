@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from midus_config.installed import INSTALLED, not_carried
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
@@ -60,7 +61,7 @@ class UltraMem(MemoryModule):
         self.has_pre_values = options.width("pre_value_width", sizes) > 0
         self.table_reading = TableReading()
         self.kept: KeptValues | None = None
-        if options.scoring == "tucker" and 2 * self.row_keys.numel() <= _MOST_KEPT:
+        if INSTALLED and options.scoring == "tucker" and 2 * self.row_keys.numel() <= _MOST_KEPT:
             self.kept = KeptValues(
                 ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector"), _keys_and_vectors, as_stored=True
             )
@@ -73,7 +74,6 @@ class UltraMem(MemoryModule):
         *,
         tables: Mapping[str, torch.Tensor] | None = None,
         report: RouterReport | None = None,
-        backend: str = "auto",
     ) -> torch.Tensor:
         """What the memory adds.
 
@@ -81,7 +81,6 @@ class UltraMem(MemoryModule):
             hidden_states: `[B, T, D]`, what the feed-forward network reads.
             tables: Those of values, where layers share them. Default: the layer's own.
             report: Takes the losses on keys and cores. Default: not wanted.
-            backend: Body of the ops. Default: `"auto"`.
 
         Returns:
             `[B, T, D]`.
@@ -90,20 +89,20 @@ class UltraMem(MemoryModule):
             return hidden_states * 0
         tables = tables or {}
         value_table = tables["value_table"] if "value_table" in tables else self.value_table
-        scores, slots = self._select(hidden_states, report, backend)
+        scores, slots = self._select(hidden_states, report)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         weights, slots = weights.flatten(-2), slots.flatten(-2)  # [B, T, H * k]
         rows = self._rows(slots, len(value_table))
         if self.has_pre_values:
             pre_values = tables["pre_value_table"] if "pre_value_table" in tables else self.pre_value_table
-            products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, rows, backend)
+            products = self.table_reading.products(self.pre_projection(hidden_states), pre_values, rows)
             weights = weights * _ACTIVATIONS[self.options.activation](products).to(weights.dtype)
         num_parts = self.options.num_projected
         if num_parts == 1:
-            values = self.table_reading.sums(value_table, rows, weights, backend)
+            values = self.table_reading.sums(value_table, rows, weights)
         else:
             parts = self._shuffled(slots) // self.num_slots
-            by_part = self.table_reading.sums_by_part(value_table, rows, weights, parts, num_parts, backend)
+            by_part = self.table_reading.sums_by_part(value_table, rows, weights, parts, num_parts)
             values = by_part.flatten(-2)
         values = values.to(hidden_states.dtype)  # [B, T, E * D_v]
         if self.options.output_gate:
@@ -114,7 +113,7 @@ class UltraMem(MemoryModule):
     def retrieve(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights, float32, and rows, int64, of the tables that the layer reads, that each head retrieves, both `[B, T, H, k]`;
         nothing is changed."""
-        scores, slots = self._select(hidden_states, None, "auto", keep_vectors=False)
+        scores, slots = self._select(hidden_states, None, keep_vectors=False)
         weights = scores.softmax(-1) if self.options.weights == "softmax" else scores
         return weights, self._shuffled(slots) % self.num_slots
 
@@ -141,7 +140,7 @@ class UltraMem(MemoryModule):
         return self.value_projection(by_part.flatten(-2).to(self.value_projection.weight.dtype))
 
     def _select(
-        self, hidden_states: torch.Tensor, report: RouterReport | None, backend: str, keep_vectors: bool = True
+        self, hidden_states: torch.Tensor, report: RouterReport | None, keep_vectors: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores, float32 at least, and virtual slots, both `[B, T, H, k]`."""
         options = self.options
@@ -154,7 +153,7 @@ class UltraMem(MemoryModule):
             if report is not None and options.has_losses:
                 self._report_sums(query.squeeze(-2), row_keys, column_keys, report)
             joined = query.squeeze(-2).movedim(-3, -2).flatten(-2)  # [B, T, H, 2 * D_k]
-            return product_key_topk(joined, row_keys, column_keys, options.k, backend=backend)
+            return product_key_topk(joined, row_keys, column_keys, options.k)
         wide = torch.promote_types(query.dtype, torch.float32)
         with without_autocast(hidden_states.device.type):
             query = _rms_normalised(query.to(wide), self.query_norm_weight.to(wide))
@@ -171,10 +170,11 @@ class UltraMem(MemoryModule):
 
         Vectors are those of the cores as they are now; with `keep`, as training does, they are kept, so that signs last.
         """
-        derived = None if self.kept is None or keep else self.kept.serve(self, query)
-        if derived is None:
-            stored = (self.row_keys, self.column_keys, self.key_norm_weight, self.core, self.row_vector)
-            derived = _keys_and_vectors(*stored, wide=query.dtype)
+        stored = (self.row_keys, self.column_keys, self.key_norm_weight, self.core, self.row_vector)
+        derived: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if INSTALLED and self.kept is not None and not keep:
+            derived = self.kept.serve(self, query)
+        derived = derived or _keys_and_vectors(*stored, wide=query.dtype)
         keys, row_vector, column_vector = derived
         if keep and not recomputing():
             with torch.no_grad():
@@ -235,6 +235,7 @@ class UltraMem(MemoryModule):
         first = self.options.sharing.first(self.index, table_rows // own) * own
         return (rows + first) % table_rows if first else rows
 
+    @not_carried
     def extra_repr(self) -> str:
         names = ("n", "key_pairs", "rank", "k", "heads", "share")
         return ", ".join(f"{name}={getattr(self.options, name)}" for name in names)

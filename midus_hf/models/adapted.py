@@ -82,17 +82,19 @@ class Adapted:
     family_class: ClassVar[type[nn.Module]]
     """The family's class, whose forward runs."""
 
-    def forward(self, *args: Any, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: torch.Tensor, adapters: Mapping[str, Adapter] | None = None, **kwargs: Any
+    ) -> Any:
         """As the family's forward.
 
         Args:
-            args: What the family's forward takes.
+            hidden_states: `[B, T, D]`.
             adapters: What projections give instead, by their role. Default: nothing is changed.
-            kwargs: What the family's forward takes.
+            kwargs: What the family's forward takes besides.
         """
         if not adapters:
-            return self.family_class.forward(self, *args, **kwargs)
-        return self.family_class.forward(_View(self, self._replaced_projections(adapters)), *args, **kwargs)
+            return self.family_class.forward(self, hidden_states, **kwargs)
+        return self.family_class.forward(_View(self, self._replaced_projections(adapters)), hidden_states, **kwargs)
 
     def _replaced_projections(self, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
         return {
@@ -102,11 +104,11 @@ class Adapted:
 
 
 class HostAttention(Adapted):
-    """Mixin for a family's attention in a layer that hosts memory: a class of its own, which may lack its output projection."""
+    """Mixin for a family's attention in a layer that memories are attached to: a class of its own."""
 
     def forward(
         self,
-        *args: Any,
+        hidden_states: torch.Tensor,
         adapters: Mapping[str, Adapter] | None = None,
         readers: Sequence[HeadReader] = (),
         depth: HeadsOfDepth | None = None,
@@ -115,33 +117,30 @@ class HostAttention(Adapted):
         """As the family's forward.
 
         Args:
-            args: What the family's forward takes.
+            hidden_states: `[B, T, D]`.
             adapters: What projections give instead, by their role. Default: nothing is changed.
             readers: What heads read beside the sequence, one after another. Default: nothing.
             depth: What heads read of the depth, in one softmax with the sequence, and write for later layers. Default: nothing.
-            kwargs: What the family's forward takes.
+            kwargs: What the family's forward takes besides.
         """
         if not readers and depth is None:
-            if not adapters:
-                return self.family_class.forward(self, *args, **kwargs)
-            return super().forward(*args, adapters=adapters, **kwargs)
+            return super().forward(hidden_states, adapters, **kwargs)
         # The families look their attention function up in the config and hand it every keyword argument they do not know.
-        replaced = {"config": _View(self.config, {"_attn_implementation": _WITH_MEMORY}), "own_config": self.config}
-        adapters = dict(adapters or {})
+        replaced: dict[str, Any] = {
+            "config": _View(self.config, {"_attn_implementation": _WITH_MEMORY}),
+            "own_config": self.config,
+        }
         cache = kwargs.get("past_key_values")
         if depth is not None and depth.wants_raw_key:
-            adapters["key"] = _noting(adapters.get("key"), depth.note_raw_key)
+            before = dict(adapters or {})
+            adapters = {**before, "key": _noting(before.get("key"), depth.note_raw_key)}
         if depth is not None and depth.wants_heads and cache is not None:
             kwargs["past_key_values"] = _View(cache, {"update": _noting_update(cache.update, depth.note_heads)})
-        view = _View(self, {**replaced, **self._replaced_projections(adapters)})
+        if adapters:
+            replaced |= self._replaced_projections(adapters)
+        view = _View(self, replaced)
         call = AttentionCall(readers, kwargs.get("position_embeddings"), depth, cache is None)
-        return self.family_class.forward(view, *args, memory_call=call, **kwargs)
-
-    def drop_output_projection(self) -> None:
-        """Give the heads' outputs side by side."""
-        del self.o_proj
-        # A function, not an `nn.Identity`: a LoRA on every `o_proj` would find the module and refuse it.
-        self.o_proj = _unchanged
+        return self.family_class.forward(view, hidden_states, memory_call=call, **kwargs)
 
 
 class AttentionCall(NamedTuple):
@@ -187,16 +186,26 @@ def _attend_with_memory(
         )
     else:
         output, weights = own(module, query, key, value, attention_mask, **kwargs)  # [B, T, H, d]
+    if memory_call.readers:
+        output = _read_by(memory_call, module, (query, key, value), output, kwargs.get("softcap"))
+    return output, weights
+
+
+def _read_by(
+    memory_call: AttentionCall,
+    module: Any,
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    output: torch.Tensor,
+    softcap: float | None,
+) -> torch.Tensor:
+    """What the readers of a call make, one after another, of what heads give; `heads` are queries, keys and values."""
     for reader in memory_call.readers:
         extra: dict[str, Any] = {}
         if reader.wants_unrotated:
-            extra = {
-                "unrotated": unrotated(query, memory_call.rotation),
-                "scaling": module.scaling,
-                "softcap": kwargs.get("softcap"),
-            }
-        output = reader.read(query, key, value, output, **extra)
-    return output, weights
+            rotation = memory_call.rotation
+            extra = {"unrotated": unrotated(heads[0], rotation), "scaling": module.scaling, "softcap": softcap}
+        output = reader.read(*heads, output, **extra)
+    return output
 
 
 ALL_ATTENTION_FUNCTIONS.register(_WITH_MEMORY, _attend_with_memory)
@@ -230,7 +239,3 @@ def _noting_update(
         return update(key, value, *args, **kwargs)
 
     return noting
-
-
-def _unchanged(heads_output: torch.Tensor) -> torch.Tensor:
-    return heads_output

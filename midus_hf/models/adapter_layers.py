@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from midus_config.installed import not_carried
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -109,3 +111,27 @@ def adapter_tensors(module: nn.Module) -> dict[str, set[str]]:
 def _layers(names: Iterable[str]) -> list[int]:
     matches = map(_LAYER.search, names)
     return sorted({int(match[1]) for match in matches if match})
+
+
+@not_carried
+class TakesAdapters:
+    """Mixin for a model that adapters are loaded onto: one that was made for the base of an upscaled model is refused."""
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As the family's, of transformers; an adapter that was made for the base of this model is taken off again.
+
+        Raises:
+            ValueError: If layers of the base have other numbers here than the adapter knows.
+        """
+        model: Any = self
+        before = set(getattr(model, "peft_config", {}))
+        told = super().load_adapter(*args, **kwargs)
+        for adapter in set(model.peft_config) - before:
+            names = adapter_tensors(model).get(adapter, set())
+            missing = names & set(told.missing_keys)
+            try:
+                check_adapter_layers(model.config, adapter, names - missing, missing, model.peft_config[adapter])
+            except ValueError:
+                model.delete_adapter(adapter)
+                raise
+        return told

@@ -11,6 +11,8 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 
 from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_config.installed import needed_for, not_carried
+from midus_config.memory_entries import memories_of
 from midus_hf.banks.bank_description import check_same_tree
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
@@ -61,6 +63,7 @@ class Banks:
             for name, layout in self.layouts.items()
         }
 
+    @not_carried
     def train(self) -> dict[str, TrainedBank]:
         """Let blocks be trained from now on: passes that want gradients give them to blocks that were fetched.
 
@@ -79,6 +82,7 @@ class Banks:
         self._open |= trained
         return trained
 
+    @not_carried
     def train_with_tree(self, tree: str | None, folder: Path | None) -> None:
         """Let banks that `train` makes know the tree by whose paths they are trained.
 
@@ -101,6 +105,7 @@ class Banks:
             )
         return self._open[name]
 
+    @not_carried
     def check_tree(self, tree: str | None, whose: str, remedy: str) -> None:
         """Refuse a tree by whose paths an open bank was not trained.
 
@@ -179,6 +184,7 @@ class Banks:
         finally:
             self._serves = before
 
+    @not_carried
     def prefetch(self, memory_ids: torch.Tensor) -> None:
         """Let threads read what rows are to fetch soon; returns at once.
 
@@ -191,12 +197,99 @@ class Banks:
         for name in self.layouts:
             self.of(name).prefetch(memory_ids)
 
+    @not_carried
     def statistics(self) -> dict[str, TierStatistics]:
         """What fetches found in each tier since banks were opened, in all of them together."""
         found: dict[str, TierStatistics] = {tier: TierStatistics() for tier in TIERS}
         for bank in self._open.values():
             found = {tier: found[tier].plus(counts) for tier, counts in bank.statistics().items()}
         return found
+
+
+@needed_for("banks")
+class HostsBanks:
+    """Mixin for a model whose memories may fetch blocks from banks beside the checkpoint."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the family's; the banks that lie beside the checkpoint are opened.
+
+        Raises:
+            BankError: If one is absent, or that of another model.
+        """
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if memories_of(model.config).banks and pretrained_model_name_or_path is not None:
+            folder = folder_of_checkpoint(pretrained_model_name_or_path, kwargs)
+            if folder is not None:
+                model.open_banks(folder)
+        return loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        """As the family's; banks that are open are written beside the weights.
+
+        Raises:
+            ValueError: If it shall be uploaded as well, and a bank is open: it would be uploaded before the bank is written.
+        """
+        if kwargs.get("push_to_hub") and self.banks.are_open:
+            raise ValueError(
+                "save_pretrained is given push_to_hub, and this model has a bank beside its weights; expected push_to_hub(repo_id), "
+                "which uploads both."
+            )
+        saved = super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.banks.save(save_directory)
+        return saved
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As the family's; banks that are open are uploaded with the weights, in folders of folders, which transformers does not.
+
+        Args:
+            repo_id: Of the repository, which is made if need be.
+            kwargs: As the family's takes them.
+        """
+        if not self.banks.are_open:
+            return super().push_to_hub(repo_id, **kwargs)
+        return upload(self.save_pretrained, repo_id, **kwargs)
+
+    @property
+    def banks(self) -> Banks:
+        """The banks that memories of the model fetch blocks from."""
+        stack: Any = self
+        return (stack if hasattr(stack, "own_banks") else stack.model).own_banks
+
+    def open_banks(self, folder: str | os.PathLike, **options: Any) -> None:
+        """Open the banks that lie beside a checkpoint.
+
+        Args:
+            folder: The checkpoint's.
+            options: Of `MemoryBank`, such as `tiers`, which are those of each bank.
+
+        Raises:
+            BankError: If one is absent, or that of another model.
+            ValueError: If an option does not fit.
+        """
+        self.banks.open(folder, **options)
+
+    def fetch_memory(self, memory_ids: torch.Tensor) -> dict[str, FetchedBatch]:
+        """Fetch the blocks of paths ahead of a pass, which takes them as `memory_blocks`: it then asks no bank, and can be compiled.
+
+        Args:
+            memory_ids: `[B, p]`, as for `forward`.
+        """
+        model: Any = self
+        return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
+
+    @not_carried
+    def prefetch_memory(self, memory_ids: torch.Tensor) -> None:
+        """Let threads read the blocks of paths that are to be fetched soon; returns at once.
+
+        The fetch waits for what is under way, and raises what went wrong with it.
+
+        Args:
+            memory_ids: `[B, p]`, as for `forward`.
+        """
+        self.banks.prefetch(memory_ids)
 
 
 def upload(

@@ -10,6 +10,7 @@ from transformers.models.gemma2.modeling_gemma2 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,19 +25,19 @@ class MidusGemma2Config(MemoryConfig, Gemma2Config):
 
 
 class MidusGemma2Attention(HostAttention, Gemma2Attention):
-    """`Gemma2Attention` in a layer that hosts memory."""
+    """`Gemma2Attention` in a layer that memories are attached to."""
 
     family_class = Gemma2Attention
 
 
 class MidusGemma2MLP(Adapted, Gemma2MLP):
-    """`Gemma2MLP` in a layer that hosts memory."""
+    """`Gemma2MLP` in a layer that memories are attached to."""
 
     family_class = Gemma2MLP
 
 
 class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):
-    """`Gemma2DecoderLayer` that hosts memory."""
+    """`Gemma2DecoderLayer` that memories are attached to."""
 
     attention_output_norm = "post_attention_layernorm"
     mlp_norm = "pre_feedforward_layernorm"
@@ -45,11 +46,25 @@ class MidusGemma2Layer(HostLayer, Gemma2DecoderLayer):
     mlp_class = MidusGemma2MLP
 
 
+class MidusGemma2BlockAttention(BlockAttention, Gemma2Attention):
+    """`Gemma2Attention` in a memory block."""
+
+
+class MidusGemma2Block(MemoryBlock, Gemma2DecoderLayer):
+    """`Gemma2DecoderLayer` that was inserted for a memory."""
+
+    attention_output_norm = "post_attention_layernorm"
+    mlp_norm = "pre_feedforward_layernorm"
+    mlp_output_norm = "post_feedforward_layernorm"
+    block_attention_class = MidusGemma2BlockAttention
+
+
 class MidusGemma2Model(MemoryModel, Gemma2Model):
     """`Gemma2Model` whose layers host memory."""
 
     config: MidusGemma2Config
     layer_class = MidusGemma2Layer
+    block_class = MidusGemma2Block
 
 
 @register_family

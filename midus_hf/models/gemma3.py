@@ -10,6 +10,7 @@ from transformers.models.gemma3.modeling_gemma3 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,19 +25,19 @@ class MidusGemma3Config(MemoryConfig, Gemma3TextConfig):
 
 
 class MidusGemma3Attention(HostAttention, Gemma3Attention):
-    """`Gemma3Attention` in a layer that hosts memory."""
+    """`Gemma3Attention` in a layer that memories are attached to."""
 
     family_class = Gemma3Attention
 
 
 class MidusGemma3MLP(Adapted, Gemma3MLP):
-    """`Gemma3MLP` in a layer that hosts memory."""
+    """`Gemma3MLP` in a layer that memories are attached to."""
 
     family_class = Gemma3MLP
 
 
 class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):
-    """`Gemma3DecoderLayer` that hosts memory."""
+    """`Gemma3DecoderLayer` that memories are attached to."""
 
     attention_output_norm = "post_attention_layernorm"
     mlp_norm = "pre_feedforward_layernorm"
@@ -45,11 +46,25 @@ class MidusGemma3Layer(HostLayer, Gemma3DecoderLayer):
     mlp_class = MidusGemma3MLP
 
 
+class MidusGemma3BlockAttention(BlockAttention, Gemma3Attention):
+    """`Gemma3Attention` in a memory block."""
+
+
+class MidusGemma3Block(MemoryBlock, Gemma3DecoderLayer):
+    """`Gemma3DecoderLayer` that was inserted for a memory."""
+
+    attention_output_norm = "post_attention_layernorm"
+    mlp_norm = "pre_feedforward_layernorm"
+    mlp_output_norm = "post_feedforward_layernorm"
+    block_attention_class = MidusGemma3BlockAttention
+
+
 class MidusGemma3Model(MemoryModel, Gemma3TextModel):
     """`Gemma3TextModel` whose layers host memory."""
 
     config: MidusGemma3Config
     layer_class = MidusGemma3Layer
+    block_class = MidusGemma3Block
 
 
 @register_family

@@ -1,7 +1,6 @@
 """What a backbone family needs to host memory: mixins for its config and its stack of layers."""
 
 import copy
-import inspect
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -10,22 +9,24 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from midus_config.memory_entries import Memories, base_digest, read_memories
-from midus_config.model_sizes import ModelSizes
+from midus_config.installed import INSTALLED, needed_for, not_carried
+from midus_config.memory_entries import Memories, memories_of
+from midus_hf.carried.module import write_code
+from midus_hf.carried.standins import auto_map
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, states_in
+from midus_hf.memory.needs import needs_of
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
 from midus_hf.memory.sequence_heads import refuse_untold
 from midus_hf.memory.tables import MemoryTables
-from midus_hf.memory.token_places import TokenPlaces, token_places
+from midus_hf.memory.token_places import token_places
 from midus_hf.models.adapted import PROJECTION_NAMES
-from midus_hf.models.adapter_layers import adapter_tensors, check_adapter_layers, refuse_adapter_of_base
+from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
 from midus_hf.models.dead_memories import warn_of_dead_memories
-from midus_hf.models.export import auto_map, write_code
-from midus_hf.models.fetching import BLOCKS, IDS, Banks, folder_of_checkpoint, upload
-from midus_hf.models.memory_inputs import MemoryInputs, input_names
+from midus_hf.models.fetching import BLOCKS, IDS, Banks, HostsBanks
+from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.peft_targets import register_targets
 
 
@@ -78,115 +79,17 @@ class MemoryConfig:
         Raises:
             ValueError: If the list is not one that `read_memories` takes.
         """
-        return read_memories(self.memory, ModelSizes.of(self), base_digest(getattr(self, "upscale", None)))
+        return memories_of(self)
 
 
-class HostsMemory:
+class HostsMemory(HostsBanks, TakesAdapters):
     """Mixin that both a stack and a language model need."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: transformers would copy the code a second time and point `auto_map` past the entry module."""
+        """Do nothing: transformers would copy the code a second time and point `auto_map` past the module that is written."""
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the family's; the banks that lie beside the checkpoint are opened.
-
-        Raises:
-            BankError: If one is absent, or that of another model.
-        """
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if model.config.memories().banks and pretrained_model_name_or_path is not None:
-            folder = folder_of_checkpoint(pretrained_model_name_or_path, kwargs)
-            if folder is not None:
-                model.open_banks(folder)
-        return loaded
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        """As the family's; banks that are open are written beside the weights.
-
-        Raises:
-            ValueError: If it shall be uploaded as well, and a bank is open: it would be uploaded before the bank is written.
-        """
-        if kwargs.get("push_to_hub") and self.banks.are_open:
-            raise ValueError(
-                "save_pretrained is given push_to_hub, and this model has a bank beside its weights; expected push_to_hub(repo_id), "
-                "which uploads both."
-            )
-        saved = super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            self.banks.save(save_directory)
-        return saved
-
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's, of transformers; an adapter that was made for the base of this model is taken off again.
-
-        Raises:
-            ValueError: If layers of the base have other numbers here than the adapter knows.
-        """
-        model: Any = self
-        before = set(getattr(model, "peft_config", {}))
-        told = super().load_adapter(*args, **kwargs)
-        for adapter in set(model.peft_config) - before:
-            names = adapter_tensors(model).get(adapter, set())
-            missing = names & set(told.missing_keys)
-            try:
-                check_adapter_layers(model.config, adapter, names - missing, missing, model.peft_config[adapter])
-            except ValueError:
-                model.delete_adapter(adapter)
-                raise
-        return told
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """As the family's; banks that are open are uploaded with the weights, in folders of folders, which transformers does not.
-
-        Args:
-            repo_id: Of the repository, which is made if need be.
-            kwargs: As the family's takes them.
-        """
-        if not self.banks.are_open:
-            return super().push_to_hub(repo_id, **kwargs)
-        return upload(self.save_pretrained, repo_id, **kwargs)
-
-    @property
-    def banks(self) -> Banks:
-        """The banks that memories of the model fetch blocks from."""
-        stack: Any = self
-        return (stack if isinstance(stack, MemoryModel) else stack.model).own_banks
-
-    def open_banks(self, folder: str | os.PathLike, **options: Any) -> None:
-        """Open the banks that lie beside a checkpoint.
-
-        Args:
-            folder: The checkpoint's.
-            options: Of `MemoryBank`, such as `tiers`, which are those of each bank.
-
-        Raises:
-            BankError: If one is absent, or that of another model.
-            ValueError: If an option does not fit.
-        """
-        self.banks.open(folder, **options)
-
-    def fetch_memory(self, memory_ids: torch.Tensor) -> dict[str, FetchedBatch]:
-        """Fetch the blocks of paths ahead of a pass, which takes them as `memory_blocks`: it then asks no bank, and can be compiled.
-
-        Args:
-            memory_ids: `[B, p]`, as for `forward`.
-        """
-        model: Any = self
-        return self.banks.fetch(memory_ids, len(memory_ids), model.device, model.dtype)
-
-    def prefetch_memory(self, memory_ids: torch.Tensor) -> None:
-        """Let threads read the blocks of paths that are to be fetched soon; returns at once.
-
-        The fetch waits for what is under way, and raises what went wrong with it.
-
-        Args:
-            memory_ids: `[B, p]`, as for `forward`.
-        """
-        self.banks.prefetch(memory_ids)
-
+    @needed_for("depth")
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """As the family's, which is asked when a model is made and when its attention is set.
 
@@ -194,7 +97,7 @@ class HostsMemory:
             ValueError: If a memory attends to what earlier layers wrote, and that attention does not tell what the memory needs.
         """
         model: Any = self
-        if any(entry.options.attends for entry in model.config.memories().entries):
+        if any(entry.options.attends for entry in memories_of(model.config).entries):
             refuse_untold(attn_implementation)
         adjusted: str = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         return adjusted
@@ -205,20 +108,18 @@ class HostsMemory:
             module.reset_parameters()
             return
         super()._init_weights(module)
-        scale: float | None = getattr(module, "start_scale", None)
-        if scale is not None:
-            weight: Any = module.weight
-            if not getattr(weight, "_is_hf_initialized", False):  # else a checkpoint has filled it
-                weight.mul_(scale)
+        if INSTALLED:
+            _narrow(module)
 
 
 class MemoryModel(HostsMemory):
     """Mixin for a family's decoder stack: layers that hold memories become host layers, and shared tables live here.
 
-    Where memories are attached, every layer becomes one: all are called with what the pass brings to memories.
+    Where memories are attached, every layer of the base becomes one: all are called with what the pass brings to memories.
     """
 
     layer_class: ClassVar[type[nn.Module]]
+    block_class: ClassVar[type[nn.Module]]
     config: Any
     layers: nn.ModuleList
     memory_tables: nn.ModuleDict
@@ -227,47 +128,55 @@ class MemoryModel(HostsMemory):
 
     def __init__(self, config):
         super().__init__(config)
-        register_targets(config.model_type)
-        memories = config.memories()
-        for layer in range(config.num_hidden_layers) if memories.attached else memories.inserted:
-            self.layers[layer] = self.layer_class(config, layer, memories)
+        if INSTALLED:
+            register_targets(config.model_type)
+            self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+        memories = memories_of(config)
+        hosts: dict[int, type[nn.Module]] = {}
+        if memories.attached:
+            hosts = dict.fromkeys(range(config.num_hidden_layers), self.layer_class)
+        if memories.inserted:
+            hosts |= dict.fromkeys(memories.inserted, self.block_class)
+        for layer, host in hosts.items():
+            self.layers[layer] = host(config, layer, memories)
+        hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
+        if INSTALLED:
+            entries = {(entry.name, layer): entry for entry in memories.entries for layer in entry.layers}
+            self.needs = needs_of(((entries[key], memory) for key, memory in hosted.items()), memories.sizes)
+        self.memory_input_names = {name for memory in hosted.values() for name in memory.inputs}
+        if self.needs.tables:
+            self._share_tables(memories)
+        if self.needs.states:
+            self._stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
+        if INSTALLED or self.needs.banks:
+            self.own_banks = Banks(memories.banks)
+        if self.needs.banks:
+            self.memory_input_names |= {IDS, BLOCKS}
+        self._no_split_modules = {*self._no_split_modules, *(host.__name__ for host in hosts.values())}
+        if INSTALLED and self.needs.narrow:
+            self._narrow_start()
+        self.post_init()
+
+    @needed_for("tables")
+    def _share_tables(self, memories: Memories) -> None:
+        """Make the tables that layers share."""
         shared = {name: memories.tables(name) for name in memories.attached}
         self._table_of_layer = {
             name: {layer: str(number) for number, tables in enumerate(of_memory) for layer in tables.layers}
             for name, of_memory in shared.items()
             if of_memory
         }
-        if self._table_of_layer:
-            self.memory_tables = nn.ModuleDict(
-                {
-                    name: nn.ModuleDict(
-                        {str(number): MemoryTables(tables.tensors) for number, tables in enumerate(of_memory)}
-                    )
-                    for name, of_memory in shared.items()
-                    if of_memory
-                }
-            )
-        hosted = {(name, layer): memory for layer, name, memory in self._hosted()}
-        self._asked = {what for memory in hosted.values() for what in memory.asks}
-        self._stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
-        self.reads_ahead = any(memory.reads_ahead for memory in hosted.values())
-        self.memory_input_names = input_names(self.layers.modules())
-        self.own_banks = Banks(memories.banks)
-        if memories.banks:
-            self.memory_input_names |= {IDS, BLOCKS}
-        self._arguments = list(inspect.signature(super().forward).parameters)
-        self._passes_inputs = bool(memories.attached or self.memory_input_names or self._asked)
-        self._no_split_modules = {*self._no_split_modules, self.layer_class.__name__}
-        if any(entry.options.narrows_start for entry in memories.attached.values()):
-            self._narrow_start()
-        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
-        self.post_init()
+        self.memory_tables = nn.ModuleDict(
+            {
+                name: nn.ModuleDict(
+                    {str(number): MemoryTables(tables.tensors) for number, tables in enumerate(of_memory)}
+                )
+                for name, of_memory in shared.items()
+                if of_memory
+            }
+        )
 
-    @property
-    def has_routers(self) -> bool:
-        """Whether a memory has a router that tells what it does."""
-        return "report" in self._asked
-
+    @needed_for("states")
     def check_taking_back(self) -> None:
         """See that tokens can be taken back from what memories keep of them.
 
@@ -276,14 +185,16 @@ class MemoryModel(HostsMemory):
         """
         check_taking_back(self._stateful)
 
-    @property
-    def reads_places(self) -> bool:
-        """Whether a memory asks where tokens stand."""
-        return "tokens" in self._asked
-
+    @needed_for("inputs")
     def forward(
         self,
-        *args: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        *,
         memory_reports: RouterReports | None = None,
         token_mask: torch.Tensor | None = None,
         **kwargs: Any,
@@ -291,27 +202,53 @@ class MemoryModel(HostsMemory):
         """As the family's forward; what memories ask for may be given as well, by name.
 
         Args:
-            args: What the family's forward takes.
+            input_ids: As the family takes them, `[B, T]`.
+            attention_mask: As the family takes it.
+            position_ids: As the family takes them.
+            past_key_values: As the family takes them.
+            inputs_embeds: As the family takes them, `[B, T, D]`.
+            use_cache: As the family takes it.
             memory_reports: Where routers tell what they do. Default: nobody wants to know.
             token_mask: `[B, T]`, zero for padding, where the attention mask has another form. Default: that mask.
-            kwargs: What the family's forward takes, and what memories ask for.
+            kwargs: What else the family's forward takes, and what memories ask for.
         """
-        if not self._passes_inputs:
-            return super().forward(*args, **kwargs)
-        kwargs.update(zip(self._arguments, args, strict=False))
-        given = {name: kwargs[name] for name in self.memory_input_names if name in kwargs}
-        for name in given:
-            if name not in self._arguments:  # what the family takes as well, it gets as well
-                del kwargs[name]
-        fetched = self._fetched(kwargs, given.pop(IDS, None), given.pop(BLOCKS, None))
-        states = self._memory_states(kwargs)
-        tokens = self._token_places(kwargs, token_mask)
-        kwargs["memory_inputs"] = MemoryInputs(given, self._shared_tables(), tokens, states, memory_reports, fetched)
-        return super().forward(**kwargs)
+        given: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+        }
+        if self.needs.inputs:
+            tokens = inputs_embeds if input_ids is None else input_ids
+            brought: dict[str, Any] = {}
+            if self.needs.reports:
+                brought["reports"] = memory_reports
+            if self.needs.arguments or self.needs.banks:
+                of_family = {name: given[name] for name in self.memory_input_names & given.keys()}
+                own = {name: kwargs.pop(name) for name in self.memory_input_names & kwargs.keys()}
+                brought["given"] = {name: value for name, value in (of_family | own).items() if value is not None}
+            if self.needs.banks:
+                brought["fetched"] = self._blocks_of_pass(
+                    tokens, **{name: brought["given"].pop(name, None) for name in (IDS, BLOCKS)}
+                )
+            if self.needs.tables:
+                brought["tables"] = self._shared_tables()
+            if self.needs.places:
+                mask = attention_mask if token_mask is None else token_mask
+                begins = not _tells_padding(attention_mask) and past_key_values is None
+                brought["tokens"] = token_places(mask, position_ids, tokens.shape[1], may_hold_documents=begins)
+            if self.needs.states:
+                given["past_key_values"] = self._cache_of_pass(past_key_values, use_cache)
+                brought["states"] = self._memory_states(given["past_key_values"])
+            kwargs["memory_inputs"] = MemoryInputs(**brought)
+        return super().forward(**given, **kwargs)
 
+    @not_carried
     def table_readers(self) -> Iterator[tuple[nn.Module, Mapping[str, torch.Tensor]]]:
         """Each memory that reads shared tables, and these by name."""
-        for name, number_of_layer in self._table_of_layer.items():
+        for name, number_of_layer in (self._table_of_layer if self.needs.tables else {}).items():
             modules: Any = self.memory_tables[name]
             for layer, number in number_of_layer.items():
                 tables = modules[number]
@@ -334,34 +271,36 @@ class MemoryModel(HostsMemory):
             if isinstance(getattr(layer, "memory", None), MemoryModule):
                 yield index, "", layer.memory
 
-    def _memory_states(self, given: dict[str, Any]) -> dict[tuple[str, int], MemoryState]:
-        """What memories keep of the sequences, in the cache of the pass, which is made here if the pass shall have one.
-
-        A pass that trains makes none, and under activation checkpointing uses none: it would be repeated with what it kept.
+    @needed_for("states")
+    def _cache_of_pass(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The cache of the pass, which is made here if the pass shall have one; a pass that trains makes none.
 
         Raises:
             ValueError: If the sequences of several requests are packed into one row, as continuous batching does.
         """
-        if not self._stateful:
-            return {}
         if str(self.config._attn_implementation).startswith("paged"):
             raise ValueError(
                 "a memory of this model chooses by the tokens of a sequence, and continuous batching packs several into one row; "
                 "expected generate. Or upscale with routing = 'token'."
             )
-        if self.training and getattr(self, "gradient_checkpointing", False):
+        if cache is None and not self.training and (self.config.use_cache if use_cache is None else use_cache):
+            return DynamicCache(config=self.config)
+        return cache
+
+    @needed_for("states")
+    def _memory_states(self, cache: Cache | None) -> dict[tuple[str, int], MemoryState]:
+        """What memories keep of the sequences, in the cache of the pass.
+
+        Under activation checkpointing nothing is kept: a layer would be repeated with what it kept.
+        """
+        if cache is None or (self.training and getattr(self, "gradient_checkpointing", False)):
             return {}
-        cache: Cache | None = given.get("past_key_values")
-        if cache is None:
-            use_cache = given.get("use_cache")
-            if self.training or not (self.config.use_cache if use_cache is None else use_cache):
-                return {}
-            cache = given["past_key_values"] = DynamicCache(config=self.config)
         return states_in(cache, self._stateful, self.config.num_hidden_layers)
 
-    def _fetched(
+    @needed_for("banks")
+    def _blocks_of_pass(
         self,
-        given: dict[str, Any],
+        tokens: torch.Tensor,
         memory_ids: torch.Tensor | None,
         memory_blocks: Mapping[str, FetchedBatch] | None,
     ) -> Mapping[str, FetchedBatch]:
@@ -374,8 +313,6 @@ class MemoryModel(HostsMemory):
             raise ValueError("memory_ids and memory_blocks are given; expected one of them.")
         if memory_ids is None and memory_blocks is None and not self.own_banks.read_without_ids:
             return {}
-        tokens = given.get("input_ids")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
         if memory_blocks is not None:
             for batch in memory_blocks.values():
                 if batch.num_rows != len(tokens):
@@ -386,24 +323,13 @@ class MemoryModel(HostsMemory):
             return memory_blocks
         return self._fetch(memory_ids, len(tokens), tokens.device)
 
+    @needed_for("banks")
     @torch.compiler.disable
     def _fetch(self, memory_ids: torch.Tensor | None, batch: int, device: torch.device) -> Mapping[str, FetchedBatch]:
         model: Any = self
         return self.own_banks.fetch(memory_ids, batch, device, model.dtype)
 
-    def _token_places(self, given: dict[str, Any], token_mask: torch.Tensor | None) -> TokenPlaces | None:
-        if not self.reads_places:
-            return None
-        tokens = given.get("input_ids")
-        tokens = given["inputs_embeds"] if tokens is None else tokens
-        mask = given.get("attention_mask")
-        return token_places(
-            mask if token_mask is None else token_mask,
-            given.get("position_ids"),
-            tokens.shape[1],
-            may_hold_documents=not _tells_padding(mask) and given.get("past_key_values") is None,
-        )
-
+    @needed_for("tables")
     def _shared_tables(self) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
         tables = {}
         for name, number_of_layer in self._table_of_layer.items():
@@ -412,12 +338,22 @@ class MemoryModel(HostsMemory):
             tables[name] = {layer: by_number[number] for layer, number in number_of_layer.items()}
         return tables
 
+    @not_carried
     def train(self, mode: bool = True):
         """As `nn.Module.train`; warns, once per model, of memories that cannot learn however long they train."""
         super().train(mode)
         if mode and not self.warned_of_dead_memories:
             self.warned_of_dead_memories = warn_of_dead_memories(self, dict(enumerate(self.layers)))
         return self
+
+
+def _narrow(module: nn.Module) -> None:
+    """Scale the weight of a projection that starts narrower, unless a checkpoint has filled it."""
+    scale: float | None = getattr(module, "start_scale", None)
+    if scale is not None:
+        weight: Any = module.weight
+        if not getattr(weight, "_is_hf_initialized", False):
+            weight.mul_(scale)
 
 
 def _tells_padding(attention_mask: Any) -> bool:

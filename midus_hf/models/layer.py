@@ -1,4 +1,4 @@
-"""The decoder layer that hosts memories, at every site that there is."""
+"""The decoder layer of the base that memories are attached to, at every site that there is."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,28 +7,25 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_config.memory_entries import Memories, inserted_options
-from midus_hf.memory.registry import MemoryModule, build_memory
+from midus_config.installed import needed_for
+from midus_config.memory_entries import Memories
+from midus_hf.memory.registry import build_memory
 from midus_hf.models.adapted import Adapter, HeadReader
 from midus_hf.models.carrying import given_at, skips_into, taken_at, taken_last_at
-from midus_hf.models.depth_heads import DepthHeads, DepthPass
+from midus_hf.models.depth_heads import DepthHeads
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
+from midus_hf.models.norms import NamesNorms
 
 _NOTHING = MemoryInputs()
 """What a pass brings that brings nothing: nobody writes to it, since a layer that carries something is called with its own."""
 
 
-class HostLayer:
-    """Mixin that turns a family's decoder layer into one that hosts memories.
+class HostLayer(NamesNorms):
+    """Mixin that turns a family's decoder layer into one that memories are attached to.
 
     The family's layer is built first, so what it has keeps its name, its place in the cache and its class: masks, caches,
     checkpointing and output capture treat it as any other layer. Its forward is written once for all families, from the
     roles of its norms.
-
-    A layer that was inserted for a memory is a MIDUS block, `M(x) = x + Mem(Attn'(LN(x)))` (equations 7 and 18). It loses the
-    feed-forward network, every norm but the one in front of attention, and, unless the memory wants them, the output projection and
-    the norm behind it. The memory's output goes straight into the residual stream: an output norm (Gemma) at its start value
-    of zero would have a gradient of 1 / sqrt(eps).
 
     Args:
         config: Of the model.
@@ -36,72 +33,64 @@ class HostLayer:
         memories: Of the model.
     """
 
-    attention_norm: ClassVar[str | None] = "input_layernorm"
-    """The norm in front of attention; None where the family has none."""
-    attention_output_norm: ClassVar[str | None] = None
-    """The norm behind the attention's output projection."""
-    mlp_norm: ClassVar[str | None] = "post_attention_layernorm"
-    """The norm in front of the feed-forward network."""
-    mlp_output_norm: ClassVar[str | None] = None
-    """The norm behind the feed-forward network."""
     attention_class: ClassVar[type[nn.Module]]
     mlp_class: ClassVar[type[nn.Module]]
     memories: nn.ModuleDict
     self_attn: Any
+    takes: tuple[Carried, ...] = ()
+    """What the layer takes of earlier ones."""
+    gives: tuple[Carried, ...] = ()
+    """What it gives for later ones."""
+    takes_last: tuple[Carried, ...] = ()
+    """What no later layer takes."""
+    skips_from: tuple[Carried, ...] = ()
+    """What was read at earlier layers, and is added behind this one."""
+    carries = False
+    """Whether it takes or gives anything."""
 
     def __init__(self, config, layer_idx: int, memories: Memories):
         super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
-        self.is_inserted = layer_idx in memories.inserted
-        self.classes: dict[str, type[MemoryModule]] = {}  # what PEFT wraps does not tell its class
-        self.sites = {entry.name: entry.site for entry in memories.attached_to(layer_idx)}
-        attached = memories.attached.values()
-        self.skips_from = tuple(
-            Carried(entry.name, read) for entry in attached for read in skips_into(entry, layer_idx)
-        )
-        self.takes = tuple(carried for entry in attached for carried in taken_at(entry, layer_idx))
-        self.gives = tuple(carried for entry in attached for carried in given_at(entry, layer_idx))
-        self.takes_last = taken_last_at(memories, layer_idx)
-        self.depth: DepthHeads | None = None
-        self.is_plain_block = False
-        if self.is_inserted:
-            self._become_block(config, memories)
-        if "inside-attention" in self.sites.values():
+        entries = memories.attached_to(layer_idx)
+        built = [
+            build_memory(entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers))
+            for entry in entries
+        ]
+        self.sites = {entry.name: entry.site for entry in entries}
+        # PEFT wraps memories, and does not tell their class.
+        self.classes = {entry.name: type(memory) for entry, memory in zip(entries, built, strict=True)}
+        self.adapts = any(memory.projections for memory in built)
+        self.reads_heads = any(memory.reads_heads for memory in built)
+        if self.hosts("inside-attention"):
             self.self_attn = self.attention_class(config, layer_idx)
-        if "inside-ffn" in self.sites.values():
+        if self.hosts("inside-ffn"):
             self.mlp = self.mlp_class(config)
-        if self.sites:
-            self.memories = nn.ModuleDict(
-                {
-                    entry.name: build_memory(
-                        entry.options, memories.sizes, entry.layers.index(layer_idx), len(entry.layers)
-                    )
-                    for entry in memories.attached_to(layer_idx)
-                }
-            )
-            self.classes |= {name: type(memory) for name, memory in self.memories.items()}
-        for entry in memories.attached_to(layer_idx):
+        if entries:
+            self.memories = nn.ModuleDict({entry.name: memory for entry, memory in zip(entries, built, strict=True)})
+        if memories.carry:
+            self._carry(memories)
+        self.depth: DepthHeads | None = None
+        for entry in entries:
             if entry.options.attends:
                 self.depth = DepthHeads(config, entry, layer_idx)
 
-    def _become_block(self, config, memories: Memories) -> None:
-        entry = memories.inserted[self.layer_idx]
-        options = inserted_options(entry)
-        output_norm = self.attention_output_norm if options.keeps_output_projection else None
-        self.normalises_output, self.adds_block_input = output_norm is not None, options.adds_block_input
-        for name in [
-            name for name, _ in self.named_children() if name not in ("self_attn", self.attention_norm, output_norm)
-        ]:
-            delattr(self, name)
-        self.self_attn = self.attention_class(config, self.layer_idx)
-        if not options.keeps_output_projection:
-            self.self_attn.drop_output_projection()
-        self.memory = build_memory(options, memories.sizes, entry.layers.index(self.layer_idx), len(entry.layers))
-        self.classes[""] = type(self.memory)
-        asks = self.memory.inputs or self.memory.asks or type(self.memory).inputs or type(self.memory).asks
-        changes = self.normalises_output or self.adds_block_input or self.sites or self.takes or self.gives
-        self.is_plain_block = self.attention_norm is not None and not (asks or changes)
+    def hosts(self, site: str) -> bool:
+        """Return whether a memory is attached to the layer at a site."""
+        return site in self.sites.values()
 
+    @needed_for("carries")
+    def _carry(self, memories: Memories) -> None:
+        """Note what the layer takes of earlier ones, and gives for later ones."""
+        attached = memories.attached.values()
+        self.takes = tuple(carried for entry in attached for carried in taken_at(entry, self.layer_idx))
+        self.gives = tuple(carried for entry in attached for carried in given_at(entry, self.layer_idx))
+        self.takes_last = taken_last_at(memories, self.layer_idx)
+        self.skips_from = tuple(
+            Carried(entry.name, read) for entry in attached for read in skips_into(entry, self.layer_idx)
+        )
+        self.carries = bool(self.takes or self.gives)
+
+    @needed_for("carries")
     def __call__(
         self, hidden_states: torch.Tensor, *, memory_inputs: MemoryInputs | None = None, **kwargs: Any
     ) -> Any:
@@ -111,7 +100,7 @@ class HostLayer:
         as it keeps hidden states.
         """
         call: Any = super().__call__
-        if not (self.takes or self.gives):
+        if not self.carries:
             return call(hidden_states, memory_inputs=memory_inputs, **kwargs)
         assert memory_inputs is not None, "a model whose layers carry something calls them with memory_inputs"
         taken = memory_inputs.carried(self.takes)
@@ -144,63 +133,54 @@ class HostLayer:
         Returns:
             `[B, T, D]`; where the layer takes or gives anything, a tuple of it and of what it gives, in the order of its `gives`.
         """
-        # The general way below gives the same, but takes a twentieth of a decoding step's block longer on the host.
-        if self.is_plain_block:
-            attention_output, _ = self.self_attn(
-                hidden_states=getattr(self, self.attention_norm)(hidden_states),
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                **kwargs,
-            )  # [B, T, H * d], or [B, T, D] with an output projection
-            return self.memory(attention_output, hidden_states)
         memory_inputs = _NOTHING if memory_inputs is None else memory_inputs
-        carried = dict(zip(self.takes, taken, strict=True))
-        depth = None if self.depth is None else self.depth.begin(self, carried, kwargs.get("position_embeddings"))
-        inside_attention = self._inside_attention(memory_inputs, depth) if self.sites else {}
-        attention_input = self._normalised(self.attention_norm, hidden_states)
+        if self.carries or self.skips_from:
+            carried = dict(zip(self.takes, taken, strict=True))
+        if self.depth is not None:
+            depth = self.depth.begin(self, carried, kwargs.get("position_embeddings"))
+        attention_input = self.normalised(self.attention_norm, hidden_states)
+        changes: dict[str, Any] = {}  # of attention
+        if self.adapts and self.hosts("inside-attention"):
+            changes["adapters"] = self._adapters("inside-attention", memory_inputs)
+        if self.reads_heads:
+            changes["readers"] = self._readers(memory_inputs)
+        if self.depth is not None and self._at("inside-attention", memory_inputs):
+            changes["depth"] = depth
         attention_output, _ = self.self_attn(
             hidden_states=attention_input,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            **inside_attention,
+            **changes,
             **kwargs,
-        )  # [B, T, D], or [B, T, H * d] without an output projection
-        if self.is_inserted:
-            return self._block_output(hidden_states, attention_output, memory_inputs)
-        hidden_states = hidden_states + self._normalised(self.attention_output_norm, attention_output)
-        hidden_states = self._with_added("behind-attention", hidden_states, hidden_states, memory_inputs)
+        )  # [B, T, D]
+        hidden_states = hidden_states + self.normalised(self.attention_output_norm, attention_output)
+        if self.hosts("behind-attention"):
+            hidden_states = self._with_added("behind-attention", hidden_states, hidden_states, memory_inputs)
 
-        mlp_input = self._normalised(self.mlp_norm, hidden_states)
-        adapters = self._adapters("inside-ffn", memory_inputs)
-        mlp_output = self.mlp(mlp_input, adapters=adapters) if adapters else self.mlp(mlp_input)
-        mlp_output = self._with_added("beside-ffn", mlp_output, mlp_input, memory_inputs)
-        for name in self._at("skip", memory_inputs):
-            carried[Carried(name, self.layer_idx)] = self._read(name, mlp_input, memory_inputs)
-        if depth is not None:
+        mlp_input = self.normalised(self.mlp_norm, hidden_states)
+        if self.hosts("inside-ffn"):
+            mlp_output = self.mlp(mlp_input, adapters=self._adapters("inside-ffn", memory_inputs))
+        else:
+            mlp_output = self.mlp(mlp_input)
+        if self.hosts("beside-ffn"):
+            mlp_output = self._with_added("beside-ffn", mlp_output, mlp_input, memory_inputs)
+        if self.hosts("skip"):
+            for name in self._at("skip", memory_inputs):
+                carried[Carried(name, self.layer_idx)] = self._read(name, mlp_input, memory_inputs)
+        if self.depth is not None:
             carried |= depth.written(attention_input, mlp_input)
-        hidden_states = hidden_states + self._normalised(self.mlp_output_norm, mlp_output)
-        for skip in self.skips_from:
-            added = carried.get(skip)
-            if added is not None:  # else the memory had nothing to do
-                hidden_states = hidden_states + added.to(hidden_states.dtype)
-        hidden_states = self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
-        if not (self.takes or self.gives):
-            return hidden_states
-        return hidden_states, *(carried.get(given) for given in self.gives)
-
-    def _block_output(
-        self, hidden_states: torch.Tensor, attention_output: torch.Tensor, memory_inputs: MemoryInputs
-    ) -> torch.Tensor:
-        if self.normalises_output:
-            attention_output = self._normalised(self.attention_output_norm, attention_output)
-        if self.adds_block_input:
-            attention_output = hidden_states + attention_output
-        return self.memory(attention_output, hidden_states, **self._inputs_of("", memory_inputs))
-
-    def _normalised(self, norm: str | None, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states if norm is None else getattr(self, norm)(hidden_states)
+        hidden_states = hidden_states + self.normalised(self.mlp_output_norm, mlp_output)
+        if self.skips_from:
+            for skip in self.skips_from:
+                added = carried.get(skip)
+                if added is not None:  # else the memory had nothing to do
+                    hidden_states = hidden_states + added.to(hidden_states.dtype)
+        if self.hosts("behind-layer"):
+            hidden_states = self._with_added("behind-layer", hidden_states, hidden_states, memory_inputs)
+        if self.carries:
+            return hidden_states, *(carried.get(given) for given in self.gives)
+        return hidden_states
 
     def _at(self, site: str, memory_inputs: MemoryInputs) -> list[str]:
         """Names of the memories of this layer at a site that have something to do in this pass."""
@@ -221,21 +201,16 @@ class HostLayer:
             hidden_states = hidden_states + self._read(name, read, memory_inputs).to(hidden_states.dtype)
         return hidden_states
 
-    def _inside_attention(self, memory_inputs: MemoryInputs, depth: DepthPass | None) -> dict[str, Any]:
-        """What the memories inside attention change of it."""
-        names = self._at("inside-attention", memory_inputs)
-        if not names:
-            return {}
-        readers = [
+    def _readers(self, memory_inputs: MemoryInputs) -> list[HeadReader]:
+        """What the memories inside attention make of what heads give."""
+        return [
             HeadReader(
                 partial(self.memories[name], **self._inputs_of(name, memory_inputs)),
                 self.classes[name].wants_unrotated,
             )
-            for name in names
+            for name in self._at("inside-attention", memory_inputs)
             if self.classes[name].reads_heads
         ]
-        adapters = self._adapters("inside-attention", memory_inputs)
-        return {"adapters": adapters, "readers": readers, "depth": depth}
 
     def _adapters(self, site: str, memory_inputs: MemoryInputs) -> dict[str, Adapter]:
         """What the memories at a site change of projections, by the role of the projection."""

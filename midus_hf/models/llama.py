@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,22 +25,32 @@ class MidusLlamaConfig(MemoryConfig, LlamaConfig):
 
 
 class MidusLlamaAttention(HostAttention, LlamaAttention):
-    """`LlamaAttention` in a layer that hosts memory."""
+    """`LlamaAttention` in a layer that memories are attached to."""
 
     family_class = LlamaAttention
 
 
 class MidusLlamaMLP(Adapted, LlamaMLP):
-    """`LlamaMLP` in a layer that hosts memory."""
+    """`LlamaMLP` in a layer that memories are attached to."""
 
     family_class = LlamaMLP
 
 
 class MidusLlamaLayer(HostLayer, LlamaDecoderLayer):
-    """`LlamaDecoderLayer` that hosts memory."""
+    """`LlamaDecoderLayer` that memories are attached to."""
 
     attention_class = MidusLlamaAttention
     mlp_class = MidusLlamaMLP
+
+
+class MidusLlamaBlockAttention(BlockAttention, LlamaAttention):
+    """`LlamaAttention` in a memory block."""
+
+
+class MidusLlamaBlock(MemoryBlock, LlamaDecoderLayer):
+    """`LlamaDecoderLayer` that was inserted for a memory."""
+
+    block_attention_class = MidusLlamaBlockAttention
 
 
 class MidusLlamaModel(MemoryModel, LlamaModel):
@@ -47,6 +58,7 @@ class MidusLlamaModel(MemoryModel, LlamaModel):
 
     config: MidusLlamaConfig
     layer_class = MidusLlamaLayer
+    block_class = MidusLlamaBlock
 
 
 @register_family

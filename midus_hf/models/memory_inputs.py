@@ -1,10 +1,10 @@
 """What a forward pass brings to memories beside hidden states."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState
@@ -52,7 +52,7 @@ class MemoryInputs:
         fetched: Mapping[str, FetchedBatch] | None = None,
     ):
         self._given, self._tables = given or {}, tables or {}
-        self._tokens, self._states, self._reports = tokens or TokenPlaces(), states or {}, reports
+        self._tokens, self._states, self._reports = tokens, states or {}, reports
         self._fetched = fetched or {}
         self._carried: dict[Carried, torch.Tensor | None] = {}
 
@@ -68,7 +68,7 @@ class MemoryInputs:
         if layer in self._tables.get(name, {}):
             inputs["tables"] = self._tables[name][layer]
         if "tokens" in memory_class.asks:
-            inputs["tokens"] = self._tokens
+            inputs["tokens"] = self._tokens or TokenPlaces()
         if "state" in memory_class.asks and (name, layer) in self._states:
             inputs["state"] = self._states[name, layer]
         if "fetched" in memory_class.asks:
@@ -83,22 +83,10 @@ class MemoryInputs:
 
     def to(self, device: Any, non_blocking: bool = False) -> "MemoryInputs":
         """The same on another device: what accelerate asks for in front of a layer that lies on one of several."""
-
-        def moved(value: Any) -> Any:
-            return value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
-
-        given = {name: moved(value) for name, value in self._given.items()}
-        tables = {
-            name: {
-                layer: {key: moved(table) for key, table in of_layer.items()} for layer, of_layer in by_layer.items()
-            }
-            for name, by_layer in self._tables.items()
-        }
-        fetched = {name: batch.to(device, non_blocking) for name, batch in self._fetched.items()}
-        tokens = self._tokens.to(device, non_blocking)
-        copy = MemoryInputs(given, tables, tokens, self._states, self._reports, fetched)
-        copy._carried = self._carried
-        return copy
+        moved = copy.copy(self)  # what layers carry is one for all copies
+        for name in ("_given", "_tables", "_tokens", "_fetched"):
+            setattr(moved, name, _moved(getattr(self, name), device, non_blocking))
+        return moved
 
     def carry(self, keys: Sequence[Carried], tensors: Sequence[torch.Tensor | None]) -> None:
         """Keep what a layer gives for the layers that take it."""
@@ -114,6 +102,8 @@ class MemoryInputs:
             del self._carried[key]
 
 
-def input_names(modules: Iterable[nn.Module]) -> set[str]:
-    """The keyword arguments that the memories among modules ask for."""
-    return {name for module in modules if isinstance(module, MemoryModule) for name in module.inputs}
+def _moved(value: Any, device: Any, non_blocking: bool) -> Any:
+    """Tensors, or what holds them, on another device."""
+    if isinstance(value, Mapping):
+        return {key: _moved(inner, device, non_blocking) for key, inner in value.items()}
+    return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value

@@ -10,6 +10,7 @@ from transformers.models.mistral.modeling_mistral import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,22 +25,32 @@ class MidusMistralConfig(MemoryConfig, MistralConfig):
 
 
 class MidusMistralAttention(HostAttention, MistralAttention):
-    """`MistralAttention` in a layer that hosts memory."""
+    """`MistralAttention` in a layer that memories are attached to."""
 
     family_class = MistralAttention
 
 
 class MidusMistralMLP(Adapted, MistralMLP):
-    """`MistralMLP` in a layer that hosts memory."""
+    """`MistralMLP` in a layer that memories are attached to."""
 
     family_class = MistralMLP
 
 
 class MidusMistralLayer(HostLayer, MistralDecoderLayer):
-    """`MistralDecoderLayer` that hosts memory."""
+    """`MistralDecoderLayer` that memories are attached to."""
 
     attention_class = MidusMistralAttention
     mlp_class = MidusMistralMLP
+
+
+class MidusMistralBlockAttention(BlockAttention, MistralAttention):
+    """`MistralAttention` in a memory block."""
+
+
+class MidusMistralBlock(MemoryBlock, MistralDecoderLayer):
+    """`MistralDecoderLayer` that was inserted for a memory."""
+
+    block_attention_class = MidusMistralBlockAttention
 
 
 class MidusMistralModel(MemoryModel, MistralModel):
@@ -47,6 +58,7 @@ class MidusMistralModel(MemoryModel, MistralModel):
 
     config: MidusMistralConfig
     layer_class = MidusMistralLayer
+    block_class = MidusMistralBlock
 
 
 @register_family

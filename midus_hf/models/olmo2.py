@@ -10,6 +10,7 @@ from transformers.models.olmo2.modeling_olmo2 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,19 +25,19 @@ class MidusOlmo2Config(MemoryConfig, Olmo2Config):
 
 
 class MidusOlmo2Attention(HostAttention, Olmo2Attention):
-    """`Olmo2Attention` in a layer that hosts memory."""
+    """`Olmo2Attention` in a layer that memories are attached to."""
 
     family_class = Olmo2Attention
 
 
 class MidusOlmo2MLP(Adapted, Olmo2MLP):
-    """`Olmo2MLP` in a layer that hosts memory."""
+    """`Olmo2MLP` in a layer that memories are attached to."""
 
     family_class = Olmo2MLP
 
 
 class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
-    """`Olmo2DecoderLayer` that hosts memory."""
+    """`Olmo2DecoderLayer` that memories are attached to."""
 
     attention_norm = None
     attention_output_norm = "post_attention_layernorm"
@@ -46,11 +47,26 @@ class MidusOlmo2Layer(HostLayer, Olmo2DecoderLayer):
     mlp_class = MidusOlmo2MLP
 
 
+class MidusOlmo2BlockAttention(BlockAttention, Olmo2Attention):
+    """`Olmo2Attention` in a memory block."""
+
+
+class MidusOlmo2Block(MemoryBlock, Olmo2DecoderLayer):
+    """`Olmo2DecoderLayer` that was inserted for a memory."""
+
+    attention_norm = None
+    attention_output_norm = "post_attention_layernorm"
+    mlp_norm = None
+    mlp_output_norm = "post_feedforward_layernorm"
+    block_attention_class = MidusOlmo2BlockAttention
+
+
 class MidusOlmo2Model(MemoryModel, Olmo2Model):
     """`Olmo2Model` whose layers host memory."""
 
     config: MidusOlmo2Config
     layer_class = MidusOlmo2Layer
+    block_class = MidusOlmo2Block
 
 
 @register_family

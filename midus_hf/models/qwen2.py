@@ -10,6 +10,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,22 +25,32 @@ class MidusQwen2Config(MemoryConfig, Qwen2Config):
 
 
 class MidusQwen2Attention(HostAttention, Qwen2Attention):
-    """`Qwen2Attention` in a layer that hosts memory."""
+    """`Qwen2Attention` in a layer that memories are attached to."""
 
     family_class = Qwen2Attention
 
 
 class MidusQwen2MLP(Adapted, Qwen2MLP):
-    """`Qwen2MLP` in a layer that hosts memory."""
+    """`Qwen2MLP` in a layer that memories are attached to."""
 
     family_class = Qwen2MLP
 
 
 class MidusQwen2Layer(HostLayer, Qwen2DecoderLayer):
-    """`Qwen2DecoderLayer` that hosts memory."""
+    """`Qwen2DecoderLayer` that memories are attached to."""
 
     attention_class = MidusQwen2Attention
     mlp_class = MidusQwen2MLP
+
+
+class MidusQwen2BlockAttention(BlockAttention, Qwen2Attention):
+    """`Qwen2Attention` in a memory block."""
+
+
+class MidusQwen2Block(MemoryBlock, Qwen2DecoderLayer):
+    """`Qwen2DecoderLayer` that was inserted for a memory."""
+
+    block_attention_class = MidusQwen2BlockAttention
 
 
 class MidusQwen2Model(MemoryModel, Qwen2Model):
@@ -47,6 +58,7 @@ class MidusQwen2Model(MemoryModel, Qwen2Model):
 
     config: MidusQwen2Config
     layer_class = MidusQwen2Layer
+    block_class = MidusQwen2Block
 
 
 @register_family

@@ -10,6 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from midus_hf.models.adapted import Adapted, HostAttention
+from midus_hf.models.block import BlockAttention, MemoryBlock
 from midus_hf.models.families import register_family
 from midus_hf.models.host import MemoryConfig, MemoryModel
 from midus_hf.models.language_model import MemoryForCausalLM
@@ -24,22 +25,32 @@ class MidusQwen3Config(MemoryConfig, Qwen3Config):
 
 
 class MidusQwen3Attention(HostAttention, Qwen3Attention):
-    """`Qwen3Attention` in a layer that hosts memory."""
+    """`Qwen3Attention` in a layer that memories are attached to."""
 
     family_class = Qwen3Attention
 
 
 class MidusQwen3MLP(Adapted, Qwen3MLP):
-    """`Qwen3MLP` in a layer that hosts memory."""
+    """`Qwen3MLP` in a layer that memories are attached to."""
 
     family_class = Qwen3MLP
 
 
 class MidusQwen3Layer(HostLayer, Qwen3DecoderLayer):
-    """`Qwen3DecoderLayer` that hosts memory."""
+    """`Qwen3DecoderLayer` that memories are attached to."""
 
     attention_class = MidusQwen3Attention
     mlp_class = MidusQwen3MLP
+
+
+class MidusQwen3BlockAttention(BlockAttention, Qwen3Attention):
+    """`Qwen3Attention` in a memory block."""
+
+
+class MidusQwen3Block(MemoryBlock, Qwen3DecoderLayer):
+    """`Qwen3DecoderLayer` that was inserted for a memory."""
+
+    block_attention_class = MidusQwen3BlockAttention
 
 
 class MidusQwen3Model(MemoryModel, Qwen3Model):
@@ -47,6 +58,7 @@ class MidusQwen3Model(MemoryModel, Qwen3Model):
 
     config: MidusQwen3Config
     layer_class = MidusQwen3Layer
+    block_class = MidusQwen3Block
 
 
 @register_family

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from midus_config.installed import INSTALLED
 from midus_hf.ops.backend import resolve
 
 
@@ -37,9 +38,8 @@ def block_linear(
         )
     if blocks is not None and blocks.shape != inputs.shape[:1]:
         raise ValueError(f"blocks is {tuple(blocks.shape)}; expected one for each of the {len(inputs)} rows.")
-    body = resolve(backend, "auto", "auto", inputs).backend
     weights = weights.to(inputs.dtype)
-    if body == "reference":
+    if INSTALLED and resolve(backend, "auto", "auto", inputs).backend == "reference":
         return torch.einsum("bti,boi->bto", inputs, weights if blocks is None else weights[blocks])
     if len(weights) == 1:
         return F.linear(inputs, weights[0])

@@ -1,13 +1,12 @@
 """Cross-attention from tokens to those chapters of a memory that were chosen for them."""
 
-import math
-
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from midus_hf.ops.backend import resolve
 from midus_hf.ops.chapter_segments import segment_attention
 from midus_hf.ops.chapter_segments_triton import segment_refusal
+from midus_hf.ops.plain.chapters import chapter_attention as reference
 from midus_hf.ops.precision import without_autocast
 
 _MOST_GATHERED = 1 << 25
@@ -62,15 +61,15 @@ def chapter_attention(
     body = resolve(backend, "auto", "auto", query, refusal).backend
     if query.numel() == 0:
         return query * 1
+    if body == "reference":
+        return reference(query, keys, values, chapters, scales, biases)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     flat_query = query.reshape(batch * stretches, length, heads, width)  # [S, Q, H, d]
     flat_chapters = chapters.reshape(-1, chosen)
     flat_scales = None if scales is None else scales.reshape(-1, chosen)
     flat_biases = None if biases is None else biases.reshape(-1, chosen)
     with without_autocast(query.device.type):
-        if body == "reference":
-            output = _attend(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
-        elif not sorts:
+        if not sorts:
             output = _gathered(flat_query, keys, values, flat_chapters, flat_scales, flat_biases)
         else:
             per_token = [
@@ -89,30 +88,6 @@ def fewest_together() -> int:
     return _FEWEST_TOGETHER
 
 
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    chapters: torch.Tensor,
-    scales: torch.Tensor | None,
-    biases: torch.Tensor | None,
-) -> torch.Tensor:
-    """The contract: each stretch of queries `[S, Q, H, d]` over the memory tokens of its chapters `[S, n]`."""
-    score_dtype = torch.promote_types(query.dtype, torch.float32)
-    num_groups = query.shape[2] // keys.shape[2]
-    chosen_keys, chosen_values = keys[chapters].to(score_dtype), values[chapters].to(score_dtype)  # [S, n, M, K, d]
-    if scales is not None:
-        scale = scales.to(score_dtype)[:, :, None, None, None]
-        chosen_keys, chosen_values = chosen_keys * scale, chosen_values * scale
-    grouped = query.to(score_dtype).unflatten(2, (keys.shape[2], num_groups))  # [S, Q, K, G, d]
-    scores = torch.einsum("sqkgd,snmkd->skgqnm", grouped, chosen_keys) / math.sqrt(query.shape[-1])
-    if biases is not None:
-        scores = scores + biases.to(score_dtype)[:, None, None, None, :, None]
-    weights = scores.flatten(-2).softmax(dim=-1).unflatten(-1, scores.shape[-2:])
-    output = torch.einsum("skgqnm,snmkd->sqkgd", weights, chosen_values)
-    return output.flatten(2, 3).to(query.dtype)
-
-
 def _gathered(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -121,7 +96,7 @@ def _gathered(
     scales: torch.Tensor | None,
     biases: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `_attend`, some stretches at a time, by torch's own attention."""
+    """As the contract, some stretches at a time, by torch's own attention."""
     per_stretch = chapters.shape[1] * keys[0].numel()
     together = max(1, _MOST_GATHERED // per_stretch)
     parts = [

@@ -12,6 +12,7 @@ from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
 from midus_hf.ops.native.depth import native_depth_op, native_reading
+from midus_hf.ops.plain.depth import depth_scores, parts_of_both
 from midus_hf.ops.precision import shared_dtype
 
 
@@ -65,38 +66,6 @@ def depth_attention(
     return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
 
 
-def joint_attention(
-    sequence: torch.Tensor,
-    sequence_lse: torch.Tensor,
-    depth: torch.Tensor,
-    depth_lse: torch.Tensor,
-    gate: torch.Tensor | None = None,
-    added: bool = False,
-) -> torch.Tensor:
-    """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
-
-    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A gate c leads
-    from the sequence alone to that softmax: `(1 - c w) o_S + c w o_D`, or, if the depth is added,
-    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0 the first is o_S, bit for bit, and the second `o_S + o_D`; at c = 1 both are the
-    softmax over both, as in the paper.
-
-    Args:
-        sequence: `[B, H, T, d]`, what heads read of the sequence.
-        sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
-        depth: `[B, H, T, d]`, what they read of the depth.
-        depth_lse: `[B, H, T]`.
-        gate: `[B, H, T]` or what can be expanded to it, c, from 0 to 1. Default: 1, as in the paper.
-        added: Whether heads read 1 - c of the depth besides. Default: no.
-
-    Returns:
-        `[B, H, T, d]`, in the dtype of `sequence`.
-    """
-    of_sequence, of_depth = parts_of_both(sequence_lse, depth_lse, gate, added)
-    wide = torch.promote_types(sequence.dtype, torch.float32)
-    of_sequence, of_depth = (part.unsqueeze(-1).to(wide) for part in (of_sequence, of_depth))
-    return (of_sequence * sequence.to(wide) + of_depth * depth.to(wide)).to(sequence.dtype)
-
-
 def joint_shares(
     query: torch.Tensor,
     keys: Sequence[torch.Tensor],
@@ -122,43 +91,9 @@ def joint_shares(
         the depth is added. No gradient flows through them.
     """
     with torch.no_grad():
-        scores = _scores(query, keys, scaling, softcap)
+        scores = depth_scores(query, keys, scaling, softcap)
         of_sequence, of_depth = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
         return scores.softmax(-1) * of_depth.unsqueeze(-1), of_sequence
-
-
-def parts_of_both(
-    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, gate: torch.Tensor | None, added: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `joint_attention` multiplies o_S and o_D with, both `[B, H, T]`.
-
-    Args:
-        sequence_lse: `[B, H, T]`.
-        depth_lse: `[B, H, T]`.
-        gate: c, as for `joint_attention`; None for 1.
-        added: As for `joint_attention`.
-    """
-    share, rest = shares_of_both(sequence_lse, depth_lse)
-    if gate is None:
-        return rest, share
-    gate = gate.to(share.dtype)
-    of_depth = gate * share
-    return (1 - gate) + gate * rest, (1 - gate) + of_depth if added else of_depth
-
-
-def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
-
-    Args:
-        sequence_lse: `[B, H, T]`, minus infinity where a row reads nothing of the sequence.
-        depth_lse: `[B, H, T]`.
-    """
-    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
-    return ratio / (1 + ratio), 1 / (1 + ratio)
-
-
-_LARGEST_EXPONENT = 80.0
-"""Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
 
 
 def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -179,15 +114,6 @@ def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return heads.unflatten(1, (kv_heads, -1))
 
 
-def _scores(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None) -> torch.Tensor:
-    """`[B, H, T, n]`, float32 at least."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = _grouped(query.to(wide), keys[0].shape[1])
-    scores = torch.stack([(grouped * key.to(wide).unsqueeze(2)).sum(-1) for key in keys], dim=-1) * scaling
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return scores.flatten(1, 2)
-
-
 class _DepthAttention(torch.autograd.Function):
     """`depth_attention`, whose gradient computes scores once more rather than keep what they were computed from."""
 
@@ -196,7 +122,7 @@ class _DepthAttention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, scaling: float, softcap: float | None, count: int, *slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = slots[:count], slots[count:]
-        scores = _scores(query, keys, scaling, softcap)
+        scores = depth_scores(query, keys, scaling, softcap)
         lse = scores.logsumexp(-1)
         shares = _grouped((scores - lse.unsqueeze(-1)).exp(), keys[0].shape[1])  # [B, K, G, T, n]
         read: torch.Tensor = sum(  # type: ignore[assignment]
@@ -216,7 +142,7 @@ class _DepthAttention(torch.autograd.Function):
         query, read, lse, *slots = ctx.saved_tensors
         keys, values = slots[: ctx.count], slots[ctx.count :]
         kv_heads, wide = keys[0].shape[1], lse.dtype
-        scores = _scores(query, keys, ctx.scaling, ctx.softcap)
+        scores = depth_scores(query, keys, ctx.scaling, ctx.softcap)
         shares = _grouped((scores - lse.unsqueeze(-1)).exp(), kv_heads)  # [B, K, G, T, n]
         grouped, of_read = _grouped(query.to(wide), kv_heads), of_read.to(wide)
         # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.

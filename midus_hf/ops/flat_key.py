@@ -2,6 +2,7 @@
 
 import torch
 
+from midus_config.installed import INSTALLED
 from midus_hf.ops.backend import resolve
 from midus_hf.ops.precision import without_autocast
 
@@ -32,7 +33,8 @@ def flat_key_topk(
     Raises:
         ValueError: If the shapes disagree, or `k` lies outside `1..N`.
     """
-    resolve(backend, "auto", "auto", query)
+    if INSTALLED:
+        resolve(backend, "auto", "auto", query)
     if keys.dim() != 3:
         raise ValueError(f"keys is {tuple(keys.shape)}; expected [heads, slots, key width].")
     heads, slots, width = keys.shape

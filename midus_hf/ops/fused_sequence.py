@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from midus_hf.ops.depth_attention import parts_of_both, shares_of_both
+from midus_hf.ops.plain.depth import parts_of_both, shares_of_both
 from midus_hf.ops.sequence_kernels import Call, Kernel
 
 

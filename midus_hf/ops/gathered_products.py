@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from midus_hf.ops.backend import resolve
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.plain.gather import gathered_products as reference
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
 
 
@@ -59,15 +59,6 @@ def gathered_products(
     else:
         output = gathered_products_op(flat_vectors, bank, flat_slots, choices.backward, choices.backend)
     return output.reshape(slots.shape)
-
-
-def reference(
-    vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool = False
-) -> torch.Tensor:
-    """The contract, by PyTorch's own differentiation."""
-    wide = torch.promote_types(bank.dtype, torch.float32)
-    rows = F.embedding(slots, bank.to(wide), sparse=sparse_gradient)  # [..., m, v]
-    return (rows * vectors.to(wide).unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
 
 
 @custom_op("gathered_products")

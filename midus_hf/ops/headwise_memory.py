@@ -7,9 +7,9 @@ from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup_few
 from midus_hf.ops.native.headwise import native_output, native_refusal
 from midus_hf.ops.packed_lookup_triton import triton_output
+from midus_hf.ops.plain.product_key import headwise_memory as reference
 from midus_hf.ops.precision import without_autocast
 from midus_hf.ops.product_key import check_product_keys, product_key_topk
-from midus_hf.ops.product_key import reference as product_key_reference
 from midus_hf.ops.transformed_lookup import transformed, transformed_lookup_op
 from midus_hf.ops.weighted_gather import weighted_gather
 
@@ -91,8 +91,7 @@ def headwise_memory(
         row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
         value_transform = None if value_transform is None else value_transform.to(query.dtype)
         if choices.backend == "reference":
-            output = reference(query, row_keys, column_keys, value_bank, value_transform, k, temperature)
-            return _added(residual, output)
+            return reference(query, *tables, value_transform, k, residual=residual, temperature=temperature)
         if sparse_gradient:
             output = _gathered_sparsely(query, row_keys, column_keys, value_bank, k, temperature, choices)
             return _added(residual, output if value_transform is None else transformed(output, value_transform))
@@ -130,30 +129,6 @@ def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> to
     """
     with without_autocast(value_bank.device.type):
         return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
-
-
-def reference(
-    query: torch.Tensor,
-    row_keys: torch.Tensor,
-    column_keys: torch.Tensor,
-    value_bank: torch.Tensor,
-    value_transform: torch.Tensor | None,
-    k: int,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """The contract: equations 11 to 17 as they are written, by PyTorch's own differentiation."""
-    scores, slots = product_key_reference(query, row_keys, column_keys, k)  # [..., H, k]
-    weights = (scores / temperature).softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
-    # Thousands of tokens may hit one slot: the gradient of a half-precision bank is summed in float32, in this copy.
-    summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32))
-    if value_bank.dim() == 3:
-        slots = slots + _first_slots(len(value_bank), row_keys.shape[1], slots.device)
-        summing_bank = summing_bank.flatten(0, 1)  # [H * N, v]
-    retrieved = torch.nn.functional.embedding(slots, summing_bank).to(value_bank.dtype)  # [..., H, k, v]
-    output = torch.einsum("...hk,...hkv->...hv", weights, retrieved)  # [..., H, v]
-    if value_transform is None:
-        return output
-    return torch.einsum("...hv,hwv->...hw", output, value_transform)  # [..., H, v]
 
 
 def _gathered_sparsely(

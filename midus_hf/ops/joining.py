@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.backend import chosen_depth_path, resolve
-from midus_hf.ops.depth_attention import depth_attention, joint_attention
+from midus_hf.ops.depth_attention import depth_attention
 from midus_hf.ops.fused_depth import fused_attention, fused_refusal
 from midus_hf.ops.fused_sequence import joined
+from midus_hf.ops.plain.depth import joint_attention
 from midus_hf.ops.precision import shared_dtype
 from midus_hf.ops.sequence_kernels import Call, kernel_of
 from midus_hf.ops.sequence_lse import sequence_lse

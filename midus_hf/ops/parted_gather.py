@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.plain.gather import parted_gather as reference
 from midus_hf.ops.precision import narrowest_integer
 from midus_hf.ops.row_sums import widened
 
@@ -53,22 +54,6 @@ def parted_gather(
     given = (bank, slots.reshape(-1, m), weights.reshape(-1, m), parts.reshape(-1, m), num_parts)
     output = _SparsePartedGather.apply(*given) if sparse_gradient else parted_gather_op(*given)
     return output.reshape(*leading, num_parts, bank.shape[-1])
-
-
-def reference(
-    bank: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    parts: torch.Tensor,
-    num_parts: int,
-    sparse_gradient: bool = False,
-) -> torch.Tensor:
-    """The contract, by PyTorch's own differentiation."""
-    wide = torch.promote_types(bank.dtype, torch.float32)
-    rows = F.embedding(slots, bank.to(wide), sparse=sparse_gradient)  # [..., m, v]
-    terms = weights.to(wide).unsqueeze(-1) * rows
-    of_part = F.one_hot(parts, num_parts).to(wide)  # [..., m, P]
-    return (of_part.unsqueeze(-1) * terms.unsqueeze(-2)).sum(-3).to(bank.dtype)
 
 
 @custom_op("parted_gather")

@@ -5,7 +5,8 @@ import torch
 from midus_hf.ops.backend import chosen_exact, resolve
 from midus_hf.ops.direct_calls import are_plain, is_transformed, nobody_watches
 from midus_hf.ops.native.headwise import native_refusal, native_scores
-from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.plain.product_key import product_key_topk as reference
+from midus_hf.ops.plain.product_key import sub_key_scores
 from midus_hf.ops.product_key_scores import product_key_scores_op
 from midus_hf.ops.product_key_scores_triton import scores_refusal, triton_scores
 from midus_hf.ops.selection import largest
@@ -85,23 +86,6 @@ def check_product_keys(query: torch.Tensor, row_keys: torch.Tensor, column_keys:
         raise ValueError(f"k is {k}; expected 1 <= k <= n = {n}. Lower k or raise n.")
 
 
-def sub_key_scores(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of all row and of all column keys (MIDUS, equation 11): `[..., H, n]` each, float32 at least.
-
-    Keys are rounded to the dtype of the query first, where that is narrower.
-    """
-    row_keys, column_keys = row_keys.to(query.dtype), column_keys.to(query.dtype)
-    score_dtype = torch.promote_types(query.dtype, torch.float32)
-    query_row, query_column = query.to(score_dtype).split(row_keys.shape[-1], dim=-1)  # 2 x [..., H, d / 2]
-    with without_autocast(query.device.type):
-        return (
-            torch.einsum("...hp,hnp->...hn", query_row, row_keys.to(score_dtype)),
-            torch.einsum("...hp,hnp->...hn", query_column, column_keys.to(score_dtype)),
-        )
-
-
 def select(
     row_scores: torch.Tensor, column_scores: torch.Tensor, k: int, selection: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,16 +111,3 @@ def select(
     rows_of_sums = torch.cat([rows[..., i].expand(*rows.shape[:-1], j.stop) for i, j in steps], dim=-1)
     columns_of_sums = torch.cat([columns[..., j] for _, j in steps], dim=-1)
     return rows_of_sums.gather(-1, best), columns_of_sums.gather(-1, best)
-
-
-def reference(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract: equations 11 to 13 as they are written, by PyTorch's own differentiation."""
-    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
-    row_best, rows = row_scores.topk(k, dim=-1)  # [..., H, k]
-    column_best, columns = column_scores.topk(k, dim=-1)  # [..., H, k]
-    pair_scores = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2)  # [..., H, k * k]
-    scores, pairs = pair_scores.topk(k, dim=-1)  # [..., H, k]
-    slots = rows.gather(-1, pairs // k) * row_keys.shape[1] + columns.gather(-1, pairs % k)  # [..., H, k]
-    return scores, slots

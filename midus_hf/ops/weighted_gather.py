@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from midus_hf.ops.backend import chosen_gathering, resolve
 from midus_hf.ops.direct_calls import are_plain, nobody_watches
 from midus_hf.ops.library import custom_op
+from midus_hf.ops.plain.gather import weighted_gather as reference
 from midus_hf.ops.row_sums import row_sums, weight_gradients, weighted_rows
 from midus_hf.ops.rows_by_product import gradients_of_product, product_of_rows, product_takes_less
 
@@ -58,16 +58,6 @@ def weighted_gather(
         body = _sums if direct else weighted_gather_op
         output = body(*given, choices.backward, choices.backend, chosen_gathering())
     return output.reshape(*leading, bank.shape[-1])
-
-
-def reference(
-    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, sparse_gradient: bool = False
-) -> torch.Tensor:
-    """The contract, by PyTorch's own differentiation, which has a dense gradient for a bank of more dimensions."""
-    wide = torch.promote_types(bank.dtype, torch.float32)
-    sparse = sparse_gradient and bank.dim() == 2
-    rows = F.embedding(slots, bank.to(wide).flatten(0, -2), sparse=sparse)  # [..., m, v]
-    return (weights.to(wide).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
 
 
 @custom_op("weighted_gather")

@@ -51,7 +51,7 @@ def test_a_registered_type_is_in_the_table_and_knows_its_name(table):
     assert not (Example().keeps_output_projection or Example().adds_block_input)
 
 
-def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_loaded_again(table):
+def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_defined_again(table):
     with pytest.raises(
         ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions; choose another"
     ):
@@ -59,10 +59,7 @@ def test_a_name_that_is_taken_is_refused_unless_by_the_same_class_loaded_again(t
     rival = type("HeadwiseOptions", (Example,), {"__module__": "another_package"})
     with pytest.raises(ValueError, match="memory type 'headwise' is already registered by HeadwiseOptions"):
         register_memory_type("headwise")(rival)
-    names = {
-        "__qualname__": "HeadwiseOptions",
-        "__module__": "transformers_modules.model.midus_config_memories_headwise",
-    }
+    names = {"__qualname__": "HeadwiseOptions", "__module__": table["headwise"].__module__}
     again = type("HeadwiseOptions", (table["headwise"],), names)
     assert register_memory_type("headwise")(again) is again
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.memories.ultramem_statistics import UniformCores, best_scores
+from midus_config.memories.ultramem_statistics import MEASURED, UniformCores, best_scores
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory import build_memory
 
@@ -50,7 +50,7 @@ def test_mean_and_variance_are_those_of_a_simulation(retrieval):
 
 def test_every_call_finds_the_same_whatever_was_drawn_before():
     expected = best_scores(16, 2, 2, 4, 8)
-    best_scores.cache_clear()
+    MEASURED.clear()
     random.seed(5), torch.manual_seed(5)
     state = random.getstate()
     assert best_scores(16, 2, 2, 4, 8) == expected

@@ -9,7 +9,7 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.memory import build_memory
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.ops import chapter_attention
+from midus_hf.ops import chapter_attention, op_choices
 
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 WEIGHTINGS = ("released", "logit_bias", "paper")
@@ -35,7 +35,8 @@ def gradients_of(output: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch
 
 def check(memory, hidden_states, backend="auto"):
     """A layer gives the output and the gradients of the loops."""
-    output = memory(hidden_states, backend=backend)
+    with op_choices(backend=backend):
+        output = memory(hidden_states)
     reads = by_loops(memory, hidden_states)
     assert_reads(output, reads)
     expected = torch.stack([reads[key].added for key in sorted(reads)]).view_as(output)

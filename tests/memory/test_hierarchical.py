@@ -17,6 +17,7 @@ from memory.hierarchical_memories import (
 )
 
 from midus_hf.memory.fetched import FetchedBatch
+from midus_hf.ops import op_choices
 
 PROJECTIONS = [(kind, role) for kind, roles in WIDTHS.items() for role in roles]
 
@@ -95,7 +96,8 @@ def test_hidden_units_widen_the_network(layer, sizes, activation, backend):
     fetched, read = fetch("hier-ffn", sizes=sizes), states(5, 3, 12)
     native = [states(*shape, seed=seed).detach() for seed, shape in enumerate([(10, 12), (10, 12), (12, 10)])]
     alone = torch.stack([activation(token @ native[0].T) * (token @ native[1].T) for token in read]) @ native[2].T
-    found = alone + memory_of("hier-ffn", sizes)(read, fetched=fetched.of(layer), backend=backend)
+    with op_choices(backend=backend):
+        found = alone + memory_of("hier-ffn", sizes)(read, fetched=fetched.of(layer))
     expect_equal(found, wider_ffn(read, fetched, layer, activation, native), [read, *fetched.records.values()])
 
 
@@ -105,9 +107,8 @@ def test_hidden_units_widen_the_network(layer, sizes, activation, backend):
 def test_low_rank_factors_patch_projections(kind, role, alpha, backend):
     (inputs, outputs), fetched = WIDTHS[kind][role], fetch(kind)
     read, weight = states(5, 3, inputs), states(outputs, inputs, seed=1)
-    found = memory_of(kind, alpha=alpha)(
-        read, read @ weight.T, projection=role, fetched=fetched.of(3), backend=backend
-    )
+    with op_choices(backend=backend):
+        found = memory_of(kind, alpha=alpha)(read, read @ weight.T, projection=role, fetched=fetched.of(3))
     expect_equal(found, patched(read, fetched, 3, weight, role, alpha), [read, weight, *fetched.records.values()])
 
 

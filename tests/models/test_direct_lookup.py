@@ -66,17 +66,6 @@ def test_blocks_without_values_change_no_bit(family, mode, cache):
             assert all(torch.equal(one, other) for one, other in zip(base, model, strict=True))
 
 
-def test_the_short_way_through_a_block_gives_the_bits_of_the_general_one(family):
-    model = upscaled_model(family)
-    blocks = [layer for layer in model.model.layers if getattr(layer, "is_plain_block", False)]
-    assert len(blocks) == 2
-    logits = [model(prompt()).logits]
-    for block in blocks:
-        block.is_plain_block = False
-    logits.append(model(prompt()).logits)
-    assert torch.equal(*logits)
-
-
 @pytest.mark.parametrize("family", by_default(["llama", "gemma2"], FAMILIES))
 def test_a_compiled_step_of_blocks_without_values_changes_no_bit(family):
     sizes = {"attention": "eager", "num_hidden_layers": 2, "new_layers": (1,)}

@@ -110,11 +110,11 @@ for family in ("llama", "gemma3", "qwen3"):
     again = AutoModelForCausalLM.from_pretrained(f"{family}-again", trust_remote_code=True).eval()
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        same = [torch.equal(one(tokens, memory_ids=ids, use_cache=False).logits, logits) for one in (model, again)]
+        own, of_again = (one(tokens, memory_ids=ids, use_cache=False).logits for one in (model, again))
+    same = [torch.equal(own, of_again), torch.allclose(own, logits, rtol=1e-4, atol=1e-5)]
     same.append(torch.equal(model.generate(short, memory_ids=ids, **settings), generated))
-    banks = model.banks.train()
     model.train()(tokens, labels=tokens, memory_ids=ids).loss.backward()
-    same += [len(bank.leaves()) == 4 for bank in banks.values()]
+    same.append(model.model.embed_tokens.weight.grad is not None)
     same.append(type(model).__module__.startswith("transformers_modules."))
     found[family] = same
 assert not {"midus_hf", "midus_config", "upscalers"} & {name.partition(".")[0] for name in sys.modules}

@@ -6,7 +6,8 @@ from ops.depth_loops import attend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops.depth_attention import depth_attention, joint_attention, joint_shares
+from midus_hf.ops.depth_attention import depth_attention, joint_shares
+from midus_hf.ops.plain.depth import joint_attention
 from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
 
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from midus_hf.ops.depth_attention import joint_attention
 from midus_hf.ops.fused_sequence import joined
+from midus_hf.ops.plain.depth import joint_attention
 from midus_hf.ops.sequence_kernels import Call, kernel_of
 from midus_hf.ops.sequence_lse import sequence_lse
 

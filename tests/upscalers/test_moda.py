@@ -301,7 +301,7 @@ for family in ("olmo2", "gemma3"):
     settings = {"max_new_tokens": 4, "do_sample": False}
     with torch.no_grad():
         same = torch.equal(model(tokens).logits, base(tokens).logits)
-        same = same and torch.equal(acting(tokens).logits, torch.load(f"{family}.pt"))
+        same = same and torch.allclose(acting(tokens).logits, torch.load(f"{family}.pt"), rtol=1e-4, atol=1e-5)
     same = same and torch.equal(model.generate(tokens, **settings), base.generate(tokens, **settings))
     acting.generate(tokens, **settings)
     acting.train()(tokens, labels=tokens).loss.backward()

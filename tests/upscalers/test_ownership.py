@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from midus_config.checkpoint_files import RUN_CONFIG, RUN_LOG
-from midus_hf.models.export import write_code
+from midus_hf.carried.module import write_code
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
 from tests.upscalers.chosen_families import families
 from tests.upscalers.dense.requests import REQUESTS
@@ -188,10 +188,10 @@ def test_shards_of_any_name_are_of_a_checkpoint_where_its_index_names_them(base,
     assert foreign_files(tmp_path / "stripped") == ["notes.txt", "weights.safetensors"]
 
 
-def test_all_code_that_is_exported_belongs_to_a_checkpoint(family, shared_base, tmp_path):
+def test_the_code_that_a_checkpoint_carries_belongs_to_it(family, shared_base, tmp_path):
     output = upscaled(shared_base(family), tmp_path / "out")
     written = write_code(tmp_path / "code", AutoConfig.from_pretrained(output))
-    assert len(written) > 10 and foreign_files(tmp_path / "code") == []
+    assert written == list((tmp_path / "code").iterdir()) and foreign_files(tmp_path / "code") == []
 
 
 def test_what_appears_in_the_old_output_while_the_work_goes_on_is_kept(base, tmp_path, monkeypatch):

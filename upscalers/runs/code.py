@@ -8,6 +8,6 @@ def write_code_of(folder: Path) -> None:
     from transformers import AutoConfig
 
     import midus_hf  # noqa: F401 - registers the classes
-    from midus_hf.models.export import write_code
+    from midus_hf.carried.module import write_code
 
     write_code(folder, AutoConfig.from_pretrained(folder, local_files_only=True))

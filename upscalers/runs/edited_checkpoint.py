@@ -1,7 +1,6 @@
 """What all edits of a checkpoint have in common: the tensors in their files, and what lies beside the weights."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,5 @@ def write_siblings(
         write_record(partial, edit_record(record))
     if card.is_file():
         (partial / CARD_FILE).write_text(edit_card(card.read_text(encoding="utf-8")), encoding="utf-8")
-    code = code_files(folder)
-    for file in code:
-        shutil.copyfile(file, partial / file.name)
-    if config.get("auto_map") and not code:  # the hub's client fetches none
+    if config.get("auto_map") or code_files(folder):  # the code is that of the options, which the edit may change
         write_code_of(partial)

@@ -135,7 +135,7 @@ class Writing:
         before = tokenizer_config.read_text(encoding="utf-8") if tokenizer_config.is_file() else None
         record = {"tokenizer_config": before} if keep_tokenizer_class(self.job.source.folder, partial) else {}
         if config["model_type"].startswith(MEMORY_PREFIX):
-            from midus_hf.models.export import write_code
+            from midus_hf.carried.module import write_code
 
             write_code(partial, validated)
             config["auto_map"] = validated.to_dict()["auto_map"]

@@ -9,10 +9,11 @@ from pairs import by_default
 from torch._dynamo.backends.common import aot_autograd
 
 from midus_hf.ops import fused_depth, fused_gradients_triton
-from midus_hf.ops.depth_attention import depth_attention, joint_attention
+from midus_hf.ops.depth_attention import depth_attention
 from midus_hf.ops.fused_depth import fused_attention, fused_attention_op
 from midus_hf.ops.fused_depth_triton import triton_fused_attention
 from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
+from midus_hf.ops.plain.depth import joint_attention
 
 JOININGS = ("joint", "interpolated", "added")
 EXACT = torch.float16 if DEVICE == "cuda" else torch.float32

@@ -144,24 +144,6 @@ def test_a_compiled_call_computes_the_same_gradients(body):
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
-def test_a_copy_of_the_code_registers_ops_of_its_own():
-    from midus_hf.ops.library import custom_op
-
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    def tripled(x: torch.Tensor) -> torch.Tensor:
-        return x * 3
-
-    first, second = doubled, tripled
-    first.__module__, second.__module__ = (
-        "transformers_modules.one.midus_hf_ops_a",
-        "transformers_modules.two.midus_hf_ops_a",
-    )
-    ops = [custom_op("scaled")(function) for function in (first, second)]
-    assert [op(torch.ones(1)).item() for op in ops] == [2, 3]
-
-
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch):
     arguments = tables()
     with pytest.raises(ValueError, match="tensors are float64; expected float32 or less, or choose 'torch'"):

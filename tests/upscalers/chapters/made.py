@@ -11,6 +11,7 @@ from midus_config.memories.chapters import ChaptersOptions
 from midus_config.memory_entries import Memories, MemoryEntry
 from midus_config.model_sizes import ModelSizes
 from tests.upscalers.checkpoints import content_digest, read_tensors, save_base
+from upscalers.runs.code import write_code_of
 
 CHAPTERS, SHARED, TOKENS, LAYERS, HIDDEN = 6, 1, 4, (0, 1, 2, 3), 32
 """C, S, T, the layers with a memory, and D of the checkpoints."""
@@ -89,7 +90,7 @@ def save_chapters(
     (folder / "README.md").write_text("# A model\n\nWith chapters.\n")
     (folder / "tokenizer.json").write_text("a tokenizer")
     (folder / "generation_config.json").write_text("{}")
-    (folder / "modeling_midus.py").write_text("# code\n")
+    write_code_of(folder)
     _save(folder, tensors, sharded)
     return folder
 

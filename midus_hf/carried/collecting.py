@@ -1,0 +1,224 @@
+"""Which definitions a checkpoint's code needs: everything that is reached from its classes, and nothing else."""
+
+import ast
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from midus_hf.carried.sources import Definition, Member, Module, Name, taken_apart
+from midus_hf.carried.specialise import Edit, Facts, SourceText, specialise, with_plain_defaults, with_short_docstrings
+
+_NOT_CARRIED = "not_carried"
+_NEEDED_FOR = re.compile(r"needed_for\((.*)\)")
+_USED_BY_LIBRARIES = "@used_by_libraries\n"
+_MARKS = re.compile(r"^ *@(not_carried|needed_for\(.*\)|used_by_libraries|register_family)\n", flags=re.MULTILINE)
+_READ_BY_LIBRARIES = ("config",)
+"""Attributes whose annotation transformers reads."""
+_BY_NAME = ("getattr", "hasattr", "attrgetter")
+"""Functions that are given the name of an attribute."""
+
+
+class Program:
+    """The definitions that are reached from some, with what facts decide resolved.
+
+    A class is kept with the members that are asked for by name anywhere in what is kept, and those that override what a class of a
+    library has, since libraries may call these.
+
+    Args:
+        roots: What is asked for.
+        packages: Names of the packages whose sources are taken; everything else is imported.
+        facts: Returns what is known within a definition.
+        needs: Which needs of memories the checkpoint has, by name.
+        stand_ins: What stands for a name, whichever module defines it.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Name],
+        packages: frozenset[str],
+        facts: Callable[[Name], Facts],
+        needs: Mapping[str, bool],
+        stand_ins: Mapping[str, Name],
+    ):
+        self._packages, self._facts, self._needs, self._stand_ins = packages, facts, needs, stand_ins
+        self._modules: dict[str, Module] = {}
+        self._definitions: dict[Name, Definition] = {}
+        self._hooks: dict[Name, frozenset[str]] = {}
+        self._attributes: set[str] = set()
+        self._whole: set[Name] = set()
+        self.kept: dict[Name, set[int]] = {}
+        """The members that are kept of each definition, by their number."""
+        self._collect(roots)
+
+    def module(self, name: str) -> Module:
+        """Return a module by its name, read once."""
+        if name not in self._modules:
+            self._modules[name] = Module(name, self._packages)
+        return self._modules[name]
+
+    def resolve(self, module: str, name: str) -> Name | None:
+        """Return the definition that a name within a module stands for; None for one of a library, or a local one."""
+        seen = self.module(module)
+        if name in self._stand_ins and (name in seen.definitions or name in seen.imports):
+            return self._stand_ins[name]
+        if name in seen.definitions:
+            return Name(module, name)
+        return self.resolve(*seen.imports[name]) if name in seen.imports else None
+
+    def definition(self, name: Name) -> Definition:
+        """Return a definition, specialised."""
+        if name not in self._definitions:
+            source = specialise(self.module(name.module).definitions[name.name], self._facts(name))
+            source = with_plain_defaults(with_short_docstrings(source))
+            definition = taken_apart(self._without_bases(name, source))
+            if _USED_BY_LIBRARIES in definition.head:
+                self._whole.add(name)
+            definition.head = _MARKS.sub("", definition.head)
+            definition.members = [
+                member._replace(source=_MARKS.sub("", member.source))
+                for member in definition.members
+                if self._is_carried(member.decorators)
+            ]
+            self._definitions[name] = definition
+        return self._definitions[name]
+
+    def texts(self, module: str) -> Iterator[tuple[Name | None, str]]:
+        """Give the text of each definition that is kept of a module, in order, and then those calls that are about these."""
+        names = [name for name in self.module(module).definitions if Name(module, name) in self.kept]
+        given: set[str] = set()
+        for name in names:
+            definition, kept = self.definition(Name(module, name)), self.kept[Name(module, name)]
+            parts = [member.source for number, member in enumerate(definition.members) if number in kept]
+            text = definition.head
+            if parts:
+                space = "\n" if definition.head.rstrip().endswith(":") else "\n\n"
+                text = definition.head.rstrip() + space + "".join(parts).strip("\n") + "\n"
+            elif definition.head.rstrip().endswith(":"):
+                text += "    pass\n"
+            if text not in given:  # `a, b = ...` defines two
+                given.add(text)
+                yield Name(module, name), text
+        for call in self.module(module).calls:
+            if not names_in(call).isdisjoint(names):
+                yield None, call
+
+    def _is_carried(self, decorators: Iterable[str]) -> bool:
+        for decorator in decorators:
+            needed = _NEEDED_FOR.fullmatch(decorator)
+            if decorator == _NOT_CARRIED:
+                return False
+            if needed and not any(self._needs[need] for need in ast.literal_eval(f"({needed[1]},)")):
+                return False
+        return True
+
+    def _without_bases(self, name: Name, source: str) -> str:
+        """The source of a class without the bases that are not carried."""
+        text = SourceText(source)
+        for node in text.tree.body:
+            if not isinstance(node, ast.ClassDef) or not node.bases:
+                continue
+            bases = [base for base in node.bases if self._base_is_carried(name.module, base)]
+            if len(bases) < len(node.bases):
+                listed = ", ".join(text.of(base) for base in bases)
+                first, last = text.start(node.bases[0]), text.end(node.bases[-1])
+                if not bases and not node.keywords:
+                    first, last = first - 1, last + 1  # the brackets too
+                return text.edited([Edit(first, last, listed)])
+        return source
+
+    def _base_is_carried(self, module: str, base: ast.expr) -> bool:
+        resolved = self.resolve(module, base.id) if isinstance(base, ast.Name) else None
+        if resolved is None:
+            return True
+        source = self.module(resolved.module).definitions[resolved.name]
+        (node,) = ast.parse(source).body
+        return self._is_carried(ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+
+    def _collect(self, roots: Iterable[Name]) -> None:
+        pending = list(roots)
+        while pending:
+            for name in pending:
+                self.kept.setdefault(name, set())
+            size = self._size()
+            reached = dict.fromkeys(name for kept in list(self.kept) for name in self._reached_from(kept))
+            pending = [name for name in reached if name not in self.kept]
+            if not pending and size != self._size():
+                pending = list(self.kept)
+
+    def _size(self) -> int:
+        return len(self._attributes) + sum(map(len, self.kept.values()))
+
+    def _reached_from(self, name: Name) -> Iterator[Name]:
+        definition = self.definition(name)
+        sources = [definition.head]
+        for number, member in enumerate(definition.members):
+            if number in self.kept[name] or self._is_wanted(name, member):
+                self.kept[name].add(number)
+                sources.append(member.source)
+        sources += [call for call in self.module(name.module).calls if name.name in names_in(call)]
+        for source in sources:
+            names, attributes = _used(source)
+            self._attributes |= attributes
+            for used in names:
+                resolved = self.resolve(name.module, used)
+                if resolved is not None:
+                    yield resolved
+
+    def _is_wanted(self, name: Name, member: Member) -> bool:
+        if name not in self._hooks:
+            self._hooks[name] = _hooks(name, self._packages)
+        is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
+        is_special = is_special or member.name in _READ_BY_LIBRARIES or name in self._whole
+        return is_special or member.name in self._attributes or member.name in self._hooks[name]
+
+
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a definition's source, of a member's, or of the head of a class alone."""
+    if source.lstrip("\n").startswith("    "):
+        return ast.parse(f"class _:\n{source}")
+    return ast.parse(f"{source}    pass\n" if source.rstrip().endswith(":") else source)
+
+
+def names_in(source: str) -> set[str]:
+    """Return all names that a source reads or writes, annotations included."""
+    return {node.id for node in ast.walk(parsed(source)) if isinstance(node, ast.Name)}
+
+
+def _used(source: str) -> tuple[set[str], set[str]]:
+    """The names that a source uses when it runs, and the attributes: annotations are for readers."""
+    tree = parsed(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _BY_NAME:
+            attributes |= {str(leaf.value) for leaf in node.args if isinstance(leaf, ast.Constant)}
+    return names, attributes
+
+
+def _hooks(name: Name, packages: frozenset[str]) -> frozenset[str]:
+    """The attributes of the library classes that a class of ours extends, or is mixed with: libraries may use what overrides them.
+
+    Classes of other packages that extend ours do not count: whether they are imported differs from process to process.
+    """
+    cls: Any = getattr(importlib.import_module(name.module), name.name)
+    if not isinstance(cls, type):
+        return frozenset()
+    ours = [each for each in _with_subclasses(cls) if each.__module__.partition(".")[0] in packages]
+    bases = {base for each in ours for base in each.__mro__ if base is not object}
+    libraries = [base for base in bases if base.__module__.partition(".")[0] not in packages]
+    return frozenset(attribute for base in libraries for attribute in vars(base))
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclasses: list[type] = type.__subclasses__(cls)
+    for each in subclasses:
+        yield from _with_subclasses(each)

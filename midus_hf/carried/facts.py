@@ -1,0 +1,174 @@
+"""What is known of a checkpoint's memories while its code is written: which needs they have, and the options that they agree on."""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from midus_config.memory_entries import Memories, MemoryEntry
+from midus_config.memory_types import InsertedOptions, MemoryOptions
+from midus_hf.carried.sources import Name
+from midus_hf.carried.specialise import Facts
+from midus_hf.memory.needs import Needs, needs_of
+from midus_hf.memory.registry import MemoryModule, build_memory
+
+_PROPERTIES = ("carries", "added", "inputs")
+
+
+class CheckpointFacts:
+    """What is known within each definition, by the source of an expression.
+
+    Args:
+        config: Of the checkpoint.
+    """
+
+    def __init__(self, config: Any):
+        memories: Memories = config.memories()
+        self.entries = memories.entries
+        with torch.device("meta"):
+            self.modules: tuple[MemoryModule, ...] = tuple(
+                build_memory(entry.options, memories.sizes, 0, len(entry.layers)) for entry in memories.entries
+            )
+        needs = needs_of(zip(self.entries, self.modules, strict=True), memories.sizes)
+        names = [field.name for field in fields(Needs)]
+        self.needs = {name: getattr(needs, name) for name in (*names, *_PROPERTIES)}
+        self.of_models = self._of_needs() | self._of_blocks() | self._of_depth(config)
+
+    def __call__(self, name: Name) -> Facts:
+        """Return what is known within a definition."""
+        facts = {"INSTALLED": False, "TYPE_CHECKING": False} | dict(self._of_options(name))
+        if name.module.startswith(_MODELS):
+            facts |= self.of_models
+        for known, need in _FALSE_WITHIN.get(name.module, {}).items():
+            if not self.needs[need]:
+                facts[known] = False
+        if self.of_models.get("depth.wants_raw_key", True):
+            facts.pop("adapters", None)  # one notes what the key projection gives
+        if name.module == _DEPTH_OP:
+            facts |= self._of_joining()
+        return facts
+
+    def _of_needs(self) -> dict[str, Any]:
+        facts = {
+            f"{model}needs.{name}": value
+            for name, value in self.needs.items()
+            for model in ("self.model.", "model.", "self.")
+        }
+        facts |= {known: False for known, need in _FALSE_WITHOUT.items() if not self.needs[need]}
+        if not self.needs["depth"]:
+            facts |= {"self.depth": None, "entry.options.attends": False}
+        if not self.needs["banks"]:
+            facts["'fetched' not in memory_class.asks"] = True
+        return facts
+
+    def _of_blocks(self) -> dict[str, Any]:
+        """What is known of the layers that were inserted for memories."""
+        inserted = [entry.options for entry in self.entries if isinstance(entry.options, InsertedOptions)]
+        keep = {options.keeps_output_projection for options in inserted}
+        facts: dict[str, Any] = {}
+        if not any(options.adds_block_input for options in inserted):
+            facts["self.adds_block_input"] = False
+        if True not in keep:
+            facts["self.normalises_output"] = False
+        if len(keep) == 1:
+            facts["options.keeps_output_projection"] = keep.pop()
+        return facts
+
+    def _of_depth(self, config: Any) -> dict[str, Any]:
+        """What is known of which heads later layers read, by the options and by how layers of the family rotate."""
+        agreed = self.agreed([entry for entry in self.entries if entry.options.attends])
+        reuses = agreed.get("attention_slots", "reused") == "reused"
+        wants_raw_key = reuses and agreed.get("rope", "released") == "released"
+        facts: dict[str, Any] = {}
+        if not reuses:
+            facts |= dict.fromkeys(("depth.wants_heads", "self._reuses", "self.wants_heads"), False)
+        if not wants_raw_key:
+            facts |= dict.fromkeys(("depth.wants_raw_key", "self.wants_raw_key"), False)
+        kinds, parameters = getattr(config, "layer_types", None), getattr(config, "rope_parameters", None) or {}
+        if kinds is None or not all(kind in parameters for kind in kinds):
+            facts |= dict.fromkeys(("self._heads.without_rotation", "heads.without_rotation"), False)
+        return facts
+
+    def _of_joining(self) -> dict[str, Any]:
+        agreed = self.agreed([entry for entry in self.entries if entry.options.attends])
+        if "joining" not in agreed:
+            return {}
+        return {"added": agreed["joining"] == "added", "gate is None": agreed["joining"] == "joint"}
+
+    def agreed(self, entries: list[MemoryEntry]) -> dict[str, Any]:
+        """Return the options that all of these entries have, and have the same value of."""
+        described = [asdict(entry.options) for entry in entries]
+        return {
+            key: value
+            for key, value in (described[0] if described else {}).items()
+            if all(key in other and other[key] == value for other in described)
+        }
+
+    def written_for(self) -> dict[str, dict[str, Any]]:
+        """Return for each type the options that its entries agree on."""
+        types = dict.fromkeys(entry.type for entry in self.entries)
+        return {each: self.agreed([entry for entry in self.entries if entry.type == each]) for each in types}
+
+    def _of_options(self, name: Name) -> Iterator[tuple[str, Any]]:
+        found: Any = getattr(importlib.import_module(name.module), name.name, None)
+        if isinstance(found, type):
+            own = [
+                entry
+                for entry, module in zip(self.entries, self.modules, strict=True)
+                if isinstance(module, found) or isinstance(entry.options, found)
+            ]
+            prefixes: tuple[str, ...] = ("self",) if issubclass(found, MemoryOptions) else ("self.options", "options")
+            if not issubclass(found, MemoryOptions | MemoryModule):
+                own, prefixes = [entry for entry in self.entries if entry.options.attends], _OF_DEPTH
+            for key, value in self.agreed(own).items():
+                yield from ((f"{prefix}.{key}", value) for prefix in prefixes)
+        elif callable(found):
+            for key, value in self.agreed([entry for entry in self.entries if _takes(found, entry.options)]).items():
+                yield f"options.{key}", value
+
+
+_FALSE_WITHOUT = {
+    "memories.inserted": "inserted",
+    "memories.attached": "attached",
+    "memories.carry": "carries",
+    "self.carries": "carries",
+    "self.skips_from": "skips",
+    "self.asks": "inputs",
+    "self.adapts": "adapters",
+    "self.reads_heads": "heads",
+    "self.hosts('skip')": "skips",
+    "self.hosts('inside-attention')": "inside_attention",
+    "self.hosts('inside-ffn')": "inside_ffn",
+    "self.hosts('beside-ffn')": "beside_ffn",
+    "self.hosts('behind-attention')": "behind_attention",
+    "self.hosts('behind-layer')": "behind_layer",
+    "'tokens' in memory_class.asks": "places",
+    "'state' in memory_class.asks and (name, layer) in self._states": "states",
+    "'fetched' in memory_class.asks": "banks",
+    "'report' in memory_class.asks": "reports",
+    "layer in self._tables.get(name, {})": "tables",
+    "entry.into": "skips",
+}
+"""What is false in models where memories lack a need."""
+
+_FALSE_WITHIN = {
+    "midus_hf.models.adapted": {"adapters": "adapters", "readers": "heads", "memory_call.readers": "heads"},
+    "midus_config.memory_entries": {"site == 'skip'": "skips"},
+}
+"""The same within one module."""
+
+_MODELS = "midus_hf.models."
+
+_DEPTH_OP = "midus_hf.ops.plain.depth"
+
+_OF_DEPTH = ("self.options", "self._heads.options", "heads.options")
+"""What classes beside memories call the options of one that attends to the depth."""
+
+
+def _takes(function: Any, options: MemoryOptions) -> bool:
+    """Whether a function has an argument `options` of this type."""
+    annotation = getattr(function, "__annotations__", {}).get("options")
+    return inspect.isclass(annotation) and issubclass(annotation, MemoryOptions) and isinstance(options, annotation)

@@ -1,0 +1,233 @@
+"""Write the one module of code that a checkpoint needs to load where this package is not installed.
+
+The module holds what the family and the memories of the checkpoint need, in plain PyTorch. It is made from the sources of this
+package: what is reached from the classes of the checkpoint, with the branches resolved that its memories decide. Ops are their
+functions in `midus_hf.ops.plain`; registries, the reading of options and this room itself are what
+`midus_hf.carried.standins` has.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import pkgutil
+import pprint
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import midus_hf.ops.plain
+from midus_hf.banks import plain_bank
+from midus_hf.carried import standins
+from midus_hf.carried.collecting import Program
+from midus_hf.carried.facts import CheckpointFacts
+from midus_hf.carried.sources import Module, Name
+from midus_hf.carried.specialise import Edit, SourceText
+from midus_hf.carried.standins import ENTRY_MODULE
+from midus_hf.memory import plain_stretches
+from midus_hf.version import __version__
+
+_WIDTH = 120
+_PACKAGES = ("midus_hf", "midus_config")
+_HEADER = '''"""{family} with memory: the code of one checkpoint, in plain PyTorch.
+
+midus-hf {version} wrote this module from its own sources, for {kinds}. Another checkpoint has
+another module of this name. Where the package is installed, its classes are used instead, which compute the same, faster.
+
+SHA-256 of what follows: {digest}
+"""
+
+'''
+
+
+def write_code(folder: str | os.PathLike, config: Any) -> list[Path]:
+    """Write the module that a checkpoint needs into a folder.
+
+    Args:
+        folder: Created if need be.
+        config: A config of a family that hosts memory.
+
+    Returns:
+        The paths written.
+    """
+    path = Path(folder, f"{ENTRY_MODULE}.py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(carried_module(config), encoding="utf-8")
+    return [path]
+
+
+def carried_module(config: Any) -> str:
+    """Return the source of the module that a checkpoint needs; the same config gives the same source.
+
+    Args:
+        config: A config of a family that hosts memory.
+    """
+    facts = CheckpointFacts(config)
+    key = json.dumps([[entry.site, entry.options.type] for entry in facts.entries])
+    key += json.dumps([facts.written_for(), facts.of_models], sort_keys=True)
+    if (type(config), key) not in _written:
+        _written[type(config), key] = _module(type(config), facts)
+    return _written[type(config), key]
+
+
+_written: dict[tuple[type, str], str] = {}
+"""What was written in this process: a training run saves the same code often."""
+
+
+def _module(config_class: type, facts: CheckpointFacts) -> str:
+    family = config_class.__name__.removesuffix("Config")
+    roots = [Name(config_class.__module__, f"{family}{kind}") for kind in ("Config", "Model", "ForCausalLM")]
+    for entry, memory in zip(facts.entries, facts.modules, strict=True):
+        roots += [Name(type(each).__module__, type(each).__name__) for each in (entry.options, memory)]
+    packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
+    program = Program(dict.fromkeys(roots), packages, facts, facts.needs, _stand_ins())
+    texts = {"WRITTEN_FOR": f"WRITTEN_FOR = {pprint.pformat(facts.written_for(), width=_WIDTH, sort_dicts=False)}\n"}
+    body = _Layout(program, texts).text()
+    kinds = ", ".join(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in facts.entries))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return _HEADER.format(family=family.removeprefix("Midus"), version=__version__, kinds=kinds, digest=digest) + body
+
+
+@cache
+def _stand_ins() -> dict[str, Name]:
+    """What names stand for in carried code, whichever module of the package they are from."""
+    plain = pkgutil.iter_modules(midus_hf.ops.plain.__path__)
+    modules = [f"{midus_hf.ops.plain.__name__}.{module.name}" for module in plain]
+    modules += [plain_bank.__name__, plain_stretches.__name__, standins.__name__]
+    definitions = {name: Module(name, frozenset(_PACKAGES)).definitions for name in modules}
+    return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
+
+
+class _Layout:
+    """The definitions of a program as one source: in order, under names of their own, with the imports that they need.
+
+    Args:
+        program: What is written.
+        texts: What stands in the place of definitions, by their name.
+    """
+
+    def __init__(self, program: Program, texts: dict[str, str]):
+        self._program, self._texts = program, texts
+        self._names = _unique_names(program.kept)
+        self._imports: dict[str, dict[str, str]] = {}
+
+    def text(self) -> str:
+        """Return the source."""
+        sections = []
+        for module in self._order():
+            definitions = [self._renamed(module, self._text(name, text)) for name, text in self._program.texts(module)]
+            if definitions:
+                first, *others = definitions
+                sections += [f"# {module}\n{first.lstrip()}", *others]
+        return f"{self._import_lines()}\n\n" + "\n\n".join(_spaced(section) for section in sections)
+
+    def _text(self, name: Name | None, text: str) -> str:
+        return self._texts.get(name.name, text) if name and name.module == standins.__name__ else text
+
+    def _order(self) -> list[str]:
+        """Modules in the order in which they depend on each other."""
+        order: list[str] = []
+        seen: set[str] = set()
+
+        def visit(module: str) -> None:
+            if module not in seen:
+                seen.add(module)
+                for needed in self._program.module(module).depends:
+                    visit(needed)
+                order.append(module)
+
+        visit(standins.__name__)
+        for name in sorted({name.module for name in self._program.kept}):
+            visit(name)
+        return order
+
+    def _renamed(self, module: str, source: str) -> str:
+        """A source in which names stand for what they are called here; notes what it imports."""
+        text = SourceText(source)
+        libraries = self._program.module(module).libraries
+        edits = []
+        for name, start, annotates in _names(text):
+            resolved = self._program.resolve(module, name)
+            if resolved is not None and resolved in self._names:
+                if self._names[resolved] != name:
+                    edits.append(Edit(start, start + len(name.encode()), self._names[resolved]))
+            elif resolved is not None and annotates:
+                edits.append(Edit(start, start + len(name.encode()), "Any"))
+                self._imports.setdefault("typing", {})["Any"] = "Any"
+            elif name in libraries:
+                of, called = libraries[name]
+                self._imports.setdefault(of, {})[name] = called
+            elif name in self._program.module(module).imports and not annotates:
+                raise ValueError(
+                    f"{module} reads {name}, which no module of {module.partition('.')[0]} defines as a function, a class or a "
+                    "constant, so that the code of a checkpoint cannot have it. Import names from the modules that define them: "
+                    "from package.module import name."
+                )
+        for statement in text.tree.body:
+            name = str(getattr(statement, "name", ""))
+            own = self._names.get(Name(module, name))
+            if own and own != name:
+                start = text.bytes.index(name.encode(), text.offset(statement.lineno, statement.col_offset))
+                edits.append(Edit(start, start + len(name), own))
+        return text.edited(edits)
+
+    def _import_lines(self) -> str:
+        plain = [
+            f"import {called}{'' if called == bound else f' as {bound}'}"
+            for bound, called in self._imports.pop("", {}).items()
+        ]
+        lines: dict[bool, list[str]] = {False: [], True: []}  # of the standard library, and of others
+        for line in sorted(plain):
+            lines[line.split()[1].partition(".")[0] not in sys.stdlib_module_names].append(line)
+        for module, names in sorted(self._imports.items()):
+            listed = [called if called == bound else f"{called} as {bound}" for bound, called in sorted(names.items())]
+            line = f"from {module} import {', '.join(listed)}"
+            if len(line) > _WIDTH:
+                line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in listed) + ")"
+            lines[module.partition(".")[0] not in sys.stdlib_module_names].append(line)
+        return "\n\n".join("\n".join(group) for group in lines.values() if group)
+
+
+def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:
+    """Give each name in a source, the offset of its first byte, and whether it stands in an annotation, which may be a text."""
+    annotated = {id(leaf) for node in ast.walk(text.tree) for leaf in _annotations(node)}
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.Name):
+            yield node.id, text.start(node), id(node) in annotated
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in annotated:
+            for leaf in ast.walk(ast.parse(node.value, mode="eval")):
+                if isinstance(leaf, ast.Name):
+                    yield leaf.id, text.start(node) + 1 + leaf.col_offset, True
+
+
+def _annotations(node: ast.AST) -> Iterator[ast.AST]:
+    """All that stands in the annotations of a node, but for texts that are values."""
+    pending = [node.returns if isinstance(node, ast.FunctionDef) else getattr(node, "annotation", None)]
+    while pending:
+        inner = pending.pop()
+        if inner is not None:
+            yield inner
+            if isinstance(inner, ast.Subscript) and ast.unparse(inner.value).endswith("Literal"):
+                pending.append(inner.value)
+            else:
+                pending += ast.iter_child_nodes(inner)
+
+
+def _unique_names(kept: Iterable[Name]) -> dict[Name, str]:
+    """What definitions are called where several modules have one of the same name."""
+    by_name: dict[str, list[Name]] = {}
+    for name in kept:
+        by_name.setdefault(name.name, []).append(name)
+    unique = {}
+    for called, names in by_name.items():
+        for number, name in enumerate(sorted(names)):
+            leaf = name.module.rpartition(".")[2]
+            other = f"{called}_OF_{leaf.upper()}" if called.isupper() else f"{called}_of_{leaf}"
+            unique[name] = called if number == 0 else other
+    return unique
+
+
+def _spaced(source: str) -> str:
+    return source.strip("\n") + "\n"

@@ -1,0 +1,169 @@
+"""The modules that a checkpoint's code is made from, and their definitions, as source."""
+
+import ast
+import importlib.util
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from midus_hf.carried.specialise import SourceText
+
+
+class Name(NamedTuple):
+    """A definition, by where it is.
+
+    Args:
+        module: Such as `"midus_hf.memory.headwise"`.
+        name: Of a function, a class or a constant at the top level of it.
+    """
+
+    module: str
+    name: str
+
+
+class Member(NamedTuple):
+    """A method or an attribute of a class.
+
+    Args:
+        name: Of it; empty for a field of a dataclass, and for anything else that has no name or is there in any case.
+        source: Its text, indented.
+        decorators: What decorates it, by the source of each.
+    """
+
+    name: str
+    source: str
+    decorators: tuple[str, ...] = ()
+
+
+@dataclass
+class Definition:
+    """A definition, taken apart where it is a class.
+
+    Args:
+        head: Its text, comments above it and the docstring of a constant included; of a class, all in front of its members.
+        members: Of a class.
+    """
+
+    head: str
+    members: list[Member] = field(default_factory=list)
+
+
+class Module:
+    """A module by its source.
+
+    Args:
+        name: Such as `"midus_hf.memory.headwise"`.
+        packages: Names of the packages whose modules are read so.
+    """
+
+    def __init__(self, name: str, packages: frozenset[str]):
+        self.name = name
+        self.imports: dict[str, Name] = {}
+        """What names stand for that other modules of the packages define."""
+        self.libraries: dict[str, tuple[str, str]] = {}
+        """For names of libraries, the module that each is from, and what it is called there; an empty module for modules."""
+        self.definitions: dict[str, str] = {}
+        """The source of each definition."""
+        self.calls: list[str] = []
+        """Calls at the top level."""
+        self.depends: list[str] = []
+        """Modules of the packages that this one imports."""
+        imported = importlib.import_module(name)
+        self._package = imported.__package__
+        text = SourceText(Path(inspect.getfile(imported)).read_text(encoding="utf-8"))  # which may be empty
+        body: list[ast.stmt] = []
+        for statement in text.tree.body:
+            body += statement.body if isinstance(statement, ast.If) and _is_for_types(statement) else [statement]
+        for index, statement in enumerate(body):
+            if isinstance(statement, ast.ImportFrom | ast.Import):
+                self._note_import(statement, packages)
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                self.calls.append(text.of(statement) + "\n")
+            elif not isinstance(statement, ast.Expr):
+                source = _with_comments(text, statement, body[index + 1 : index + 2])
+                self.definitions |= dict.fromkeys(defined(statement), source)
+
+    def _note_import(self, statement: ast.ImportFrom | ast.Import, packages: frozenset[str]) -> None:
+        module = getattr(statement, "module", None)
+        if isinstance(statement, ast.ImportFrom) and statement.level:
+            module = importlib.util.resolve_name("." * statement.level + (module or ""), self._package)
+        for alias in statement.names:
+            bound = alias.asname or alias.name.partition(".")[0]
+            if module is None and alias.name.partition(".")[0] in packages:
+                self.imports[bound] = Name(alias.name, "")
+            elif module is None:
+                self.libraries[bound] = ("", alias.name if alias.asname else bound)
+            elif module.partition(".")[0] in packages:
+                self.imports[bound] = Name(module, alias.name)
+                self.depends.append(module)
+            else:
+                self.libraries[bound] = (module, alias.name)
+
+
+def _is_for_types(statement: ast.If) -> bool:
+    return ast.unparse(statement.test) == "TYPE_CHECKING"
+
+
+def defined(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    elements = [leaf for target in targets for leaf in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return [leaf.id for leaf in elements if isinstance(leaf, ast.Name)]
+
+
+def _with_comments(text: SourceText, statement: ast.stmt, following: list[ast.stmt]) -> str:
+    """Return the source of a statement, with the comments right above it and the docstring of a constant right below it."""
+    decorators = getattr(statement, "decorator_list", None)
+    first = text.first_comment(decorators[0].lineno if decorators else statement.lineno)
+    last = _last_line(statement)
+    if isinstance(statement, ast.Assign | ast.AnnAssign) and following and _is_docstring(following[0]):
+        last = max(last, _last_line(following[0]) if following[0].lineno == last + 1 else 0)
+    return text.lines(first, last)
+
+
+def taken_apart(source: str) -> Definition:
+    """Return a definition with the members of a class by themselves."""
+    text = SourceText(source)
+    node = next((statement for statement in text.tree.body if isinstance(statement, ast.ClassDef)), None)
+    if node is None:
+        return Definition(source)
+    body = list(node.body)
+    if _is_docstring(body[0]):
+        next_line = _last_line(body.pop(0)) + 1
+    else:
+        next_line = text.first_comment(_first_line(body[0]))
+    head = text.lines(1, next_line - 1)
+    has_fields = any("dataclass" in ast.unparse(each) for each in node.decorator_list) or any(
+        ast.unparse(base) == "NamedTuple" for base in node.bases
+    )
+    members = []
+    while body:
+        statement = body.pop(0)
+        last = _last_line(statement)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and body and _is_docstring(body[0]):
+            last = _last_line(body.pop(0))
+        is_field = (
+            has_fields and isinstance(statement, ast.AnnAssign) and "ClassVar" not in text.of(statement.annotation)
+        )
+        decorators = tuple(ast.unparse(each) for each in getattr(statement, "decorator_list", ()))
+        name = "" if is_field else next(iter(defined(statement)), "")
+        members.append(Member(name, text.lines(next_line, last), decorators))
+        next_line = last + 1
+    return Definition(head, members)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _first_line(statement: ast.stmt) -> int:
+    decorators = getattr(statement, "decorator_list", None)
+    return decorators[0].lineno if decorators else statement.lineno
+
+
+def _last_line(statement: ast.stmt) -> int:
+    assert statement.end_lineno is not None
+    return statement.end_lineno

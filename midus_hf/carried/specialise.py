@@ -1,0 +1,394 @@
+"""Partial evaluation of Python source: branches that facts decide are replaced by what is left of them."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+Facts = Mapping[str, Any]
+"""What is known of expressions, by their source: `{"INSTALLED": False, "self.options.routing": "chunk"}`."""
+
+_UNKNOWN = object()
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+class Edit(NamedTuple):
+    """One replacement within a source text.
+
+    Args:
+        start: Offset of the first byte that is replaced.
+        end: Offset behind the last one.
+        text: What takes its place.
+    """
+
+    start: int
+    end: int
+    text: str
+
+
+def specialise(source: str, facts: Facts) -> str:
+    """Return the source with every branch resolved that the facts decide.
+
+    `if`, `elif`, conditional expressions and boolean operators are resolved; statements behind a `return` or `raise` that has become
+    unconditional go, and so do local variables that nothing reads any more. Everything else stays as it is written, comments
+    included.
+
+    Args:
+        source: One or more statements at the top level.
+        facts: By the source of an expression, its value.
+    """
+    while True:
+        text = SourceText(source)
+        edits = _outermost(_edits(text, facts))
+        if not edits:
+            return source
+        source = text.edited(edits)
+
+
+_SECTION = re.compile(r"\n\n *(?:Args|Returns|Raises):\n(?:(?!\n\n|\n *\Z).)*", flags=re.DOTALL)
+
+
+def with_short_docstrings(source: str) -> str:
+    """Return the source with those sections of docstrings alone (arguments, results, errors) that tell shapes.
+
+    Args:
+        source: One or more statements at the top level.
+    """
+    text = SourceText(source)
+    edits = []
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
+            docstring = node.body[0]
+            before = text.of(docstring)
+            after = _SECTION.sub(lambda section: section[0] if "`[" in section[0] else "", before.removesuffix('"""'))
+            after = after.rstrip()
+            end = f"\n{' ' * docstring.col_offset}" if "\n" in after else ""
+            edits.append(Edit(text.start(docstring), text.end(docstring), f'{after}{end}"""'))
+    return text.edited(edits)
+
+
+def with_plain_defaults(source: str) -> str:
+    """Return the source with the default of a field in the place of `option(default, help)`, where nobody may change the default."""
+    text = SourceText(source)
+    edits = []
+    for node in ast.walk(text.tree):
+        value = node.value if isinstance(node, ast.AnnAssign) else None
+        if (
+            isinstance(value, ast.Call)
+            and ast.unparse(value.func) == "option"
+            and isinstance(value.args[0], ast.Constant)
+        ):
+            edits.append(Edit(text.start(value), text.end(value), text.of(value.args[0])))
+    return text.edited(edits)
+
+
+class SourceText:
+    """A source text with its syntax tree, and the text of each node.
+
+    Args:
+        source: Python.
+    """
+
+    def __init__(self, source: str):
+        self.bytes = source.encode()
+        self.tree = ast.parse(source)
+        self._line_starts = [0]
+        self._lines = self.bytes.splitlines(keepends=True)
+        for line in self._lines:
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    def offset(self, line: int, column: int) -> int:
+        """Return the offset of a position as nodes have it: lines from 1, columns in bytes."""
+        return self._line_starts[line - 1] + column
+
+    def start(self, node: Any) -> int:
+        """Return the offset of a node's first byte; of a definition, of its first decorator."""
+        decorators = getattr(node, "decorator_list", None)
+        if decorators:
+            return self.offset(decorators[0].lineno, node.col_offset)
+        return self.offset(node.lineno, node.col_offset)
+
+    def end(self, node: Any) -> int:
+        """Return the offset behind a node's last byte."""
+        return self.offset(node.end_lineno, node.end_col_offset)
+
+    def of(self, node: Any) -> str:
+        """Return the source of a node."""
+        return self.bytes[self.start(node) : self.end(node)].decode()
+
+    def first_comment(self, line: int, top: int = 1) -> int:
+        """Return the first of the comment lines that stand right above a line, the line itself if there are none.
+
+        Args:
+            line: Number of the line, from 1.
+            top: The lowest number to look at. Default: 1.
+        """
+        while line > top and self._lines[line - 2].lstrip().startswith(b"#"):
+            line -= 1
+        return line
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Return the offsets of whole lines, counted from 1, the last one included."""
+        return self._line_starts[first - 1], self._line_starts[last]
+
+    def lines(self, first: int, last: int) -> str:
+        """Return the text of whole lines, counted from 1, the last one included."""
+        start, end = self.span(first, last)
+        return self.bytes[start:end].decode()
+
+    def of_lines_from(self, node: Any, last: int) -> str:
+        """Return the source from the first byte of a node to the end of a line."""
+        return self.bytes[self.start(node) : self.span(last, last)[1]].decode()
+
+    def edited(self, edits: Iterable[Edit]) -> str:
+        """Return the text with replacements made, none of which overlap."""
+        content = self.bytes
+        for edit in sorted(edits, reverse=True):
+            content = content[: edit.start] + edit.text.encode() + content[edit.end :]
+        return content.decode()
+
+
+def _outermost(edits: Iterable[Edit]) -> list[Edit]:
+    kept: list[Edit] = []
+    for edit in sorted(edits, key=lambda edit: (edit.start, -edit.end)):
+        if not kept or edit.start >= kept[-1].end:
+            kept.append(edit)
+    return kept
+
+
+def _edits(text: SourceText, facts: Facts) -> Iterator[Edit]:
+    tests = _tests(text.tree)
+    elifs = {
+        id(node.orelse[0]) for node in ast.walk(text.tree) if isinstance(node, ast.If) and _is_elif(text, node.orelse)
+    }
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.If):
+            yield from _of_if(text, node, facts, id(node) in elifs)
+        elif isinstance(node, ast.IfExp):
+            value = _truth(node.test, facts)
+            if value is not None:
+                yield Edit(text.start(node), text.end(node), text.of(node.body if value else node.orelse))
+        elif isinstance(node, ast.BoolOp):
+            yield from _of_bool(text, node, facts, id(node) in tests)
+        elif isinstance(node, ast.FunctionDef):
+            yield from _unread_variables(text, node)
+        for block in _blocks(node):
+            yield from _behind_the_end(text, block)
+            yield from _needless(text, block)
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+
+
+def _behind_the_end(text: SourceText, block: list[ast.stmt]) -> Iterator[Edit]:
+    for statement in block[:-1]:
+        if isinstance(statement, ast.Return | ast.Raise):
+            yield Edit(*text.span(_last_line(statement) + 1, _last_line(block[-1])), "")
+            return
+
+
+def _needless(text: SourceText, block: list[ast.stmt]) -> Iterator[Edit]:
+    """Take away each `pass` that stands beside something else."""
+    passes = [statement for statement in block if isinstance(statement, ast.Pass)]
+    for statement in passes[len(passes) == len(block) :]:
+        yield Edit(*text.span(statement.lineno, statement.lineno), "")
+
+
+def _is_elif(text: SourceText, block: list[ast.stmt]) -> bool:
+    return len(block) == 1 and isinstance(block[0], ast.If) and text.of(block[0]).startswith("elif")
+
+
+def _of_if(text: SourceText, node: ast.If, facts: Facts, is_elif: bool) -> Iterator[Edit]:
+    value = _truth(node.test, facts)
+    if value is None:
+        return
+    first, last = text.span(node.lineno, _last_line(node))
+    indent, otherwise = " " * node.col_offset, node.orelse
+    if value:
+        body = _block_lines(text, node, node.body, _last_line(node.test) + 1)
+        yield Edit(first, last, f"{indent}else:\n{body}" if is_elif else _dedented(body))
+    elif _is_elif(text, otherwise):
+        yield Edit(first, text.start(otherwise[0]) + len("elif"), f"{indent}{'elif' if is_elif else 'if'}")
+    elif otherwise:
+        line = otherwise[0].lineno
+        while not text.lines(line, line).strip().startswith("else:"):
+            line -= 1
+        if is_elif:
+            yield Edit(first, text.span(line, line)[0], "")
+        else:
+            yield Edit(first, last, _dedented(_block_lines(text, node, otherwise, line + 1)))
+    elif is_elif:
+        yield Edit(first, last, "")
+    else:
+        yield _removal(text, node)
+
+
+def _removal(text: SourceText, statement: ast.stmt) -> Edit:
+    """Put `pass` in the place of a statement and of the comments above it, since all of its block may go at once."""
+    start, end = text.span(text.first_comment(statement.lineno), _last_line(statement))
+    return Edit(start, end, f"{' ' * statement.col_offset}pass\n")
+
+
+def _last_line(node: Any) -> int:
+    return node.end_lineno
+
+
+def _block_lines(text: SourceText, owner: ast.If, block: list[ast.stmt], top: int) -> str:
+    """The lines of a block of a statement, from the comments above its first statement, as far up as a line."""
+    if block[0].lineno < top:  # in the line of `if` or `else`
+        return f"{' ' * (owner.col_offset + 4)}{text.of_lines_from(block[0], _last_line(block[-1]))}"
+    decorators = getattr(block[0], "decorator_list", None)
+    first = text.first_comment(decorators[0].lineno if decorators else block[0].lineno, top)
+    return text.lines(first, _last_line(block[-1]))
+
+
+def _dedented(lines: str) -> str:
+    return "".join(line.removeprefix("    ") for line in lines.splitlines(keepends=True))
+
+
+def _of_bool(text: SourceText, node: ast.BoolOp, facts: Facts, is_test: bool) -> Iterator[Edit]:
+    """Leave out operands that are known and do not decide; end at one that does.
+
+    Where more than the truth of the whole matters, the last operand may be its value: one that is known and no bool is written out.
+    """
+    ends = isinstance(node.op, ast.Or)
+    kept: list[str] = []
+    is_changed = False
+    for operand in node.values:
+        truth = None if _is_literal(operand) else _truth(operand, facts)
+        value = truth if is_test else _value(operand, facts)
+        if truth is not None and truth is not ends and (isinstance(value, bool) or operand is not node.values[-1]):
+            is_changed = True
+        elif truth is None or value is _UNKNOWN:
+            kept.append(_in_brackets(text, operand, node.op))
+        else:
+            kept.append(repr(value))
+            is_changed = True
+        if truth is ends:
+            is_changed = is_changed or operand is not node.values[-1]
+            break
+    if is_changed:
+        word = " or " if ends else " and "
+        yield Edit(text.start(node), text.end(node), word.join(kept or [repr(not ends)]))
+
+
+def _tests(tree: ast.Module) -> set[int]:
+    """The identities of expressions of which nothing but their truth matters."""
+    pending: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            pending.append(node.test)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            pending.append(node.operand)
+    found = set()
+    while pending:
+        expression = pending.pop()
+        found.add(id(expression))
+        if isinstance(expression, ast.BoolOp):
+            pending += expression.values
+    return found
+
+
+def _in_brackets(text: SourceText, operand: ast.expr, within: ast.boolop) -> str:
+    source = text.of(operand)
+    weaker = isinstance(operand, ast.IfExp | ast.Lambda | ast.NamedExpr) or (
+        isinstance(operand, ast.BoolOp) and type(operand.op) is not type(within)
+    )
+    return f"({source})" if weaker else source
+
+
+def _unread_variables(text: SourceText, function: ast.FunctionDef) -> Iterator[Edit]:
+    """Take away assignments to local names that nothing reads, where what is assigned calls nothing."""
+    read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    declared = {
+        name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+    }
+    for parent in ast.walk(function):
+        for block in _blocks(parent):
+            for statement in block:
+                target = _single_target(statement)
+                if target is None or target in read or target in declared:
+                    continue
+                value: Any = getattr(statement, "value", None)
+                if value is not None and any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(value)):
+                    continue
+                yield _removal(text, statement)
+
+
+def _single_target(statement: ast.stmt) -> str | None:
+    if (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+    ):
+        return statement.targets[0].id
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return statement.target.id
+    return None
+
+
+def _is_literal(expression: ast.expr) -> bool:
+    """Whether an operand is written out: as the last of a boolean operator it is its value, and stays."""
+    return isinstance(expression, ast.Constant | ast.Tuple | ast.List | ast.Set | ast.Dict)
+
+
+def _truth(expression: ast.expr, facts: Facts) -> bool | None:
+    """Whether an expression is true, as far as the facts say; None where they do not."""
+    value = _value(expression, facts)
+    if value is not _UNKNOWN:
+        return bool(value)
+    if isinstance(expression, ast.BoolOp):
+        ends = isinstance(expression.op, ast.Or)
+        truths = [_truth(operand, facts) for operand in expression.values]
+        if ends in truths:
+            return ends
+        return None if None in truths else not ends
+    return None
+
+
+def _value_of_bool(expression: ast.BoolOp, facts: Facts) -> Any:
+    """The value of the first operand that decides, or of the last one, if all up to it are known."""
+    value: Any = _UNKNOWN
+    for operand in expression.values:
+        value = _value(operand, facts)
+        if value is _UNKNOWN or bool(value) is isinstance(expression.op, ast.Or):
+            break
+    return value
+
+
+def _value(expression: ast.expr, facts: Facts) -> Any:
+    if isinstance(expression, ast.Constant):
+        return expression.value
+    known = facts.get(ast.unparse(expression), _UNKNOWN)
+    if known is not _UNKNOWN or isinstance(expression, ast.Name | ast.Attribute):
+        return known
+    if isinstance(expression, ast.BoolOp):
+        return _value_of_bool(expression, facts)
+    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
+        truth = _truth(expression.operand, facts)
+        return _UNKNOWN if truth is None else not truth
+    if isinstance(expression, ast.Tuple | ast.List | ast.Set):
+        values = [_value(element, facts) for element in expression.elts]
+        return _UNKNOWN if any(value is _UNKNOWN for value in values) else tuple(values)
+    if isinstance(expression, ast.Compare) and len(expression.ops) == 1:
+        left, right = _value(expression.left, facts), _value(expression.comparators[0], facts)
+        if left is _UNKNOWN or right is _UNKNOWN:
+            return _UNKNOWN
+        return _COMPARISONS[type(expression.ops[0])](left, right)
+    return _UNKNOWN

@@ -1,0 +1,61 @@
+"""Stretches of tokens as a checkpoint's own code reads for them: all in one group, in which each has the same room."""
+
+import dataclasses
+
+import torch
+
+from midus_hf.memory.stretches import Read, Stretches
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedStretches(Stretches):
+    """Stretches that are filled up to equal length.
+
+    Args:
+        numbers: `[S]`, int64, the stretch that each row of the group is for.
+        room: L, tokens of each row.
+        places: `[B * T]`, int64, where each token stands among the S * L; S * L for padding, which reads nothing.
+    """
+
+    numbers: torch.Tensor
+    room: int
+    places: torch.Tensor
+
+    def read(self, tokens: torch.Tensor, read: Read) -> torch.Tensor:
+        rows = tokens.flatten(0, 1)
+        count = len(self.numbers) * self.room
+        padded = rows.new_zeros(count + 1, *rows.shape[1:]).index_copy(0, self.places, rows)[:count]
+        output = read(padded.unflatten(0, (len(self.numbers), self.room)), self.numbers).flatten(0, 1)
+        with_nothing = torch.cat([output, output.new_zeros(1, *output.shape[1:])])
+        return with_nothing.index_select(0, self.places).unflatten(0, tokens.shape[:2])
+
+
+def grouped(
+    of_token: torch.Tensor,
+    first_tokens: torch.Tensor,
+    room: int,
+    *,
+    alike: torch.Tensor | None = None,
+    alike_room: int = 0,
+    by_length: bool = False,
+) -> Stretches:
+    """Put stretches of tokens that stand together into one group.
+
+    Args:
+        of_token: `[B, T]`, int64, as `Stretches` has it; -1 for padding.
+        first_tokens: `[N]`, int64, where each stretch begins among the B * T tokens.
+        room: Tokens that a stretch may have.
+        alike: `[B, T]`, bool, the tokens of stretch 0, which may stand anywhere. Default: stretch 0 is as all others.
+        alike_room: Tokens that stretch 0 may have, for which it has as many rows as they fill. Default: 0.
+        by_length: Not asked for: all stretches have the same room.
+    """
+    flat = of_token.flatten()
+    copies, skipped = -(-alike_room // room), 0 if alike is None else 1
+    alone = torch.arange(skipped, len(first_tokens), device=flat.device)
+    numbers = torch.cat([alone.new_zeros(copies), alone])
+    within = torch.arange(len(flat), device=flat.device) - first_tokens[flat.clamp(min=0)]
+    places = (copies + flat - skipped) * room + within
+    if alike is not None:
+        places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)
+    places = torch.where(flat >= 0, places, len(numbers) * room)
+    return PaddedStretches(of_token.clamp(min=0), numbers, room, places)

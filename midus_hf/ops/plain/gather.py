@@ -1,0 +1,76 @@
+"""What memories do with rows of large tables: weighted sums of them, and products with them."""
+
+import torch
+import torch.nn.functional as F
+
+
+def weighted_gather(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, sparse_gradient: bool = False
+) -> torch.Tensor:
+    """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
+
+    Args:
+        bank: `[R, v]`, floating point; or `[..., v]`, whose R rows are numbered in order.
+        slots: `[..., m]`, int64, `0 <= slot < R`.
+        weights: `[..., m]`, floating point.
+        sparse_gradient: Whether the gradient of a bank of two dimensions is a sparse tensor. Default: false.
+
+    Returns:
+        `[..., v]`, the dtype of `bank`.
+    """
+    rows = _rows(bank.flatten(0, -2), slots, sparse_gradient and bank.dim() == 2)  # [..., m, v]
+    return (weights.to(rows.dtype).unsqueeze(-1) * rows).sum(-2).to(bank.dtype)
+
+
+def gathered_products(
+    vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool = False
+) -> torch.Tensor:
+    """Multiply each vector with rows of a table, `out[..., m] = <vectors, bank[slots[..., m]]>` (UltraMemV2, equation 15: `P x`).
+
+    Args:
+        vectors: `[..., v]`, floating point, cast to the dtype of `bank`.
+        bank: `[R, v]`, floating point.
+        slots: `[..., m]`, int64, `0 <= slot < R`.
+        sparse_gradient: As in `weighted_gather`. Default: false.
+
+    Returns:
+        `[..., m]`, float32, or float64 for a float64 bank.
+    """
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
+    vectors = vectors.to(bank.dtype).to(rows.dtype)
+    return (rows * vectors.unsqueeze(-2)).sum(-1)  # a matrix product would be narrowed under autocast
+
+
+def parted_gather(
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    parts: torch.Tensor,
+    num_parts: int,
+    sparse_gradient: bool = False,
+) -> torch.Tensor:
+    """Sum rows of a table by parts, `out[..., p] = sum over m with parts[..., m] == p of weights[..., m] * bank[slots[..., m]]`.
+
+    Args:
+        bank: `[R, v]`, floating point.
+        slots: `[..., m]`, int64, `0 <= slot < R`.
+        weights: `[..., m]`, floating point.
+        parts: `[..., m]`, int64, `0 <= part < P`.
+        num_parts: P.
+        sparse_gradient: As in `weighted_gather`. Default: false.
+
+    Returns:
+        `[..., P, v]`, the dtype of `bank`.
+    """
+    rows = _rows(bank, slots, sparse_gradient)  # [..., m, v]
+    terms = weights.to(rows.dtype).unsqueeze(-1) * rows
+    of_part = F.one_hot(parts, num_parts).to(rows.dtype)  # [..., m, P]
+    return (of_part.unsqueeze(-1) * terms.unsqueeze(-2)).sum(-3).to(bank.dtype)
+
+
+def _rows(bank: torch.Tensor, slots: torch.Tensor, sparse_gradient: bool) -> torch.Tensor:
+    """Rows of a table in float32 at least: the gradient of a row that thousands of tokens hit is summed so."""
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    if torch.is_grad_enabled() and bank.requires_grad:
+        return F.embedding(slots, bank.to(wide), sparse=sparse_gradient)
+    return F.embedding(slots, bank).to(wide)

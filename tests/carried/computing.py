@@ -1,0 +1,32 @@
+"""What a checkpoint computes, with the package or without: a process that cannot import this is given the text."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def loaded(folder: str | Path) -> Any:
+    """Return the model of a folder, in eval mode."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", trust_remote_code=True).eval()
+
+
+def computed(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return logits, greedy tokens, a loss, and the names of the parameters that it has gradients for.
+
+    Args:
+        model: In eval mode, without gradients.
+        inputs: Of a forward pass, and of `generate`.
+    """
+    greedy = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    labels = inputs["input_ids"].clone()
+    labels[:, :3] = -100  # a prompt, which some routers read
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    tokens = model.generate(**inputs, **greedy)
+    loss = model.train()(**inputs, labels=labels, use_cache=False).loss
+    loss.backward()
+    model.eval()
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"logits": logits, "tokens": tokens, "loss": loss.detach(), "reached": reached}

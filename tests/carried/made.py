@@ -1,0 +1,57 @@
+"""Small checkpoints of every method that adds memory, made once for all tests of this folder."""
+
+from pathlib import Path
+from typing import Any
+
+from pairs import by_default
+from tiny import NATIVE_FAMILIES, save_tiny_model
+
+from upscalers import upscale
+
+TREE = {"sizes": [3, 0, 2], "branching": 3}
+METHODS: dict[str, dict[str, Any]] = {
+    "hier-ffn": TREE,
+    "hier-kv": TREE,
+    "hier-lora-ffn": TREE,
+    "hier-lora-qk": TREE,
+    "hier-lora-vo": TREE,
+    "midus-hml": {"n": 8, "k": 2},
+    "midus-linear": {"slots": 12, "k": 2},
+    "midus-pkm": {"n": 8, "k": 2},
+    "moc": {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3},
+    "moda": {},
+    "ultramem-v2": {"n": 8, "k": 4},
+}
+"""Methods with their options."""
+
+MOST_LINES = dict.fromkeys(METHODS, 2500) | {"midus-hml": 1500}
+"""The number of lines that the code of a checkpoint may have, by method."""
+
+_USUAL = [("llama", method) for method in METHODS] + [
+    (family, "midus-hml") for family in NATIVE_FAMILIES if family != "llama"
+]
+ALL_CASES = [(family, method) for family in NATIVE_FAMILIES for method in METHODS]
+CASES = by_default(_USUAL, ALL_CASES)
+"""Families with methods: by default every method on one family, and every family with one method."""
+
+
+class Checkpoints:
+    """Folders of checkpoints, each of which is made when it is first asked for.
+
+    Args:
+        folder: In which all of them lie.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __call__(self, family: str, method: str) -> Path:
+        """Return the folder of a checkpoint."""
+        # Transformers calls the package of remote code after the last folder.
+        output = self._folder / family / f"{family}_{method}"
+        if not output.exists():
+            base = self._folder / family / "base"
+            if not base.exists():
+                save_tiny_model(family, base)
+            upscale(base=base, method=method, output=output, options=dict(METHODS[method]), verify=False)
+        return output

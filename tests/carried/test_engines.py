@@ -1,0 +1,85 @@
+"""What serving engines such as vLLM ask of the code that a checkpoint carries, beside what transformers asks."""
+
+import ast
+import importlib.util
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carried.made import CASES, METHODS
+from tiny import prompt
+from torch import nn
+
+LOOK_AT_ONE_TOKEN = ("midus-hml", "midus-linear", "midus-pkm", "ultramem-v2")
+"""Methods whose memories can be served where requests lie in one row."""
+
+
+def copy_of_code(folder: Path, name: str) -> Any:
+    """Return the module of a checkpoint, with classes that no other copy of it has."""
+    spec = importlib.util.spec_from_file_location(
+        f"{folder.name.replace('-', '_')}_{name}", folder / "modeling_midus.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def of_llama(module: Any, kind: str) -> Any:
+    return getattr(module, f"MidusLlama{kind}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(method, checkpoints):
+    """An engine sends the config to another process by value, where the model's own code is loaded from its file."""
+    folder = checkpoints("llama", method)
+    sent, own = copy_of_code(folder, "sent"), copy_of_code(folder, "own")
+    configs = [of_llama(module, "Config").from_pretrained(folder) for module in (sent, own)]
+    assert type(configs[0]) is not type(configs[1])
+    models = [of_llama(own, "ForCausalLM").from_pretrained(folder, config=config).eval() for config in configs]
+    with torch.no_grad():
+        logits = [model(prompt()).logits for model in models]
+    assert torch.equal(*logits)
+
+
+def is_lookup(node: ast.expr | None) -> bool:
+    """Whether an expression takes a function from `ALL_ATTENTION_FUNCTIONS`."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    return isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == "ALL_ATTENTION_FUNCTIONS"
+
+
+def attention_calls(module: nn.Module) -> list[ast.Call]:
+    """The calls in the source of a module's forward, of local names that were taken from `ALL_ATTENTION_FUNCTIONS`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
+    assigned = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and is_lookup(node.value)
+    ]
+    targets = [
+        target for node in assigned for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    taken = {ast.unparse(target) for target in targets}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in taken]
+
+
+@pytest.mark.parametrize(("family", "method"), [case for case in CASES if case[1] in LOOK_AT_ONE_TOKEN])
+def test_each_layer_has_one_module_whose_source_calls_the_attention_function_once(family, method, checkpoints):
+    """vLLM reads the source of each forward, and gives a cache to each layer index of those in which it finds the call."""
+    folder = checkpoints(family, method)
+    code = copy_of_code(folder, "read")
+    (model_class,) = [
+        value for name, value in vars(code).items() if name.startswith("Midus") and name.endswith("ForCausalLM")
+    ]
+    model = model_class.from_pretrained(folder)
+    attending = [module for module in model.modules() if len(attention_calls(module)) == 1]
+    assert sorted(module.layer_idx for module in attending) == list(range(model.config.num_hidden_layers))
+    for module in attending:
+        (call,) = attention_calls(module)
+        for keyword in call.keywords:
+            if keyword.arg in ("scaling", "s_aux"):
+                text = ast.unparse(keyword.value)
+                assert isinstance(keyword.value, ast.Constant) or text.partition(".")[0] == "self", text

@@ -1,0 +1,237 @@
+"""The module of code that a checkpoint carries: one file for its memories alone, which is the same whoever writes it."""
+
+import ast
+import hashlib
+import importlib.util
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES
+from pairs import by_default, wanted_by_tests
+
+import midus_config
+import midus_hf
+import midus_hf.ops.plain
+from midus_hf.banks import plain_bank
+from midus_hf.carried import standins
+from midus_hf.carried.sources import Module, defined
+from midus_hf.memory.registry import MEMORY_MODULES
+from midus_hf.version import __version__
+
+ROOT = Path(__file__).parent.parent.parent
+OTHERS = {"torch", "transformers", "safetensors", "huggingface_hub"}
+"""What a carried module may import beside Python's own library: torch, transformers, and what this one installs."""
+
+of_all_cases = pytest.mark.parametrize(("family", "method"), CASES)
+on_llama = pytest.mark.parametrize("method", METHODS)
+
+
+def source_of(folder: Path) -> str:
+    return (folder / "modeling_midus.py").read_text(encoding="utf-8")
+
+
+def imported(folder: Path) -> Any:
+    """The module of a checkpoint, under a name of its own."""
+    name = f"carried_{folder.name.replace('-', '_')}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, folder / "modeling_midus.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def imports_of(source: str) -> set[str]:
+    """The packages that a source imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, ast.unparse(node)
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@of_all_cases
+def test_a_checkpoint_carries_one_module_of_few_lines(family, method, checkpoints):
+    (path,) = checkpoints(family, method).rglob("*.py")
+    assert path.name == "modeling_midus.py"
+    assert len(path.read_text().splitlines()) <= MOST_LINES[method]
+
+
+@of_all_cases
+def test_the_header_tells_version_and_memories_and_the_digest_of_what_follows(family, method, checkpoints):
+    folder = checkpoints(family, method)
+    opening, header, body = source_of(folder).split('"""', 2)
+    assert opening == ""
+    assert f"midus-hf {__version__} wrote this module" in header
+    for entry in json.loads((folder / "config.json").read_text())["memory"]:
+        assert f"{entry['type']} memory" in header
+    digest = header.strip().rpartition("SHA-256 of what follows: ")[2]
+    assert digest == hashlib.sha256(body.removeprefix("\n\n").encode()).hexdigest()
+
+
+@of_all_cases
+def test_the_module_defines_each_name_that_it_reads_and_imports_none_that_it_does_not(family, method, checkpoints):
+    path = checkpoints(family, method) / "modeling_midus.py"
+    rules = ("--isolated", "--no-cache", "--select=F401,F811,F821,F822", "--output-format=concise")
+    checked = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, path], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout
+
+
+@of_all_cases
+def test_the_module_needs_torch_and_transformers_alone_and_has_what_its_memories_need_alone(
+    family, method, checkpoints
+):
+    source = source_of(checkpoints(family, method))
+    packages = imports_of(source)
+    assert packages <= {*OTHERS, *sys.stdlib_module_names}
+    assert not packages & {"ctypes", "subprocess", "threading", "multiprocessing", "concurrent", "mmap"}
+    assert "triton" not in source.lower() and "native" not in source
+    classes = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    assert ("MemoryBank" in classes) is method.startswith("hier-")
+    other_memories = {module.__name__ for module in MEMORY_MODULES.values()} - {
+        module.__name__ for module in imported(checkpoints(family, method)).MEMORY_MODULES.values()
+    }
+    assert not classes & other_memories
+
+
+@of_all_cases
+def test_each_forward_of_a_model_names_its_arguments(family, method, checkpoints):
+    tree = ast.parse(source_of(checkpoints(family, method)))
+    forwards = [
+        (owner.name, function)
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef)
+        for function in owner.body
+        if isinstance(function, ast.FunctionDef) and function.name == "forward"
+    ]
+    assert forwards
+    # What a host layer takes of earlier layers has to be arguments by place: activation checkpointing keeps these alone.
+    by_place = {owner: function.args.vararg.arg for owner, function in forwards if function.args.vararg}
+    assert by_place in ({}, {"HostLayer": "taken"})
+
+
+@on_llama
+def test_nothing_in_the_module_resists_pickling_by_value(method, checkpoints):
+    module = imported(checkpoints("llama", method))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled = {name: cloudpickle.dumps(value) for name, value in vars(module).items() if not name.startswith("__")}
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    assert len(pickled) > 20
+
+
+_WRITTEN_TWICE = [("llama", "hier-lora-qk"), ("llama", "moc"), ("gemma3", "midus-hml")]
+
+_WRITE_AGAIN = """
+import hashlib
+import json
+import sys
+from transformers import AutoConfig
+import midus_hf
+from midus_hf.carried.module import carried_module
+
+digests = {}
+for folder in reversed(json.loads(sys.argv[1])):
+    digests[folder] = hashlib.sha256(carried_module(AutoConfig.from_pretrained(folder)).encode()).hexdigest()
+print(json.dumps(digests))
+"""
+
+
+@pytest.fixture(scope="module")
+def written_again(request, checkpoints) -> dict[str, str]:
+    """Digests of the modules that a process in which sets have another order writes, in another order."""
+    folders = [str(checkpoints(*case)) for case in wanted_by_tests(request, "family", "method")]
+    environment = os.environ | {"PYTHONHASHSEED": "14", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _WRITE_AGAIN, json.dumps(folders)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("family", "method"), by_default(_WRITTEN_TWICE, ALL_CASES))
+def test_the_same_config_gives_the_same_module_in_any_process(family, method, checkpoints, written_again):
+    folder = checkpoints(family, method)
+    assert written_again[str(folder)] == hashlib.sha256(source_of(folder).encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "value"),
+    [("midus-hml", "values", "own"), ("moc", "routing", "token"), ("moda", "joining", "interpolated")],
+)
+def test_a_config_whose_options_were_edited_is_refused_by_code_that_was_written_for_others(
+    method, key, value, checkpoints
+):
+    folder = checkpoints("llama", method)
+    content = json.loads((folder / "config.json").read_text())
+    config_class = imported(folder).MidusLlamaConfig
+    assert config_class(**content).memories().entries
+    written_for = content["memory"][0].pop(key, None)
+    # What is left out has the value that the code was written for.
+    assert getattr(config_class(**content).memories().entries[0].options, key) is not None
+    content["memory"][0][key] = value
+    with pytest.raises(
+        ValueError,
+        match=rf"has {key} = '{value}'; expected {written_for!r}, for which modeling_midus\.py was written\. "
+        "Load the model with midus-hf installed, and save it again",
+    ):
+        config_class(**content)
+
+
+def test_sizes_that_a_checkpoint_was_not_written_for_are_refused(checkpoints):
+    folder = checkpoints("llama", "midus-hml")
+    content = json.loads((folder / "config.json").read_text())
+    content["memory"][0]["n"] = 16
+    with pytest.raises(ValueError, match="n = 16; expected 8"):
+        imported(folder).MidusLlamaConfig(**content)
+
+
+STANDS_FOR = {
+    "MEMORY_TYPES": "midus_config.memory_types",
+    "register_memory_type": "midus_config.memory_types",
+    "MEMORY_MODULES": "midus_hf.memory.registry",
+    "register_memory": "midus_hf.memory.registry",
+    "module_of": "midus_hf.memory.registry",
+    "option": "midus_config.options",
+    "read_options": "midus_config.options",
+    "write_code": "midus_hf.carried.module",
+    "MemoryBank": "midus_hf.banks.memory_bank",
+}
+"""The definitions that carried code has another of, ops aside."""
+
+
+def test_a_stand_in_takes_the_place_of_nothing_else():
+    definers: dict[str, list[str]] = {}
+    for package in (midus_config, midus_hf):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            path = Path(importlib.util.find_spec(found.name).origin)
+            for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
+                    for name in defined(statement):
+                        definers.setdefault(name, []).append(found.name)
+
+    plain = [
+        f"{midus_hf.ops.plain.__name__}.{each.name}" for each in pkgutil.iter_modules(midus_hf.ops.plain.__path__)
+    ]
+    names = {
+        name: module
+        for module in (*plain, plain_bank.__name__, standins.__name__)
+        for name in Module(module, frozenset({"midus_hf", "midus_config"})).definitions
+        if not name.startswith("_")
+    }
+    assert set(STANDS_FOR) <= set(names)
+    for name, module in names.items():
+        replaced = [each for each in definers[name] if each != module]
+        if module in plain:
+            assert len(replaced) <= 1 and all(each.startswith("midus_hf.ops.") for each in replaced), name
+        else:
+            assert replaced == ([STANDS_FOR[name]] if name in STANDS_FOR else []), name
