@@ -135,6 +135,24 @@ def _refusal(name: str) -> ValueError:
     )
 
 
+def refuse_one_row(name: str, attn_implementation: str | None) -> None:
+    """Refuse an engine that lays the tokens of several requests in one row, and passes no cache.
+
+    Args:
+        name: Of a memory that keeps a state.
+        attn_implementation: Of the model; that of vLLM's Transformers backend has this engine behind it.
+
+    Raises:
+        ValueError: If it is that of vLLM.
+    """
+    if attn_implementation == "vllm":
+        raise ValueError(
+            f"attention 'vllm' lays the tokens of several requests in one row and keeps nothing for the memory {name!r}, which "
+            "routes by the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, "
+            "a memory with routing = 'token', or a method without it."
+        )
+
+
 def states_in(
     cache: Any, wanted: Mapping[tuple[str, int], bool], num_layers: int
 ) -> dict[tuple[str, int], MemoryState]:

@@ -15,7 +15,7 @@ from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import auto_map
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.fetched import FetchedBatch
-from midus_hf.memory.memory_state import MemoryState, check_taking_back, states_in
+from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
 from midus_hf.memory.needs import needs_of
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.memory.router_report import RouterReports
@@ -148,6 +148,8 @@ class MemoryModel(HostsMemory):
             self._share_tables(memories)
         if self.needs.states:
             self._stateful = {key: memory.can_forget for key, memory in hosted.items() if memory.keeps_state}
+            for name, _ in self._stateful:
+                refuse_one_row(name, config._attn_implementation)
         if INSTALLED or self.needs.banks:
             self.own_banks = Banks(memories.banks)
         if self.needs.banks:

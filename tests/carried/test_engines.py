@@ -13,6 +13,7 @@ import torch
 from carried.made import CASES, METHODS
 from tiny import prompt
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LOOK_AT_ONE_TOKEN = ("midus-hml", "midus-linear", "midus-pkm", "ultramem-v2")
 """Methods whose memories can be served where requests lie in one row."""
@@ -43,6 +44,22 @@ def test_a_model_takes_a_config_whose_classes_are_of_another_copy_of_its_code(me
     with torch.no_grad():
         logits = [model(prompt()).logits for model in models]
     assert torch.equal(*logits)
+
+
+def test_vllm_makes_no_model_that_keeps_a_state_of_a_sequence(checkpoints, monkeypatch):
+    """Its Transformers backend sets attention of this name in the config, and makes the model by it."""
+    folder = checkpoints("llama", "moc")
+    code = copy_of_code(folder, "served")
+    config = of_llama(code, "Config").from_pretrained(folder)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError) as raised:
+        of_llama(code, "Model")(config)
+    assert str(raised.value) == (
+        "attention 'vllm' lays the tokens of several requests in one row and keeps nothing for the memory 'chapters', which routes "
+        "by the tokens before; expected a server that runs Transformers' own attention, such as `transformers serve`, a memory with "
+        "routing = 'token', or a method without it."
+    )
 
 
 def is_lookup(node: ast.expr | None) -> bool:
