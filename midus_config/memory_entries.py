@@ -287,8 +287,7 @@ def _check_tables(name: str, tables: tuple[SharedTables, ...]) -> None:
 
 
 def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
-    if INSTALLED:
-        _check_entry(values)
+    check_entry(values)
     memory_type = values["type"]
     options_class = MEMORY_TYPES[memory_type]
     site = values.get("site", options_class.sites[0])
@@ -305,8 +304,12 @@ def _read_entry(values: Any, sizes: ModelSizes) -> MemoryEntry:
     return MemoryEntry(options, site, tuple(values["layers"]), name, tuple(values.get("into", ())))
 
 
-def _check_entry(values: Any) -> None:
-    """Refuse an entry whose type or site there is not."""
+def check_entry(values: Any) -> None:
+    """Refuse an entry whose type or site there is not.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(
             f"memory entry is {values!r}; expected a mapping such as {{'type': 'headwise', 'layers': [1]}}."

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from midus_hf.carried.sources import Definition, Member, Module, Name, taken_apart
@@ -30,7 +31,8 @@ class Program:
         packages: Names of the packages whose sources are taken; everything else is imported.
         facts: Returns what is known within a definition.
         needs: Which needs of memories the checkpoint has, by name.
-        stand_ins: What stands for a name, whichever module defines it.
+        stand_ins: What stands for a definition of `own` packages that has this name, whichever module it is in.
+        own: Names of the packages in whose place something stands.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Program:
         facts: Callable[[Name], Facts],
         needs: Mapping[str, bool],
         stand_ins: Mapping[str, Name],
+        own: frozenset[str],
     ):
-        self._packages, self._facts, self._needs, self._stand_ins = packages, facts, needs, stand_ins
+        self._packages, self._facts, self._needs = packages, facts, needs
+        self._stand_ins, self._own = stand_ins, own
         self._modules: dict[str, Module] = {}
         self._definitions: dict[Name, Definition] = {}
         self._hooks: dict[Name, frozenset[str]] = {}
@@ -60,15 +64,20 @@ class Program:
     def resolve(self, module: str, name: str) -> Name | None:
         """Return the definition that a name within a module stands for; None for one of a library, or a local one."""
         seen = self.module(module)
-        if name in self._stand_ins and (name in seen.definitions or name in seen.imports):
-            return self._stand_ins[name]
         if name in seen.definitions:
-            return Name(module, name)
+            is_own = module.partition(".")[0] in self._own
+            return self._stand_ins[name] if is_own and name in self._stand_ins else Name(module, name)
         return self.resolve(*seen.imports[name]) if name in seen.imports else None
 
     def definition(self, name: Name) -> Definition:
-        """Return a definition, specialised."""
+        """Return a definition, specialised.
+
+        Raises:
+            ValueError: If its module has statements that cannot be taken along.
+        """
         if name not in self._definitions:
+            if self.module(name.module).refusal:
+                raise ValueError(self.module(name.module).refusal)
             source = specialise(self.module(name.module).definitions[name.name], self._facts(name))
             source = with_plain_defaults(with_short_docstrings(source))
             definition = taken_apart(self._without_bases(name, source))
@@ -170,6 +179,9 @@ class Program:
             self._hooks[name] = _hooks(name, self._packages)
         is_special = not member.name or (member.name.startswith("__") and member.name.endswith("__"))
         is_special = is_special or member.name in _READ_BY_LIBRARIES or name in self._whole
+        is_special = is_special or any(
+            fnmatchcase(member.name, used) for used in self._attributes if used.endswith("*")
+        )
         return is_special or member.name in self._attributes or member.name in self._hooks[name]
 
 
@@ -200,7 +212,13 @@ def _used(source: str) -> tuple[set[str], set[str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _BY_NAME:
             attributes |= {str(leaf.value) for leaf in node.args if isinstance(leaf, ast.Constant)}
+            attributes |= {_pattern(leaf) for leaf in node.args if isinstance(leaf, ast.JoinedStr)}
     return names, attributes
+
+
+def _pattern(text: ast.JoinedStr) -> str:
+    """What an f-string gives, with a star for whatever is put into it."""
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in text.values)
 
 
 def _hooks(name: Name, packages: frozenset[str]) -> frozenset[str]:

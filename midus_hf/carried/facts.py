@@ -108,9 +108,13 @@ class CheckpointFacts:
         }
 
     def written_for(self) -> dict[str, dict[str, Any]]:
-        """Return for each type the options that its entries agree on."""
+        """Return for each type the options that its entries agree on, and their sites."""
         types = dict.fromkeys(entry.type for entry in self.entries)
-        return {each: self.agreed([entry for entry in self.entries if entry.type == each]) for each in types}
+        of_types = {each: [entry for entry in self.entries if entry.type == each] for each in types}
+        return {
+            each: {**self.agreed(entries), "site": sorted({entry.site for entry in entries})}
+            for each, entries in of_types.items()
+        }
 
     def _of_options(self, name: Name) -> Iterator[tuple[str, Any]]:
         found: Any = getattr(importlib.import_module(name.module), name.name, None)

@@ -82,7 +82,7 @@ def _module(config_class: type, facts: CheckpointFacts) -> str:
     for entry, memory in zip(facts.entries, facts.modules, strict=True):
         roots += [Name(type(each).__module__, type(each).__name__) for each in (entry.options, memory)]
     packages = frozenset((*_PACKAGES, *(root.module.partition(".")[0] for root in roots)))
-    program = Program(dict.fromkeys(roots), packages, facts, facts.needs, _stand_ins())
+    program = Program(dict.fromkeys(roots), packages, facts, facts.needs, _stand_ins(), frozenset(_PACKAGES))
     texts = {"WRITTEN_FOR": f"WRITTEN_FOR = {pprint.pformat(facts.written_for(), width=_WIDTH, sort_dicts=False)}\n"}
     body = _Layout(program, texts).text()
     kinds = ", ".join(dict.fromkeys(f"{entry.type} memory ({entry.site})" for entry in facts.entries))
@@ -147,11 +147,17 @@ class _Layout:
         """A source in which names stand for what they are called here; notes what it imports."""
         text = SourceText(source)
         libraries = self._program.module(module).libraries
+        local = {leaf.id for function in ast.walk(text.tree) for leaf in _local_names(function)}
         edits = []
         for name, start, annotates in _names(text):
             resolved = self._program.resolve(module, name)
             if resolved is not None and resolved in self._names:
                 if self._names[resolved] != name:
+                    if self._names[resolved] in local:
+                        raise ValueError(
+                            f"{module} has a variable {self._names[resolved]!r}, and calls what has this name in "
+                            "the code of a checkpoint; expected another name for one of them. Rename the variable."
+                        )
                     edits.append(Edit(start, start + len(name.encode()), self._names[resolved]))
             elif resolved is not None and annotates:
                 edits.append(Edit(start, start + len(name.encode()), "Any"))
@@ -193,13 +199,24 @@ class _Layout:
 def _names(text: SourceText) -> Iterator[tuple[str, int, bool]]:
     """Give each name in a source, the offset of its first byte, and whether it stands in an annotation, which may be a text."""
     annotated = {id(leaf) for node in ast.walk(text.tree) for leaf in _annotations(node)}
+    local = {id(leaf) for function in ast.walk(text.tree) for leaf in _local_names(function)}
     for node in ast.walk(text.tree):
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and (id(node) not in local or id(node) in annotated):
             yield node.id, text.start(node), id(node) in annotated
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) in annotated:
             for leaf in ast.walk(ast.parse(node.value, mode="eval")):
                 if isinstance(leaf, ast.Name):
                     yield leaf.id, text.start(node) + 1 + leaf.col_offset, True
+
+
+def _local_names(function: ast.AST) -> list[ast.Name]:
+    """The names within a function that stand for its arguments and variables, and not for what a module defines."""
+    if not isinstance(function, ast.FunctionDef | ast.Lambda):
+        return []
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return [node for node in names if node.id in bound]
 
 
 def _annotations(node: ast.AST) -> Iterator[ast.AST]:

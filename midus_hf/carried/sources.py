@@ -67,6 +67,8 @@ class Module:
         """The source of each definition."""
         self.calls: list[str] = []
         """Calls at the top level."""
+        self.refusal = ""
+        """Why nothing can be taken from the module, if so: it has a statement that nobody would know to be needed."""
         self.depends: list[str] = []
         """Modules of the packages that this one imports."""
         imported = importlib.import_module(name)
@@ -81,8 +83,15 @@ class Module:
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
                 self.calls.append(text.of(statement) + "\n")
             elif not isinstance(statement, ast.Expr):
+                names = defined(statement) if isinstance(statement, _DEFINES) else []
+                if not names or not self.definitions.keys().isdisjoint(names):
+                    self.refusal = self.refusal or (
+                        f"{name} has {ast.unparse(statement).splitlines()[0]!r} in line {statement.lineno}, which is neither an "
+                        "import, nor a call, nor the only definition of a name; expected these alone at the top level of a module "
+                        "that a checkpoint's code is made from. Put it into a function."
+                    )
                 source = _with_comments(text, statement, body[index + 1 : index + 2])
-                self.definitions |= dict.fromkeys(defined(statement), source)
+                self.definitions |= dict.fromkeys(names, source)
 
     def _note_import(self, statement: ast.ImportFrom | ast.Import, packages: frozenset[str]) -> None:
         module = getattr(statement, "module", None)
@@ -103,6 +112,9 @@ class Module:
 
 def _is_for_types(statement: ast.If) -> bool:
     return ast.unparse(statement.test) == "TYPE_CHECKING"
+
+
+_DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 def defined(statement: ast.stmt) -> list[str]:

@@ -315,7 +315,10 @@ def _in_brackets(text: SourceText, operand: ast.expr, within: ast.boolop) -> str
 
 def _unread_variables(text: SourceText, function: ast.FunctionDef) -> Iterator[Edit]:
     """Take away assignments to local names that nothing reads, where what is assigned calls nothing."""
-    read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    changed = [node.target for node in ast.walk(function) if isinstance(node, ast.AugAssign)]
+    read = {node.id for node in names if not isinstance(node.ctx, ast.Store)}
+    read |= {node.id for node in changed if isinstance(node, ast.Name)}
     declared = {
         name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
     }

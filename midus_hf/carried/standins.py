@@ -53,20 +53,39 @@ def option(default: Any, help: str, type: str = "") -> Any:
     return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
 
 
+def check_entry(values: Any) -> None:
+    """Refuse a type of memory, or a site of it, that this code was not written for.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    memory_type = values["type"]
+    if memory_type not in WRITTEN_FOR:
+        raise _refusal(f"memory type is {memory_type!r}", " or ".join(map(repr, WRITTEN_FOR)))
+    sites = WRITTEN_FOR[memory_type]["site"]
+    site = values.get("site", MEMORY_TYPES[memory_type].sites[0])
+    if site not in sites:
+        raise _refusal(f"memory of type {memory_type!r} has site = {site!r}", " or ".join(map(repr, sites)))
+
+
 def read_options(options_class: Any, values: dict[str, Any], what: str) -> Any:
     """Return the options that a config gives.
 
     Raises:
         ValueError: If this code was written for others.
     """
-    written_for = WRITTEN_FOR[options_class.type]
+    written_for = {key: value for key, value in WRITTEN_FOR[options_class.type].items() if key != "site"}
     for key, value in values.items():
         if written_for.get(key, value) != value:
-            raise ValueError(
-                f"{what} has {key} = {value!r}; expected {written_for[key]!r}, for which {ENTRY_MODULE}.py was written. "
-                "Load the model with midus-hf installed, and save it again."
-            )
+            raise _refusal(f"{what} has {key} = {value!r}", repr(written_for[key]))
     return options_class(**{**written_for, **values})
+
+
+def _refusal(what: str, expected: str) -> ValueError:
+    return ValueError(
+        f"{what}; expected {expected}, for which {ENTRY_MODULE}.py was written. "
+        "Load the model with midus-hf installed, and save it again."
+    )
 
 
 def auto_map(name: str) -> dict[str, str]:

@@ -47,13 +47,15 @@ def grouped(
         room: Tokens that a stretch may have.
         alike: `[B, T]`, bool, the tokens of stretch 0, which may stand anywhere. Default: stretch 0 is as all others.
         alike_room: Tokens that stretch 0 may have, for which it has as many rows as they fill. Default: 0.
-        by_length: Not asked for: all stretches have the same room.
+        by_length: Whether the longest stretch may be looked for, so that no stretch has more room; this waits for the device.
     """
     flat = of_token.flatten()
+    within = torch.arange(len(flat), device=flat.device) - first_tokens[flat.clamp(min=0)]
+    if by_length and alike is None and not torch.compiler.is_compiling():
+        room = min(room, int(within.masked_fill(flat < 0, 0).max()) + 1)
     copies, skipped = -(-alike_room // room), 0 if alike is None else 1
     alone = torch.arange(skipped, len(first_tokens), device=flat.device)
     numbers = torch.cat([alone.new_zeros(copies), alone])
-    within = torch.arange(len(flat), device=flat.device) - first_tokens[flat.clamp(min=0)]
     places = (copies + flat - skipped) * room + within
     if alike is not None:
         places = torch.where(alike.flatten(), alike.flatten().cumsum(0) - 1, places)

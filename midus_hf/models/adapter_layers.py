@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from midus_config.installed import not_carried
-
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -113,7 +111,6 @@ def _layers(names: Iterable[str]) -> list[int]:
     return sorted({int(match[1]) for match in matches if match})
 
 
-@not_carried
 class TakesAdapters:
     """Mixin for a model that adapters are loaded onto: one that was made for the base of an upscaled model is refused."""
 

@@ -108,8 +108,7 @@ class HostsMemory(HostsBanks, TakesAdapters):
             module.reset_parameters()
             return
         super()._init_weights(module)
-        if INSTALLED:
-            _narrow(module)
+        _narrow(module)
 
 
 class MemoryModel(HostsMemory):
@@ -128,9 +127,8 @@ class MemoryModel(HostsMemory):
 
     def __init__(self, config):
         super().__init__(config)
-        if INSTALLED:
-            register_targets(config.model_type)
-            self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+        register_targets(config.model_type)
+        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         memories = memories_of(config)
         hosts: dict[int, type[nn.Module]] = {}
         if memories.attached:
@@ -155,7 +153,7 @@ class MemoryModel(HostsMemory):
         if self.needs.banks:
             self.memory_input_names |= {IDS, BLOCKS}
         self._no_split_modules = {*self._no_split_modules, *(host.__name__ for host in hosts.values())}
-        if INSTALLED and self.needs.narrow:
+        if self.needs.narrow:
             self._narrow_start()
         self.post_init()
 
@@ -228,9 +226,12 @@ class MemoryModel(HostsMemory):
             if self.needs.reports:
                 brought["reports"] = memory_reports
             if self.needs.arguments or self.needs.banks:
-                of_family = {name: given[name] for name in self.memory_input_names & given.keys()}
-                own = {name: kwargs.pop(name) for name in self.memory_input_names & kwargs.keys()}
-                brought["given"] = {name: value for name, value in (of_family | own).items() if value is not None}
+                of_pass: dict[str, Any] = {}
+                for name in self.memory_input_names:
+                    value = kwargs.pop(name, None) if name not in given else given[name]
+                    if value is not None:
+                        of_pass[name] = value
+                brought["given"] = of_pass
             if self.needs.banks:
                 brought["fetched"] = self._blocks_of_pass(
                     tokens, **{name: brought["given"].pop(name, None) for name in (IDS, BLOCKS)}

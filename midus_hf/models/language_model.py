@@ -39,8 +39,7 @@ class MemoryForCausalLM(HostsMemory):
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if INSTALLED:
-            self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
+        self.register_load_state_dict_pre_hook(refuse_adapter_of_base)
         self.post_init()
 
     @needed_for("arguments", "banks", "reports", "places")

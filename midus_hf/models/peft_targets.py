@@ -15,8 +15,8 @@ def register_targets(model_type: str) -> None:
     Args:
         model_type: Such as `"midus_llama"`.
     """
-    native_type = model_type.removeprefix(_MODEL_TYPE_PREFIX)
+    family_type = model_type.removeprefix(_MODEL_TYPE_PREFIX)
     for name, table in vars(sys.modules.get(_TABLES, object)).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING"):
-            if native_type in table:
-                table.setdefault(model_type, table[native_type])
+            if family_type in table:
+                table.setdefault(model_type, table[family_type])

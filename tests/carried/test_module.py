@@ -195,7 +195,26 @@ def test_sizes_that_a_checkpoint_was_not_written_for_are_refused(checkpoints):
         imported(folder).MidusLlamaConfig(**content)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"site": "behind-layer"},
+            "memory of type 'chapters' has site = 'behind-layer'; expected 'behind-attention', for which",
+        ),
+        ({"type": "headwise"}, "memory type is 'headwise'; expected 'chapters', for which"),
+    ],
+)
+def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(change, message, checkpoints):
+    folder = checkpoints("llama", "moc")
+    content = json.loads((folder / "config.json").read_text())
+    content["memory"][0] |= change
+    with pytest.raises(ValueError, match=message):
+        imported(folder).MidusLlamaConfig(**content)
+
+
 STANDS_FOR = {
+    "check_entry": "midus_config.memory_entries",
     "MEMORY_TYPES": "midus_config.memory_types",
     "register_memory_type": "midus_config.memory_types",
     "MEMORY_MODULES": "midus_hf.memory.registry",

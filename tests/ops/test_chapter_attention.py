@@ -238,3 +238,14 @@ def test_it_compiles_to_one_graph(body):
     for name, gradient in gradients(output, arguments).items():
         torch.testing.assert_close(gradient, expected_gradients[name])
     torch._dynamo.reset()
+
+
+def test_the_gradient_of_a_chapter_that_many_stretches_read_is_summed_in_float32():
+    query, keys, values = (torch.randn(shape).bfloat16() for shape in ((1, 1024, 2, 8), (3, 4, 2, 8), (3, 4, 2, 8)))
+    chapters = torch.zeros(1, 1024, 1, dtype=torch.int64)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = values.detach().to(dtype).requires_grad_()
+        output = chapter_attention(query.to(dtype), keys.to(dtype), leaf, chapters, backend="reference")
+        gradients.append(torch.autograd.grad(output.sum(), leaf)[0].double())
+    assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.01

@@ -35,8 +35,8 @@ def chapter_attention(
     with without_autocast(query.device.type):
         by_stretch = query.reshape(-1, query.shape[1] // chapters.shape[1], *query.shape[2:])  # [S, Q, H, d]
         keys, values = (
-            tensor.to(query.dtype)[chapters.reshape(-1, chosen)].to(score_dtype) for tensor in (keys, values)
-        )  # [S, n, M, K, d]
+            tensor.to(query.dtype).to(score_dtype)[chapters.reshape(-1, chosen)] for tensor in (keys, values)
+        )  # [S, n, M, K, d]; many stretches may read a chapter, whose gradient is summed in float32
         if scales is not None:
             scale = scales.reshape(-1, chosen).to(score_dtype)[:, :, None, None, None]
             keys, values = keys * scale, values * scale

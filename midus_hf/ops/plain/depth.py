@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from midus_hf.ops.precision import without_autocast
+
 _LARGEST_EXPONENT = 80.0
 """Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
 
@@ -30,10 +32,11 @@ def depth_attention(
         What heads read, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of scores,
         `[B, H, T]`, float32 at least.
     """
-    scores = depth_scores(query, keys, scaling, softcap)
-    shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
-    stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
-    read = torch.einsum("bkgtn,bktnd->bkgtd", shares, stacked).flatten(1, 2)
+    with without_autocast(query.device.type):
+        scores = depth_scores(query, keys, scaling, softcap)
+        shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
+        stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
+        read = torch.einsum("bkgtn,bktnd->bkgtd", shares, stacked).flatten(1, 2)
     return read.to(query.dtype), scores.logsumexp(-1)
 
 
@@ -151,7 +154,8 @@ def sequence_lse(
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, K, G, T, d]
-    scores = (grouped @ key.to(wide).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling  # [B, H, T, S]
+    with without_autocast(query.device.type):
+        scores = (grouped @ key.to(wide).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling  # [B, H, T, S]
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if is_causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

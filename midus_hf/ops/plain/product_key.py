@@ -76,7 +76,8 @@ def headwise_memory(
         value_bank = value_bank.to(query.dtype)
         weights = (scores / temperature).softmax(dim=-1).to(value_bank.dtype)  # [..., H, k]
         # Thousands of tokens may hit one slot: the gradient of a half-precision bank is summed in float32, in this copy.
-        summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32))
+        learns = torch.is_grad_enabled() and value_bank.requires_grad
+        summing_bank = value_bank.to(torch.promote_types(value_bank.dtype, torch.float32)) if learns else value_bank
         if value_bank.dim() == 3:
             first_slots = row_keys.shape[1] ** 2 * torch.arange(len(value_bank), device=slots.device).unsqueeze(-1)
             slots = slots + first_slots  # [H, 1] more, in a bank of all heads

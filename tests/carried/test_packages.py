@@ -1,0 +1,130 @@
+"""Sources of other packages that go along: what they define is theirs, and what cannot be taken along is refused."""
+
+import sys
+from textwrap import dedent
+
+import pytest
+
+from midus_hf.carried.collecting import Program
+from midus_hf.carried.module import _Layout
+from midus_hf.carried.sources import Name
+
+OURS = frozenset({"midus_hf", "midus_config"})
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Write modules of a package, and return what a root of them needs as one source."""
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "of_others"
+    package.mkdir()
+    (package / "__init__.py").touch()
+
+    def write(root: str, stand_ins=None, **sources: str) -> str:
+        for name, source in sources.items():
+            (package / f"{name}.py").write_text(dedent(source))
+        module, _, name = root.rpartition(".")
+        program = Program(
+            [Name(f"of_others.{module}", name)], frozenset({"of_others"}), lambda name: {}, {}, stand_ins or {}, OURS
+        )
+        return _Layout(program, {}).text()
+
+    yield write
+    for name in [name for name in sys.modules if name.partition(".")[0] == "of_others"]:
+        del sys.modules[name]
+
+
+def computed(source: str, call: str):
+    scope: dict = {"__name__": "carried"}
+    exec(source, scope)
+    return eval(call, scope)
+
+
+def test_definitions_of_one_name_get_names_of_their_own(written):
+    source = written(
+        "zz.apply",
+        aa="def scale(x):\n    return 2 * x\n",
+        zz="""
+        from of_others.aa import scale as doubled
+
+        def scale(x):
+            return 3 * x
+
+        def apply(x, factor):
+            return scale(x) * factor + doubled(x)
+        """,
+    )
+    assert computed(source, "apply(1, 10)") == 32
+
+
+def test_variables_keep_their_name_where_a_definition_has_it_too(written):
+    source = written(
+        "zz.both",
+        aa="def scale(x):\n    return 2 * x\n",
+        zz="""
+        from of_others.aa import scale as doubled
+
+        def scale(x):
+            return 3 * x
+
+        def other(x):
+            return scale(x)
+
+        def apply(scale):
+            return scale + 1
+
+        def both(x):
+            return apply(x) + other(x) + doubled(x)
+        """,
+    )
+    assert computed(source, "both(1)") == 7
+
+
+def test_a_variable_that_hides_what_is_called_is_refused(written):
+    with pytest.raises(ValueError, match="has a variable 'scale', and calls what has this name"):
+        written(
+            "zz.apply",
+            aa="def scale(x):\n    return 2 * x\n",
+            zz="from of_others.aa import scale as doubled\n\n\ndef apply(scale):\n    return scale + doubled(1)\n",
+        )
+
+
+def test_what_stands_for_definitions_of_ours_stands_for_none_of_others(written):
+    stands = {"grouped": Name("midus_hf.memory.plain_stretches", "grouped")}
+    source = written(
+        "zz.apply", stands, zz="def grouped(x):\n    return x + 1\n\n\ndef apply(x):\n    return grouped(x)\n"
+    )
+    assert computed(source, "apply(1)") == 2
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "try:\n    import json as fast\nexcept ImportError:\n    fast = None\n",
+        "NAMES = []\nNAMES += ['b']\n",
+        "TABLE = {}\nTABLE['a'] = 1\n",
+        "for number in range(3):\n    pass\n",
+    ],
+    ids=["try", "augmented", "subscript", "loop"],
+)
+def test_statements_that_nobody_would_know_to_be_needed_are_refused(written, statement):
+    with pytest.raises(ValueError, match="which is neither an import, nor a call, nor the only definition of a name"):
+        written("zz.apply", zz=f"{statement}\n\ndef apply(x):\n    return x\n")
+
+
+def test_methods_that_an_f_string_names_are_kept(written):
+    source = written(
+        "zz.Reader",
+        zz="""
+        class Reader:
+            def __call__(self, mode):
+                return getattr(self, f"_read_{mode}")()
+
+            def _read_up(self):
+                return "up"
+
+            def _reset(self):
+                return None
+        """,
+    )
+    assert computed(source, "Reader()('up')") == "up" and "_reset" not in source
