@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import midus_hf.ops.plain
-from midus_hf.banks import plain_bank
-from midus_hf.carried import standins
+from midus_hf.carried import plain_bank, plain_stretches, standins
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.facts import CheckpointFacts
 from midus_hf.carried.sources import Module, Name
 from midus_hf.carried.specialise import Edit, SourceText
 from midus_hf.carried.standins import ENTRY_MODULE
-from midus_hf.memory import plain_stretches
 from midus_hf.version import __version__
 
 _WIDTH = 120

@@ -19,8 +19,7 @@ from pairs import by_default, wanted_by_tests
 import midus_config
 import midus_hf
 import midus_hf.ops.plain
-from midus_hf.banks import plain_bank
-from midus_hf.carried import standins
+from midus_hf.carried import plain_bank, standins
 from midus_hf.carried.sources import Module, defined
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__

@@ -90,7 +90,7 @@ def test_a_variable_that_hides_what_is_called_is_refused(written):
 
 
 def test_what_stands_for_definitions_of_ours_stands_for_none_of_others(written):
-    stands = {"grouped": Name("midus_hf.memory.plain_stretches", "grouped")}
+    stands = {"grouped": Name("midus_hf.carried.plain_stretches", "grouped")}
     source = written(
         "zz.apply", stands, zz="def grouped(x):\n    return x + 1\n\n\ndef apply(x):\n    return grouped(x)\n"
     )
