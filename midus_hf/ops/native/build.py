@@ -68,9 +68,7 @@ def built_library(variant: str) -> Path:
     """
     sources = [path for path in sorted(_SOURCES.iterdir()) if path.suffix in (".c", ".h")]
     if not sources:
-        raise NotBuilt(
-            f"the C files are not in {_SOURCES}, since code that a checkpoint carries has none; install midus_hf"
-        )
+        raise NotBuilt(f"there are no C files in {_SOURCES}; install midus_hf again")
     compiler = _compiler()
     version = _run([*compiler, "--version"])
     words = (*compiler, version, *FLAGS, *VARIANTS[variant], platform.machine(), platform.system())

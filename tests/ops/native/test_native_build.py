@@ -291,9 +291,9 @@ def test_importing_the_package_builds_nothing(tmp_path):
 
 @pytest.mark.usefixtures("unloaded")
 def test_code_without_c_files_computes_by_pytorch_and_says_why(cache, monkeypatch, tmp_path):
-    """As that of a checkpoint, which carries Python modules alone."""
+    """As where files were copied one by one, and Python modules alone."""
     monkeypatch.setattr(build, "_SOURCES", tmp_path)
-    told = f"the C files are not in {tmp_path}, since code that a checkpoint carries has none; install midus_hf"
+    told = f"there are no C files in {tmp_path}; install midus_hf again"
     with pytest.warns(RuntimeWarning, match=re.escape(f"could not be built: {told}, or set {CACHE_VARIABLE}=off")):
         assert torch.equal(memory(), memory(backend="torch"))
     assert why_missing() == told and not cache.exists()
