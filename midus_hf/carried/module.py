@@ -65,12 +65,13 @@ def carried_module(config: Any) -> str:
     facts = CheckpointFacts(config)
     key = json.dumps([[entry.site, entry.options.type] for entry in facts.entries])
     key += json.dumps([facts.written_for(), facts.of_models], sort_keys=True)
-    if (type(config), key) not in _written:
-        _written[type(config), key] = _module(type(config), facts)
-    return _written[type(config), key]
+    case = (type(config), *map(type, facts.modules), key)
+    if case not in _written:
+        _written[case] = _module(type(config), facts)
+    return _written[case]
 
 
-_written: dict[tuple[type, str], str] = {}
+_written: dict[tuple[Any, ...], str] = {}
 """What was written in this process: a training run saves the same code often."""
 
 

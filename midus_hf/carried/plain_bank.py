@@ -72,4 +72,10 @@ class MemoryBank(BlockReader):
     def save(self, folder: str | os.PathLike, link_from: Path | None = None) -> None:
         """Copy the bank into another folder, unless it lies there; `link_from`, which copies to link with, is for other banks."""
         if not (Path(folder).exists() and self.folder.samefile(folder)):
-            shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+            shutil.copytree(self.folder, folder, dirs_exist_ok=True, copy_function=_copy_to_new_file)
+
+
+def _copy_to_new_file(source: str, path: str) -> None:
+    """Copy a file; one that is there is replaced and not written into, since it may have other names in other checkpoints."""
+    Path(path).unlink(missing_ok=True)
+    shutil.copy2(source, path)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from pairs import by_default, wanted_by_tests
 import midus_config
 import midus_hf
 import midus_hf.ops.plain
+from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.carried import plain_bank, standins
 from midus_hf.carried.sources import Module, defined
 from midus_hf.memory.registry import MEMORY_MODULES
@@ -253,3 +255,20 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
             assert len(replaced) <= 1 and all(each.startswith("midus_hf.ops.") for each in replaced), name
         else:
             assert replaced == ([STANDS_FOR[name]] if name in STANDS_FOR else []), name
+
+
+def test_a_bank_that_is_saved_writes_into_no_file_of_an_earlier_copy(checkpoints, tmp_path):
+    folder = checkpoints("llama", "hier-ffn")
+    model = imported(folder).MidusLlamaForCausalLM.from_pretrained(folder)
+    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    model.save_pretrained(earlier)
+    shutil.copytree(earlier, later, copy_function=os.link)
+    written = sorted(path for path in (earlier / BANKS_FOLDER).rglob("*") if path.is_file())
+    before = {}
+    for path in written:
+        path.write_bytes(path.read_bytes() + b" ")
+        before[path] = path.read_bytes()
+    model.save_pretrained(later)
+    assert written and {path: path.read_bytes() for path in written} == before
+    for path in written:
+        assert (later / path.relative_to(earlier)).read_bytes() == (folder / path.relative_to(earlier)).read_bytes()
