@@ -265,18 +265,22 @@ def _dedented(lines: str) -> str:
 def _of_bool(text: SourceText, node: ast.BoolOp, facts: Facts, is_test: bool) -> Iterator[Edit]:
     """Leave out operands that are known and do not decide; end at one that does.
 
-    Where more than the truth of the whole matters, the last operand may be its value: one that is known and no bool is written out.
+    Where more than the truth of the whole matters, the last operand may be its value: one that is known is written out, unless the
+    operand before it has the same value wherever the last one is reached.
     """
     ends = isinstance(node.op, ast.Or)
     kept: list[str] = []
+    before: ast.expr | None = None
     is_changed = False
     for operand in node.values:
         truth = None if _is_literal(operand) else _truth(operand, facts)
         value = truth if is_test else _value(operand, facts)
-        if truth is not None and truth is not ends and (isinstance(value, bool) or operand is not node.values[-1]):
+        is_needless = is_test or operand is not node.values[-1] or (_is_bool(before) and isinstance(value, bool))
+        if truth is not None and truth is not ends and is_needless:
             is_changed = True
         elif truth is None or value is _UNKNOWN:
             kept.append(_in_brackets(text, operand, node.op))
+            before = operand
         else:
             kept.append(repr(value))
             is_changed = True
@@ -286,6 +290,15 @@ def _of_bool(text: SourceText, node: ast.BoolOp, facts: Facts, is_test: bool) ->
     if is_changed:
         word = " or " if ends else " and "
         yield Edit(text.start(node), text.end(node), word.join(kept or [repr(not ends)]))
+
+
+def _is_bool(expression: ast.expr | None) -> bool:
+    """Whether the value of an expression is a bool, whatever its parts are."""
+    if isinstance(expression, ast.Call):
+        return ast.unparse(expression.func) in ("bool", "callable", "hasattr", "isinstance", "issubclass")
+    if isinstance(expression, ast.Compare):
+        return all(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in expression.ops)
+    return isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not)
 
 
 def _tests(tree: ast.Module) -> set[int]:

@@ -53,7 +53,14 @@ def test_of_an_if_the_branches_stay_that_may_still_be_taken(tests, otherwise):
         ("a if x else b if YES else c", "a if x else b"),
         ("f(a if NONE else b, YES)", "f(b, YES)"),
         ("YES and x", "x"),
-        ("x and YES", "x"),
+        ("x and YES", "x and True"),
+        ("not x and YES", "not x"),
+        ("x is y and YES", "x is y"),
+        ("hasattr(x, 'y') and YES", "hasattr(x, 'y')"),
+        ("x > y and YES", "x > y and True"),
+        ("x and self.k and not NO", "x and True"),
+        ("f(x) and YES", "f(x) and True"),
+        ("a if x and YES else b", "a if x else b"),
         ("NO or x", "x"),
         ("NO and x", "False"),
         ("x and NO and y", "x and False"),
@@ -407,7 +414,7 @@ def test_a_specialised_program_computes_the_same_where_the_facts_hold(program, f
     for source in (program, short):
         namespace: dict = {}
         exec(source, namespace)
-        cases = itertools.product(*([facts[name]] if name in facts else [False, True] for name in NAMES))
+        cases = itertools.product(*([facts[name]] if name in facts else [False, 5, True] for name in NAMES))
         results.append([namespace["compute"](*case) for case in cases])
     assert repr(results[0]) == repr(results[1])
     assert specialise(short, facts) == short
