@@ -42,8 +42,9 @@ test:
 test-all:
 	$(call each_of,test-product test-oldest-pairs test-lot)
 
-# What a file's tests share is made once: all of them run in one process.
-PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(FAILURES),--failed-to $(FAILURES))
+# What a file's tests share is made once: all of them run in one process. Hypothesis draws the same examples in each run ("ci"); in
+# test-lot, others.
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci $(if $(FAILURES),--failed-to $(FAILURES))
 # Rehearsals of GPU runs, and what kernels compute in the interpreter, are left to test-oldest, whose versions are those of GPU machines;
 # here kernels are compiled and registered. test-all runs them too.
 HERE = %/test_offline_compilation.py %/test_registration.py
@@ -67,7 +68,7 @@ DRAWN = import random; print(random.choice(["avx2", "sse41", "two-threads", f"se
 test-lot: $(VENV)/installed material
 	@lot='$(LOT)'; [ -n "$$lot" ] || lot=$$($(VENV)/bin/python -c '$(DRAWN)'); seed=; set --; case $$lot in \
 		avx2) set -- ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2;; sse41) set -- ONEDNN_MAX_CPU_ISA=SSE41;; two-threads) set -- OMP_NUM_THREADS=2;; \
-		seed-*) seed=--hypothesis-seed=$${lot#seed-};; \
+		seed-*) seed="--hypothesis-profile=default --hypothesis-seed=$${lot#seed-}";; \
 		*) echo "LOT is '$$lot'; expected avx2, sse41, two-threads or seed-NUMBER."; exit 2;; esac; \
 	echo "The lot fell on $$lot; the same again: make test-lot LOT=$$lot"; \
 	env $(TEST_ENV) "$$@" $(VENV)/bin/python $(PYTEST) $$seed $(NEWEST_TESTS)
