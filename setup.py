@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "native" / "build.py"))
+NATIVE = runpy.run_path(str(Path(__file__).parent / "midus_hf" / "ops" / "dispatch" / "native" / "build.py"))
 
 
 class BuildLibraries(build_ext):
@@ -34,6 +34,8 @@ class BuildLibraries(build_ext):
 
 variants = NATIVE["VARIANTS"] if platform.machine().lower() in NATIVE["X86"] else ["baseline"]
 setup(
-    ext_modules=[Extension(f"midus_hf.ops.native.native_{name}", sources=[], optional=True) for name in variants],
+    ext_modules=[
+        Extension(f"midus_hf.ops.dispatch.native.native_{name}", sources=[], optional=True) for name in variants
+    ],
     cmdclass={"build_ext": BuildLibraries},
 )

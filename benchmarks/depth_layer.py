@@ -9,12 +9,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.depth_shapes import JOINED, KV_HEADS, WIDTH, Shape
+from benchmarks.fused_depth.op import fused_attention
 from benchmarks.timing import Task
 from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.ops import op_choices
-from midus_hf.ops.depth_attention import depth_attention
-from midus_hf.ops.fused_depth import fused_attention
-from midus_hf.ops.joining import Depth
+from midus_hf.ops.depth.joining import Depth
+from midus_hf.ops.depth.op import depth_attention
 
 Forward = Callable[[], torch.Tensor]
 
@@ -71,8 +70,7 @@ class Layer:
 
     def merged(self, sequence: SequenceHeads) -> torch.Tensor:
         """What they read of both, one after the other."""
-        with op_choices(depth_path="merged"):
-            return sequence.joined(Depth(self.query, self.keys, self.values, self.scaling))[0].transpose(1, 2)
+        return sequence.joined(Depth(self.query, self.keys, self.values, self.scaling))[0].transpose(1, 2)
 
     def fused(self) -> torch.Tensor:
         """What they read of both, by one kernel."""

@@ -8,7 +8,8 @@ from unittest.mock import patch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from midus_hf.ops import backend, op_choices
+from midus_hf.ops import op_choices
+from midus_hf.ops.dispatch import choices as backend
 
 _TARGET = GPUTarget("cuda", 90, 32)
 

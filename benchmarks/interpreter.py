@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from midus_hf.ops.triton_import import HAS_TRITON, triton
+from midus_hf.ops.dispatch.triton import HAS_TRITON, triton
 
 
 @contextlib.contextmanager

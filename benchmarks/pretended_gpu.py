@@ -33,7 +33,7 @@ def pretended_gpu() -> Iterator[None]:
     a GPU, if `TRITON_INTERPRET` was set before they were imported.
     """
     from midus_hf.ops import op_choices
-    from midus_hf.ops.triton_import import HAS_TRITON
+    from midus_hf.ops.dispatch.triton import HAS_TRITON
 
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in _stand_ins():

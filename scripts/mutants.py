@@ -1,7 +1,7 @@
 """Change one operator, number or keyword at a time, and list the changes that no test notices.
 
     make mutants                                              a sample of every file of the core
-    make mutants MUTANTS="midus_hf/ops/selection.py --sample 50"
+    make mutants MUTANTS="midus_hf/ops/product_key/selection.py --sample 50"
 
 The mutations are cosmic-ray's. They are made in a copy of the repository, and judged by the tests nearest to the file. A
 mutant that survives is a place to look at: a test may be missing, or the change may change nothing.
@@ -49,13 +49,12 @@ OPS = "tests/ops --ignore=tests/ops/kernels/test_offline_compilation.py"
 
 NEAREST = {
     "midus_hf/ops": f"{OPS} -k 'not triton'",  # which Triton's interpreter runs slowly
-    "midus_hf/ops/bucket_sums_triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/headwise_gradients_triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/headwise_lookup_triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/product_key_scores_triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/product_key_triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/row_sums_triton.py": f"{OPS} -k triton",
-    "midus_hf/ops/rows_by_product_triton.py": f"{OPS} -k triton",
+    "midus_hf/ops/gather/triton/bucket_sums.py": f"{OPS} -k triton",
+    "midus_hf/ops/product_key/triton/gradients.py": f"{OPS} -k triton",
+    "midus_hf/ops/headwise/triton/exact.py": f"{OPS} -k triton",
+    "midus_hf/ops/product_key/triton/scores.py": f"{OPS} -k triton",
+    "midus_hf/ops/product_key/triton/exact.py": f"{OPS} -k triton",
+    "midus_hf/ops/gather/triton/rows.py": f"{OPS} -k triton",
     "midus_hf/memory": "tests/memory tests/models/test_frozen_memory.py",
     "midus_hf/memory/registry.py": "tests/memory tests/models/test_config.py",
     "midus_config": "tests/config tests/memory/test_registry.py tests/upscalers/test_families.py tests/upscalers/test_options.py",

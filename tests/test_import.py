@@ -15,7 +15,7 @@ CODE = """
 import json, sys
 import midus_hf
 from midus_config.memories.ultramem_statistics import MEASURED
-from midus_hf.memory import MEMORY_MODULES
+from midus_hf.memory.registry import MEMORY_MODULES
 
 imported = sorted(sys.modules)
 from midus_hf.models import FAMILIES

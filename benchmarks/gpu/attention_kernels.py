@@ -20,7 +20,7 @@ from benchmarks.device import chosen_device
 from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results
 from benchmarks.tracked import Run, append, this_run
-from midus_hf.ops.sequence_kernels import Call, kernel_of
+from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
 
 FILE = "attention_kernels.csv"
 _TOKENS = {"cuda": 520, "cpu": 40, "rehearsal": 5}

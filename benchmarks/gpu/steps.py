@@ -92,7 +92,7 @@ def steps(out: Path, seconds: int, rehearse: bool) -> list[Step]:
             "tiles",
             [
                 *_python("benchmarks", "tiles", *device, "--resume", "--budget", budget, *quick),
-                *("--results", str(out), "--write", str(out / "measured_tiles.py")),
+                *("--results", str(out), "--write", str(out / "tiles.json")),
             ],
             "which tiles kernels should have on this GPU",
         ),

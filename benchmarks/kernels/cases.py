@@ -6,26 +6,29 @@ from typing import Any
 
 import torch
 
+from benchmarks.fused_depth.forward import triton_fused_attention
+from benchmarks.fused_depth.gradients import triton_fused_gradients
 from benchmarks.kernels.compilation import Launch, caught_launches, specialisation
-from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
-from midus_hf.ops.chapter_segments_triton import triton_segments
-from midus_hf.ops.depth_attention_triton import triton_depth_attention
-from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
-from midus_hf.ops.fused_depth_triton import triton_fused_attention
-from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
-from midus_hf.ops.headwise_gradients_triton import triton_gradients_of_scores, triton_score_gradients
-from midus_hf.ops.headwise_lookup_triton import triton_forward
-from midus_hf.ops.lookup_tensors import room_for_gradient
-from midus_hf.ops.packed_lookup_triton import packed_forward, packs
-from midus_hf.ops.product_key_scores_triton import triton_scores
-from midus_hf.ops.row_sums_triton import (
+from benchmarks.tiles.trying import candidates, shape_of_call, trying
+from midus_hf.ops.chapters.triton.forward import triton_segments
+from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
+from midus_hf.ops.depth.inputs import DepthInputs, Wanted
+from midus_hf.ops.depth.triton.forward import triton_depth_attention
+from midus_hf.ops.depth.triton.gradients import triton_depth_gradients
+from midus_hf.ops.dispatch.tiles import TILES
+from midus_hf.ops.gather.triton.rows import (
     triton_bank_gradient,
     triton_row_sums,
+    triton_spread_weights,
     triton_weight_gradients,
     triton_weighted_rows,
 )
-from midus_hf.ops.rows_by_product_triton import triton_spread_weights
-from midus_hf.ops.tiles import TILES
+from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
+from midus_hf.ops.headwise.triton.exact import triton_forward
+from midus_hf.ops.headwise.triton.packed import packed_forward
+from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores, triton_score_gradients
+from midus_hf.ops.product_key.triton.packed import packs
+from midus_hf.ops.product_key.triton.scores import triton_scores
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -106,14 +109,13 @@ def _sized(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
     query, keys = _sized(TOKENS, heads, dim, dtype=dtype), _sized(heads, n, dim // 2, dtype=dtype)
     bank = _sized(heads, n * n, dim, dtype=dtype) if n <= 64 else _sized(n * n, dim, dtype=dtype)
-    kept = slots, weights = room_for_gradient(query, n, k)
-    output = triton_forward(query, keys, keys, bank, query, k, 1.0, kept)
+    inputs = LookupInputs(query, keys, keys, bank, query, k, 1.0)
+    kept = room_for_gradient(inputs)
+    output = triton_forward(inputs, kept)
     if packs(dtype, n, k):
-        packed_forward(query, keys, keys, bank, query, k, 1.0, kept)
-    triton_score_gradients(output, query, keys, keys, bank, slots, weights, 1.0)
-    triton_bank_gradient(output, slots, weights, bank.shape, dtype)
-    rows = slots.flatten(0, 1).long()
-    triton_row_sums(output.flatten(0, 1), rows, weights.flatten(0, 1), bank.shape[:-1].numel(), atomic=True)
+        packed_forward(inputs, kept)
+    triton_score_gradients(output, query, keys, keys, bank, kept, 1.0)
+    triton_bank_gradient(output, *kept, bank.shape, dtype)
     for exact in {True, not packs(dtype, n, k)}:
         scores, chosen = triton_scores(query, keys, keys, k, exact)
     triton_gradients_of_scores(scores, query, keys, keys, chosen)
@@ -122,7 +124,8 @@ def _lookup(heads: int, dim: int, n: int, k: int, dtype: torch.dtype) -> None:
 def _prompt() -> None:
     """Few tokens, so that each program has one block of them, and no gradient, so that nothing is kept for it."""
     query, keys = _sized(2048, 32, 64, dtype=torch.bfloat16), _sized(32, 64, 32, dtype=torch.bfloat16)
-    packed_forward(query, keys, keys, _sized(32, 64 * 64, 64, dtype=torch.bfloat16), query, 4, 1.0, None)
+    bank = _sized(32, 64 * 64, 64, dtype=torch.bfloat16)
+    packed_forward(LookupInputs(query, keys, keys, bank, query, 4, 1.0), None)
 
 
 def _gather(width: int, m: int, dtype: torch.dtype) -> None:
@@ -131,8 +134,7 @@ def _gather(width: int, m: int, dtype: torch.dtype) -> None:
     output = triton_weighted_rows(bank, slots, weights)
     triton_weight_gradients(output, bank, slots)
     triton_spread_weights(slots, weights, len(bank), dtype)
-    for atomic in (False, True):
-        triton_row_sums(output, slots, weights, 4096, atomic=atomic)
+    triton_row_sums(output, slots, weights, 4096)
 
 
 def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> None:
@@ -142,15 +144,16 @@ def _attend(dim: int, memory_tokens: int, weighed: str, dtype: torch.dtype) -> N
         torch.zeros(chapters, memory_tokens, kv_heads, dim, dtype=dtype),
     )
     read = torch.zeros(tokens, chosen, dtype=torch.int64)
-    extra = [torch.zeros(tokens, chosen) if weighed == name else None for name in ("scales", "biases")]
-    output, *rest = triton_segments(query, table, table, read, *extra)
-    triton_segment_gradients(output, query, table, table, *extra, output, *rest, True, True)
+    extra = tuple(torch.zeros(tokens, chosen) if weighed == name else None for name in ("scales", "biases"))
+    reading = triton_segments(query, table, table, read, *extra)
+    triton_segment_gradients(reading.output, query, table, table, extra, reading, True, True)
 
 
 def _depth(group: int, dim: int, slots: int, softcap: float | None, dtype: torch.dtype, skipped: int) -> None:
     query, keys = _heads(group * _KV_HEADS, dim, dtype, skipped), _slots(slots, dim, dtype, skipped)
-    output, lse = triton_depth_attention(query, keys, keys, dim**-0.5, softcap)
-    triton_depth_gradients(output, lse, query, keys, keys, output, lse, dim**-0.5, softcap, True, True)
+    inputs = DepthInputs(query, keys, keys, dim**-0.5, softcap)
+    reading = triton_depth_attention(inputs)
+    triton_depth_gradients(inputs, reading, reading, Wanted())
 
 
 def _fused(group: int, dim: int, slots: int, is_gated: bool, dtype: torch.dtype) -> None:
@@ -194,9 +197,9 @@ def launches(of_cases: Container[str], with_candidates: bool = False) -> list[La
 
 def _of_candidates(case: str, ask: Callable[[], Any]) -> Iterator[Launch]:
     for kernel, tiles in TILES.items():
-        shape = tiles.asked(lambda: _caught(ask))
-        for changes in () if shape is None else tiles.candidates(*shape):
-            with tiles.trying(changes):
+        shape = shape_of_call(tiles, lambda: _caught(ask))
+        for changes in () if shape is None else candidates(tiles, *shape):
+            with trying(tiles, changes):
                 caught = _caught(ask)
             told = " ".join(f"{name}={size}" for name, size in changes.items())
             yield from (replace(launch, case=case, tile=told) for launch in caught if launch.kernel.__name__ == kernel)

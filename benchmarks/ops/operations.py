@@ -1,5 +1,8 @@
 """The ops that are measured: their inputs, their float64 reference and the work that they are."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from benchmarks.ops.inputs import draw_sub_keys, retrieval_inputs, slots_of, value_inputs
@@ -46,12 +49,22 @@ def _product_key_memory_inputs(case: Case, generator: torch.Generator) -> Inputs
     return {**retrieval_inputs(case, generator)[0], "bank": bank}
 
 
-def product_key_memory(case: Case, inputs: Inputs, backend: str) -> torch.Tensor:
-    """Lample et al. (2019) from queries on: select, weigh by a softmax a head, sum the heads' rows of one bank."""
+def product_key_memory(
+    case: Case, inputs: Inputs, backend: str, gather: Callable[..., torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Compute Lample et al. (2019) from queries on: select, weigh by a softmax per head, sum the heads' rows of one bank.
+
+    Args:
+        case: That is measured.
+        inputs: Of the op.
+        backend: As in `OpChoices`.
+        gather: Called with bank, slots and weights. Default: `weighted_gather`.
+    """
     query, row_keys, column_keys, bank = inputs.values()
     scores, slots = product_key_topk(query, row_keys, column_keys, case.shape.k, backend=backend)
     weights = scores.softmax(-1)
-    return weighted_gather(bank, slots.flatten(-2), weights.flatten(-2), backend=backend)
+    gather = gather or partial(weighted_gather, backend=backend)
+    return gather(bank, slots.flatten(-2), weights.flatten(-2))
 
 
 def _product_key_memory_reference(case: Case, inputs: Inputs) -> Output:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -9,16 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops.operations import product_key_memory
-from benchmarks.ops.registry import Call, Inputs, Output, Unavailable, provider
+from benchmarks.ops.paper_bodies import cartesian_topk, gather_by_algorithm_1
+from benchmarks.ops.registry import Call, Inputs, Unavailable, provider
 from benchmarks.ops.shapes import Case
-from midus_hf.ops import (
-    expand_values,
-    headwise_memory,
-    op_choices,
-    packed_lookup_triton,
-    product_key_topk,
-    weighted_gather,
-)
+from midus_hf.ops import expand_values, headwise_memory, op_choices, product_key_topk, weighted_gather
+from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.gather.weighted import weighted_gather_op
+from midus_hf.ops.headwise.triton import packed
 
 _MOST_GRID_ELEMENTS = 1 << 24
 _ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
@@ -115,12 +113,19 @@ def _headwise_embedding_bag(case: Case, inputs: Inputs) -> Call:
 @provider("headwise_memory", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)
 def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
     """The paper's: values gathered first and transformed then, gradients by Algorithm 1."""
-    return lambda: headwise_memory(**inputs, k=case.shape.k, expand=False, backward="dedup")
+    query, row_keys, column_keys, bank, transform = inputs.values()
+
+    def run() -> torch.Tensor:
+        scores, slots = product_key_topk(query, row_keys, column_keys, case.shape.k)
+        rows = gather_by_algorithm_1(bank, slots.flatten(0, 1), scores.softmax(-1).flatten(0, 1))
+        return torch.einsum("shv,hwv->shw", rows.unflatten(0, query.shape[:2]), transform)
+
+    return run
 
 
 @provider("headwise_memory", "sorted")
 def _headwise_sorted(case: Case, inputs: Inputs) -> Call:
-    return lambda: headwise_memory(**inputs, k=case.shape.k, backward="sorted")
+    return lambda: headwise_memory(**inputs, k=case.shape.k)
 
 
 @provider("headwise_memory", "exact")
@@ -143,7 +148,7 @@ def _headwise_one_block(case: Case, inputs: Inputs) -> Call:
         raise Unavailable("nothing but kernels of half precision walks, over the blocks of many tokens")
 
     def run() -> torch.Tensor:
-        with patch.object(packed_lookup_triton, "PROGRAMS_A_MULTIPROCESSOR", case.tokens):
+        with patch.object(packed, "PROGRAMS_A_MULTIPROCESSOR", case.tokens):
             return headwise_memory(**inputs, k=case.shape.k)
 
     return run
@@ -167,15 +172,17 @@ def _headwise_native(case: Case, inputs: Inputs) -> Call:
     return run
 
 
-@provider("headwise_memory", "atomic")
-def _headwise_atomic(case: Case, inputs: Inputs) -> Call:
-    return lambda: headwise_memory(**inputs, k=case.shape.k, backward="atomic")
-
-
 @provider("headwise_memory", "cartesian")
 def _headwise_cartesian(case: Case, inputs: Inputs) -> Call:
     _require_small_grid(case)
-    return lambda: headwise_memory(**inputs, k=case.shape.k, selection="cartesian")
+    query, row_keys, column_keys, bank, transform = inputs.values()
+
+    def run() -> torch.Tensor:
+        scores, slots = cartesian_topk(query, row_keys, column_keys, case.shape.k)
+        rows = weighted_gather(bank, slots, scores.softmax(-1))
+        return torch.einsum("shv,hwv->shw", rows, transform)
+
+    return run
 
 
 @provider("headwise_memory", "kept-values", modes=("forward",))
@@ -206,7 +213,7 @@ def _selection_two_stage(case: Case, inputs: Inputs) -> Call:
 @provider("product_key_topk", "cartesian")
 def _selection_cartesian(case: Case, inputs: Inputs) -> Call:
     _require_small_grid(case)
-    return lambda: product_key_topk(**inputs, k=case.shape.k, selection="cartesian")
+    return lambda: cartesian_topk(**inputs, k=case.shape.k)
 
 
 @provider("weighted_gather", "naive")
@@ -244,28 +251,23 @@ def _bag_dense(case: Case, inputs: Inputs) -> Call:
 
 @provider("weighted_gather", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)
 def _bag_algorithm_1(case: Case, inputs: Inputs) -> Call:
-    return lambda: weighted_gather(**inputs, backward="dedup")
+    return lambda: gather_by_algorithm_1(**inputs)
 
 
 @provider("weighted_gather", "sorted")
 def _bag_sorted(case: Case, inputs: Inputs) -> Call:
-    return lambda: weighted_gather(**inputs, backward="sorted")
+    return lambda: weighted_gather(**inputs)
 
 
 @provider("weighted_gather", "rows")
 def _bag_rows(case: Case, inputs: Inputs) -> Call:
-    return _gathering("rows", _bag_sorted(case, inputs))
+    return lambda: _gathered("rows", *inputs.values())
 
 
 @provider("weighted_gather", "product")
 def _bag_product(case: Case, inputs: Inputs) -> Call:
     """As `dense`, with sums in float32, a kernel that spreads weights, and gradients that are products as well."""
-    return _gathering("product", _bag_sorted(case, inputs))
-
-
-@provider("weighted_gather", "atomic")
-def _bag_atomic(case: Case, inputs: Inputs) -> Call:
-    return lambda: weighted_gather(**inputs, backward="atomic")
+    return lambda: _gathered("product", *inputs.values())
 
 
 @provider("weighted_gather", "sparse")
@@ -285,22 +287,17 @@ def _product_key_memory_sorted(case: Case, inputs: Inputs) -> Call:
 
 @provider("product_key_memory", "rows")
 def _product_key_memory_rows(case: Case, inputs: Inputs) -> Call:
-    return _gathering("rows", _product_key_memory_sorted(case, inputs))
+    return lambda: product_key_memory(case, inputs, "auto", partial(_gathered, "rows"))
 
 
 @provider("product_key_memory", "product")
 def _product_key_memory_product(case: Case, inputs: Inputs) -> Call:
-    return _gathering("product", _product_key_memory_sorted(case, inputs))
+    return lambda: product_key_memory(case, inputs, "auto", partial(_gathered, "product"))
 
 
-def _gathering(way: str, call: Call) -> Call:
-    """A call whose rows are read, or multiplied."""
-
-    def run() -> Output:
-        with op_choices(gathering=way):
-            return call()
-
-    return run
+def _gathered(gathering: str, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum rows of a bank as `weighted_gather` does, where rows are read as they are, or the bank is multiplied."""
+    return weighted_gather_op(bank, slots, weights, resolve("auto", bank, native_refusal=None), gathering)
 
 
 def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:

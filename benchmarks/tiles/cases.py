@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
-from midus_hf.ops.chapter_gradients_triton import triton_segment_gradients
-from midus_hf.ops.chapter_segments_triton import triton_segments
-from midus_hf.ops.depth_attention_triton import triton_depth_attention
-from midus_hf.ops.depth_gradients_triton import triton_depth_gradients
-from midus_hf.ops.fused_depth_triton import triton_fused_attention
-from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
-from midus_hf.ops.headwise_gradients_triton import triton_score_gradients
-from midus_hf.ops.lookup_tensors import room_for_gradient
-from midus_hf.ops.packed_lookup_triton import triton_output
-from midus_hf.ops.product_key_scores_triton import triton_scores
-from midus_hf.ops.row_sums_triton import triton_bank_gradient
+from benchmarks.fused_depth.forward import triton_fused_attention
+from benchmarks.fused_depth.gradients import triton_fused_gradients
+from midus_hf.ops.chapters.triton.forward import triton_segments
+from midus_hf.ops.chapters.triton.gradients import triton_segment_gradients
+from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted
+from midus_hf.ops.depth.triton.forward import triton_depth_attention
+from midus_hf.ops.depth.triton.gradients import triton_depth_gradients
+from midus_hf.ops.gather.triton.rows import triton_bank_gradient
+from midus_hf.ops.headwise.inputs import LookupInputs, room_for_gradient
+from midus_hf.ops.headwise.triton.packed import triton_output
+from midus_hf.ops.product_key.triton.gradients import triton_score_gradients
+from midus_hf.ops.product_key.triton.scores import triton_scores
 
 Call = Callable[[], object]
 Calls = dict[str, Call]
@@ -63,11 +64,12 @@ def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Ca
     query = _normal(device, tokens, heads, dim)
     row_keys, column_keys = (_normal(device, heads, n, dim // 2) for _ in range(2))
     bank = _normal(device, heads, n * n, dim)
-    kept = room_for_gradient(query, n, k) if tokens > 1 else None
+    inputs = LookupInputs(query, row_keys, column_keys, bank, query, k, 1.0)
+    kept = room_for_gradient(inputs) if tokens > 1 else None
 
     def look_up(exact: bool) -> Call:
         def call() -> object:
-            output = triton_output(query, row_keys, column_keys, bank, query, k, 1.0, exact, kept)
+            output = triton_output(inputs, exact, kept)
             return output if kept is None else (output, kept[1])
 
         return call
@@ -85,7 +87,7 @@ def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Ca
         return calls
     look_up(True)()
     slots, weights = (tensor.clone() for tensor in kept)
-    gradients = (query, row_keys, column_keys, bank, slots, weights, 1.0)
+    gradients = (query, row_keys, column_keys, bank, (slots, weights), 1.0)
     return {
         "packed_forward_kernel": calls.pop("packed_forward_kernel"),
         "score_gradient_kernel": lambda: triton_score_gradients(query, *gradients),
@@ -101,10 +103,10 @@ def chapters(device: str, tokens: int, dim: int, memory_tokens: int, count: int)
     keys, values = (_normal(device, count, memory_tokens, KV_HEADS, dim) for _ in range(2))
     read = torch.rand(tokens, count, device=device).topk(chosen).indices
     scales = torch.rand(tokens, chosen, device=device)
-    output, *rest = triton_segments(query, keys, values, read, scales, None)
+    reading = triton_segments(query, keys, values, read, scales, None)
 
     def gradients(wants_rows: bool, wants_tables: bool) -> Call:
-        given = (query, query, keys, values, scales, None, output, *rest, wants_rows, wants_tables)
+        given = (query, query, keys, values, (scales, None), reading, wants_rows, wants_tables)
         return lambda: triton_segment_gradients(*given)
 
     return {
@@ -123,8 +125,8 @@ def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
     query, key, value = heads(group * KV_HEADS), heads(KV_HEADS), heads(KV_HEADS)
     keys, values = ([heads(KV_HEADS) for _ in range(slots)] for _ in range(2))
     scaling = dim**-0.5
-    output, lse = triton_depth_attention(query, keys, values, scaling, None)
-    of_depth = (query, lse, query, keys, values, output, lse, scaling, None, True, True)
+    inputs = DepthInputs(query, keys, values, scaling, None)
+    reading = triton_depth_attention(inputs)
     gate = torch.rand(group * KV_HEADS, device=device)
     both = (query, key, value, keys, values, scaling, True, gate, True)
     read = triton_fused_attention(*both, True)
@@ -136,8 +138,10 @@ def depth(device: str, tokens: int, group: int, dim: int, slots: int) -> Calls:
         "fused_forward_kernel": lambda: triton_fused_attention(*both, True),
         "fused_query_gradient_kernel": gradients(True, False),
         "fused_key_gradient_kernel": gradients(False, True),
-        "depth_forward_kernel": lambda: triton_depth_attention(query, keys, values, scaling, None),
-        "depth_gradient_kernel": lambda: triton_depth_gradients(*of_depth),
+        "depth_forward_kernel": lambda: triton_depth_attention(inputs),
+        "depth_gradient_kernel": lambda: triton_depth_gradients(
+            inputs, reading, DepthReading(query, reading.lse), Wanted()
+        ),
     }
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results, add_resumption, words
-from benchmarks.tiles.place import TABLE
+
+TABLE = Path(__file__).resolve().parents[2] / "midus_hf" / "ops" / "dispatch" / "tiles.json"
+"""That kernels read. It is named here since importing ops imports Triton, which a rehearsal first tells to interpret."""
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -31,12 +33,12 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="write down what was faster than the rule, beside what is known already (default: into the table that kernels read)",
     )
     add_results(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, table=TABLE)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     arguments.write = arguments.write and arguments.write.resolve()
-    if arguments.rehearse and arguments.write == TABLE:
+    if arguments.rehearse and arguments.write == arguments.table:
         raise SystemExit("--rehearse measures nothing that kernels could go by; name another file with --write.")
     if arguments.write and arguments.no_append:
         raise SystemExit("--write reads the rows that --no-append leaves out; drop one of them.")

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.device import chosen_device, require_working
 from benchmarks.tiles.cases import Call, Case, cases
-from benchmarks.tiles.place import TABLE
 from benchmarks.tiles.table import written
+from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from benchmarks.timing import Task, Timing, interleaved, release_memory
 from benchmarks.tracked import Run, append, resumed, rows_of, this_run
-from midus_hf.ops.tiles import TILES, Changes
+from midus_hf.ops.dispatch.tiles import TILES, Changes
 
 FILE = "tiles.csv"
 USUAL = "{}"
@@ -67,8 +67,8 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
         if not arguments.cases or case.name in arguments.cases:
             bench.measure(case)
             release_memory(device)
-    if bench.is_late and arguments.write == TABLE:
-        _say(f"{TABLE.name} is left as it is until all cases are timed, since changed code is not gone on with")
+    if bench.is_late and arguments.write == arguments.table:
+        _say(f"{arguments.table.name} is left as it is until all cases are timed, since changed code is not gone on with")
     elif arguments.write:
         written(arguments.write, bench.run.device, fastest(bench.rows()))
     for trouble in bench.troubles:
@@ -132,7 +132,7 @@ class Bench:
     def _measure(self, kernel: str, case: str, call: Call) -> None:
         tiles = TILES[kernel]
         try:
-            shape = tiles.asked(call)
+            shape = shape_of_call(tiles, call)
             expected = _numbers(self._called(kernel, {}, call))
         except Exception as error:
             self._append([self._row(kernel, case, (), USUAL, "failed")])
@@ -143,7 +143,7 @@ class Bench:
         errors: dict[str, float] = {}
         tasks: dict[str, Task] = {}
         rows = []
-        for changes in ({}, *tiles.candidates(*shape)):
+        for changes in ({}, *candidates(tiles, *shape)):
             name = json.dumps(changes)
             try:
                 errors[name] = self._error(kernel, changes, call, expected)
@@ -181,7 +181,7 @@ class Bench:
         release_memory(self.device)
 
     def _called(self, kernel: str, changes: Changes, call: Call) -> object:
-        with TILES[kernel].trying(changes):
+        with trying(TILES[kernel], changes):
             return call()
 
     def _error(self, kernel: str, changes: Changes, call: Call, expected: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from midus_hf.analysis.chapter_memories import HostedChapters, memories_of_chapters
 from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.memory.chapter_pooling import Routing
-from midus_hf.memory.retrieval import recomputing
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 class ChapterCounts:
@@ -209,7 +209,7 @@ def _recorder(
 
     def before(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any]) -> None:
         routings.clear()
-        if not recomputing() and arguments[0].numel():
+        if not is_in_backward() and arguments[0].numel():
             with torch.no_grad():
                 asked = {name: given.get(name) for name in ("tokens", "state", "prompt_mask")}
                 routings.append(memory.route(arguments[0], **asked))

@@ -10,7 +10,7 @@ from torch import nn
 from midus_hf.analysis.chapter_memories import memories_of_chapters
 from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.analysis.usage import Usage
-from midus_hf.memory.retrieval import recomputing
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def _counter(usage: Usage, place: MemoryPlace, num_shared: int) -> Any:
     """A hook in front of the forward pass, which changes the state that routing goes by."""
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], given: dict[str, Any]) -> None:
-        if recomputing() or not arguments[0].numel():
+        if is_in_backward() or not arguments[0].numel():
             return
         with torch.no_grad():
             asked = {name: given.get(name) for name in ("tokens", "state", "prompt_mask")}

@@ -9,9 +9,9 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from midus_hf.analysis.depth_readers import DepthReader, readers_of_depth
-from midus_hf.memory.retrieval import recomputing
 from midus_hf.memory.token_places import token_places
-from midus_hf.ops.depth_attention import joint_shares
+from midus_hf.ops.depth.op import joint_shares
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 class DepthCall(NamedTuple):
@@ -61,7 +61,7 @@ def watch_depth(model: nn.Module, memory: str | None, watcher: Watcher) -> Itera
 
     def behind_of(reader: DepthReader) -> Callable[..., None]:
         def behind(memory: Any, arguments: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
-            if "sequence" not in given or not arguments[0].numel() or recomputing():
+            if "sequence" not in given or not arguments[0].numel() or is_in_backward():
                 return
             with torch.no_grad():
                 watcher(reader, DepthCall(memory, arguments[0], given, real[0]))

@@ -12,7 +12,7 @@ from torch import nn
 from midus_hf.analysis.counted_types import types_with_slots
 from midus_hf.analysis.memory_place import MemoryPlace, place_of
 from midus_hf.memory.protocols import RetrievesSlots
-from midus_hf.memory.retrieval import recomputing
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 Place = TypeVar("Place", bound=Hashable)
 """What is counted apart: a memory, or a level of a bank."""
@@ -178,7 +178,7 @@ def _counter(
     """
 
     def count(memory: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not (recomputing() or usage._paused) and (memory.training or not training_only):
+        if not (is_in_backward() or usage._paused) and (memory.training or not training_only):
             with torch.no_grad():
                 _, slots = memory.retrieve(arguments[0])
                 usage.count(place, slots)

@@ -166,7 +166,7 @@ _FALSE_WITHIN = {
 
 _MODELS = "midus_hf.models."
 
-_DEPTH_OP = "midus_hf.ops.plain.depth"
+_DEPTH_OP = "midus_hf.ops.depth.reference"
 
 _OF_DEPTH = ("self.options", "self._heads.options", "heads.options")
 """What classes beside memories call the options of one that attends to the depth."""

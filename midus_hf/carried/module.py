@@ -2,12 +2,13 @@
 
 The module holds what the family and the memories of the checkpoint need, in plain PyTorch. It is made from the sources of this
 package: what is reached from the classes of the checkpoint, with the branches resolved that its memories decide. Ops are their
-functions in `midus_hf.ops.plain`; registries, the reading of options and this room itself are what
+functions in the `reference.py` of each op; registries, the reading of options and this room itself are what
 `midus_hf.carried.standins` has.
 """
 
 import ast
 import hashlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -18,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import midus_hf.ops.plain
+import midus_hf.ops
 from midus_hf.carried import plain_bank, plain_stretches, standins
 from midus_hf.carried.collecting import Program
 from midus_hf.carried.facts import CheckpointFacts
@@ -92,11 +93,16 @@ def _module(config_class: type, facts: CheckpointFacts) -> str:
 @cache
 def _stand_ins() -> dict[str, Name]:
     """What names stand for in carried code, whichever module of the package they are from."""
-    plain = pkgutil.iter_modules(midus_hf.ops.plain.__path__)
-    modules = [f"{midus_hf.ops.plain.__name__}.{module.name}" for module in plain]
-    modules += [plain_bank.__name__, plain_stretches.__name__, standins.__name__]
+    modules = [*reference_modules(), plain_bank.__name__, plain_stretches.__name__, standins.__name__]
     definitions = {name: Module(name, frozenset(_PACKAGES)).definitions for name in modules}
     return {name: Name(module, name) for module in modules for name in definitions[module] if not name.startswith("_")}
+
+
+def reference_modules() -> list[str]:
+    """Return the modules whose functions are the contracts of ops: PyTorch alone computes what carried code asks of an op."""
+    packages = pkgutil.iter_modules(midus_hf.ops.__path__, f"{midus_hf.ops.__name__}.")
+    names = (f"{package.name}.reference" for package in packages if package.ispkg)
+    return [name for name in names if importlib.util.find_spec(name)]
 
 
 class _Layout:

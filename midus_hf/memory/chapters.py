@@ -28,11 +28,10 @@ from midus_hf.memory.router_report import RouterReport
 from midus_hf.memory.stretches import Numbers
 from midus_hf.memory.tables import LentTables
 from midus_hf.memory.token_places import TokenPlaces
-from midus_hf.ops.chapter_attention import chapter_attention
-from midus_hf.ops.chapter_mass import chapter_mass
-from midus_hf.ops.chapter_rows import chapter_rows
-from midus_hf.ops.precision import without_autocast
-from midus_hf.ops.row_quantisation import dequantise_rows
+from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.chapters.quantisation import dequantise_rows
+from midus_hf.ops.chapters.rows import chapter_mass, chapter_rows
+from midus_hf.ops.dispatch.precision import without_autocast
 
 _EPS = 1e-6
 _MANY_TIMES = 4

@@ -9,7 +9,7 @@ from midus_config.memories.depth_attention import DepthAttentionOptions, SlotSou
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.sequence_heads import SequenceHeads
-from midus_hf.ops.joining import Depth
+from midus_hf.ops.depth.joining import Depth
 
 _VALUES = ("attention_value", "ffn_value")
 """What names of the tensors begin with that make values of slots."""

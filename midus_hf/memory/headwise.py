@@ -12,8 +12,9 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
-from midus_hf.ops.headwise_memory import MOST_EXPANDED, expand_values, headwise_memory
-from midus_hf.ops.product_key import product_key_topk, sub_key_scores
+from midus_hf.ops.headwise.op import MOST_EXPANDED, expand_values, headwise_memory
+from midus_hf.ops.product_key.op import product_key_topk
+from midus_hf.ops.product_key.reference import sub_key_scores
 
 
 @register_memory("headwise")

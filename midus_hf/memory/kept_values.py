@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from midus_hf.ops.dispatch.private_torch import keep_address
+
 
 @runtime_checkable
 class LendsTables(Protocol):
@@ -96,7 +98,7 @@ class KeptValues:
         for tensor in _tensors_of(derived):
             if tensor.is_cuda:
                 # A captured graph reads it where it lies, as it reads parameters, instead of copying it at every replay.
-                torch._dynamo.mark_static_address(tensor, guard=False)
+                keep_address(tensor, guard=False)
         self._derived, self._sources, self._stored_dtype = derived, sources, sources[0].dtype
 
     def clear(self) -> None:

@@ -6,8 +6,8 @@ from midus_config.installed import not_carried
 from midus_config.memories.linear import LinearOptions
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.shared_values import SharedValueMemory
-from midus_hf.ops.flat_key import flat_key_topk
-from midus_hf.ops.precision import without_autocast
+from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.product_key.flat import flat_key_topk
 
 
 @register_memory("linear")

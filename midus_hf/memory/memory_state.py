@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from midus_config.installed import used_by_libraries
+from midus_hf.ops.dispatch.private_torch import keep_address
 
 
 @used_by_libraries
@@ -58,7 +59,7 @@ class MemoryState:
             else:
                 self._tensors[name] = tensor.clone()
                 if tensor.is_cuda and not torch.compiler.is_compiling():
-                    torch._dynamo.mark_static_address(self._tensors[name])
+                    keep_address(self._tensors[name])
         self._is_empty = self._is_empty and not tensors
 
     def get_seq_length(self) -> int:

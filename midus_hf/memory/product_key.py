@@ -7,7 +7,8 @@ from midus_config.memories.product_key import ProductKeyOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.shared_values import SharedValueMemory
-from midus_hf.ops.product_key import product_key_topk, sub_key_scores
+from midus_hf.ops.product_key.op import product_key_topk
+from midus_hf.ops.product_key.reference import sub_key_scores
 
 
 @register_memory("product-key")

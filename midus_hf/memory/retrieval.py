@@ -7,6 +7,7 @@ from midus_config.memories.retrieval import RetrievalOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 _BATCH_MOMENTUM, _EPS = 0.1, 1e-5
 
@@ -108,14 +109,9 @@ class RetrievalMemory(MemoryModule):
         if not learns or tokens == 0:
             return self.query_mean.to(query.dtype), self.query_variance.to(query.dtype)
         variance, mean = torch.var_mean(query.flatten(0, -3), dim=0, correction=0)  # [H, query_width]
-        if track and not recomputing():
+        if track and not is_in_backward():
             with torch.no_grad():
                 unbiased = variance * (tokens / max(tokens - 1, 1))
                 self.query_mean.lerp_(mean.to(self.query_mean.dtype), _BATCH_MOMENTUM)
                 self.query_variance.lerp_(unbiased.to(self.query_variance.dtype), _BATCH_MOMENTUM)
         return mean, variance
-
-
-def recomputing() -> bool:
-    """Whether this forward pass runs inside a backward pass, as activation checkpointing repeats it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from midus_hf.ops.joining import Depth, joined_attention
-from midus_hf.ops.plain.depth import joint_attention
-from midus_hf.ops.sequence_kernels import Call
-from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
+from midus_hf.ops.depth.joining import Depth, joined_attention
+from midus_hf.ops.depth.reference import joint_attention
+from midus_hf.ops.depth.sequence_kernels import Call
+from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
 _MASKS_TELL = ("eager", "sdpa")
 """Implementations whose masks say of each query and key whether it is read."""
@@ -85,8 +85,7 @@ class SequenceHeads:
 
         Returns:
             `[B, T, H, d]`; where c is 0, what the model's own attention gives, plus what is read of the depth if that is added, bit
-            for bit unless both are computed by one kernel (`OpChoices.depth_path`). And attention weights to the sequence alone,
-            `[B, H, T, S]`, if that attention gives them.
+            for bit. And attention weights to the sequence alone, `[B, H, T, S]`, if that attention gives them.
 
         Raises:
             ValueError: If nothing tells by what the softmax over the sequence divides.

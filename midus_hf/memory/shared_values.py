@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from midus_hf.memory.retrieval import RetrievalMemory
-from midus_hf.ops.weighted_gather import weighted_gather
+from midus_hf.ops.gather.weighted import weighted_gather
 
 
 class SharedValueMemory(RetrievalMemory):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from midus_config.installed import INSTALLED
-from midus_hf.ops.chapter_attention import fewest_together
+from midus_hf.ops.chapters.op import fewest_together
 
 Numbers = slice | torch.Tensor
 """Which stretches of the list: a slice, or `[S]`, int64."""

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from midus_config.installed import INSTALLED
-from midus_hf.ops.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
-from midus_hf.ops.gathered_products import gathered_products
-from midus_hf.ops.parted_gather import parted_gather
-from midus_hf.ops.weighted_gather import weighted_gather
+from midus_hf.ops.gather.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
+from midus_hf.ops.gather.parted import parted_gather
+from midus_hf.ops.gather.products import gathered_products
+from midus_hf.ops.gather.weighted import weighted_gather
 
 
 @dataclass

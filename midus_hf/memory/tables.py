@@ -4,7 +4,7 @@ import torch
 
 from midus_config.installed import INSTALLED
 from midus_hf.memory.declared_module import DeclaredModule
-from midus_hf.ops.chapter_rows import with_one_gradient
+from midus_hf.ops.chapters.rows import with_one_gradient
 
 
 class LentTables(dict[str, torch.Tensor]):

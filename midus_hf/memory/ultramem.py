@@ -13,13 +13,13 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule, register_memory
-from midus_hf.memory.retrieval import recomputing
 from midus_hf.memory.router_report import RouterReport
 from midus_hf.memory.table_reading import TableReading
 from midus_hf.memory.tucker_losses import core_penalty, key_balance
-from midus_hf.ops.precision import without_autocast
-from midus_hf.ops.product_key import product_key_topk
-from midus_hf.ops.tucker_topk import leading_vectors, tucker_topk
+from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.dispatch.private_torch import is_in_backward
+from midus_hf.ops.product_key.op import product_key_topk
+from midus_hf.ops.tucker.op import leading_vectors, tucker_topk
 
 _EPS = 1e-6
 _MOST_KEPT = 1 << 26
@@ -176,7 +176,7 @@ class UltraMem(MemoryModule):
             derived = self.kept.serve(self, query)
         derived = derived or _keys_and_vectors(*stored, wide=query.dtype)
         keys, row_vector, column_vector = derived
-        if keep and not recomputing():
+        if keep and not is_in_backward():
             with torch.no_grad():
                 self.row_vector.copy_(row_vector)
                 self.column_vector.copy_(column_vector)

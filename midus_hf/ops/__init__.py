@@ -1,10 +1,10 @@
 """Functions on tensors. One op per file; the reference body in it is the contract that the faster ones must meet."""
 
-from midus_hf.ops.backend import OpChoices, op_choices
-from midus_hf.ops.flat_key import flat_key_topk
-from midus_hf.ops.headwise_memory import expand_values, headwise_memory
-from midus_hf.ops.product_key import product_key_topk
-from midus_hf.ops.weighted_gather import weighted_gather
+from midus_hf.ops.dispatch.choices import OpChoices, op_choices
+from midus_hf.ops.gather.weighted import weighted_gather
+from midus_hf.ops.headwise.op import expand_values, headwise_memory
+from midus_hf.ops.product_key.flat import flat_key_topk
+from midus_hf.ops.product_key.op import product_key_topk
 
 __all__ = [
     "OpChoices",

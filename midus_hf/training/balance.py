@@ -10,7 +10,7 @@ from torch import nn
 
 from midus_hf.memory.balance import balance_loss
 from midus_hf.memory.protocols import ScoresSubKeys
-from midus_hf.memory.retrieval import recomputing
+from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Readings:
         Raises:
             ValueError: If the memory trains without a gradient of what it reads.
         """
-        if recomputing():
+        if is_in_backward():
             return
         if memory.training and not torch.is_grad_enabled():
             raise ValueError(

@@ -41,7 +41,7 @@ def test_kernels_are_prepared_and_not_run():
 import torch
 from benchmarks.idle_launches import idle_launches
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.headwise_lookup_triton import forward_kernel
+from midus_hf.ops.headwise.triton.exact import forward_kernel
 
 arguments = torch.ones(1, 1, 4), torch.ones(1, 2, 2), torch.ones(1, 2, 2), torch.ones(4, 3)
 with torch.no_grad(), idle_launches():

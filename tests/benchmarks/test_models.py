@@ -12,7 +12,7 @@ from benchmarks.models.options import METHODS
 from benchmarks.models.points import Point
 from benchmarks.models.results import FILE, Row
 from benchmarks.models.run import run
-from midus_hf.memory import MemoryModule
+from midus_hf.memory.registry import MemoryModule
 
 
 def _by_name(base, methods, placements=None):

@@ -16,7 +16,7 @@ from benchmarks.ops.row import FILE, Row
 from benchmarks.ops.run import run
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.tracked import threads
-from midus_hf.ops.backend import resolve
+from midus_hf.ops.dispatch.choices import resolve
 
 SLOW = set(COMPILED)
 """Minutes of C compiler; the benchmark itself judges it before it is timed."""

@@ -11,7 +11,7 @@ from benchmarks.gpu.summary import write_summary
 from benchmarks.pretended_gpu import NAME
 from benchmarks.report import ROOT
 from benchmarks.tracked import RESULTS, read
-from midus_hf.ops.sequence_kernels import kernel_of
+from midus_hf.ops.depth.sequence_kernels import kernel_of
 
 
 def rehearsed(out, *words):

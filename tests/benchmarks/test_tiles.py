@@ -1,7 +1,6 @@
 """Which tiles the benchmark times, what it makes of the times, and where it writes that down."""
 
 import json
-import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,9 @@ from benchmarks.report import ROOT
 from benchmarks.tiles.cases import Case
 from benchmarks.tiles.run import Bench, fastest
 from benchmarks.tiles.table import source, written
+from benchmarks.tiles.trying import candidates
 from benchmarks.tracked import read
-from midus_hf.ops.tiles import TILES, Tiles
+from midus_hf.ops.dispatch.tiles import TILES, Tiles, measured_tiles
 
 WRONG = ('{"num_warps": 8}', '{"num_warps": 8, "BT": 64}')
 CODE = "import runpy; runpy.run_module('benchmarks', run_name='__main__', alter_sys=True)"
@@ -24,7 +24,7 @@ KERNEL = "packed_scores_kernel"
 
 def test_tiles_are_tried_as_on_a_gpu_and_written_down(tmp_path):
     words = ["tiles", "--rehearse", "--resume", "--kernels", KERNEL, "--cases", "memory tiny", "--seconds", "0"]
-    words += ["--results", tmp_path, "--write", tmp_path / "table.py"]
+    words += ["--results", tmp_path, "--write", tmp_path / "tiles.json"]
     done = run_warm(CODE, *words, folder=ROOT, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read(tmp_path / "tiles.csv")
@@ -32,9 +32,9 @@ def test_tiles_are_tried_as_on_a_gpu_and_written_down(tmp_path):
         (NAME, KERNEL, "memory tiny", "ok")
     }
     shape = json.loads(rows[0]["shape"])
-    assert [json.loads(row["changes"]) for row in rows] == [{}, *TILES[KERNEL].candidates(*shape)]
+    assert [json.loads(row["changes"]) for row in rows] == [{}, *candidates(TILES[KERNEL], *shape)]
     assert all(float(row["median_ms"]) > 0 and float(row["error"]) < 1e-2 for row in rows)
-    found = runpy.run_path(str(tmp_path / "table.py"))["MEASURED"].get(NAME, {})
+    found = measured_tiles(tmp_path / "tiles.json").get(NAME, {})
     changes = fastest(rows)[KERNEL, tuple(shape)]
     assert found == ({KERNEL: {tuple(shape): changes}} if changes else {})
     again = run_warm(CODE, *words, folder=ROOT, TRITON_INTERPRET="0")
@@ -134,16 +134,16 @@ def test_a_table_keeps_what_was_not_timed(tmp_path, monkeypatch):
     known = {"H200": {"a": {(1, True): {"BT": 2}}}, "H100": {"a": {(2, True): {"BT": 4}, (4, True): {"BT": 8}}}}
     monkeypatch.setattr("benchmarks.tiles.table.MEASURED", known)
     timed = {("b", (64, False)): {"BT": 16, "num_warps": 2}, ("a", (2, True)): {}, ("c", (1,)): {}}
-    written(tmp_path / "table.py", "H100", timed)
-    found = runpy.run_path(str(tmp_path / "table.py"))["MEASURED"]
+    written(tmp_path / "tiles.json", "H100", timed)
+    found = measured_tiles(tmp_path / "tiles.json")
     assert found == {
         "H100": {"a": {(4, True): {"BT": 8}}, "b": {(64, False): {"BT": 16, "num_warps": 2}}},
         "H200": {"a": {(1, True): {"BT": 2}}},
     }
-    assert (tmp_path / "table.py").read_text() == source(found)
+    assert (tmp_path / "tiles.json").read_text() == source(found)
     monkeypatch.setattr("benchmarks.tiles.table.MEASURED", {})  # what the file has is known too
-    written(tmp_path / "table.py", "H200", {("a", (1, True)): {}})
-    assert list(runpy.run_path(str(tmp_path / "table.py"))["MEASURED"]) == ["H100"]
+    written(tmp_path / "tiles.json", "H200", {("a", (1, True)): {}})
+    assert list(measured_tiles(tmp_path / "tiles.json")) == ["H100"]
 
 
 @pytest.mark.parametrize(
@@ -166,17 +166,17 @@ def test_what_makes_no_sense_is_refused(words, message, tmp_path):
 
 
 def test_a_budget_ends_between_kernels_and_leaves_the_table_that_kernels_read(tmp_path, monkeypatch, capsys):
-    table = tmp_path / "measured_tiles.py"
-    monkeypatch.setattr("benchmarks.tiles.run.TABLE", table)
+    table = tmp_path / "tiles.json"
+    monkeypatch.setattr("benchmarks.tiles.options.TABLE", table)
     words = ["tiles", "--device", "cpu", "--results", str(tmp_path), "--budget", "-1"]
     assert main([*words, "--write", str(table)]) == 0
     told = capsys.readouterr().err
     assert (
         told.count("out of time before memory llama-3.2-1b; go on with --resume\n") == told.count("out of time") == 1
     )
-    assert "measured_tiles.py is left as it is until all cases are timed" in told and not table.exists()
-    assert main([*words, "--write", str(tmp_path / "other.py")]) == 0
-    assert (tmp_path / "other.py").exists()
+    assert "tiles.json is left as it is until all cases are timed" in told and not table.exists()
+    assert main([*words, "--write", str(tmp_path / "other.json")]) == 0
+    assert (tmp_path / "other.json").exists()
 
 
 def test_wrong_tiles_end_with_status_1(tmp_path, monkeypatch, capsys):

@@ -19,9 +19,9 @@ from pairs import by_default, wanted_by_tests
 
 import midus_config
 import midus_hf
-import midus_hf.ops.plain
 from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.carried import plain_bank, standins
+from midus_hf.carried.module import reference_modules
 from midus_hf.carried.sources import Module, defined
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__
@@ -239,9 +239,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
                     for name in defined(statement):
                         definers.setdefault(name, []).append(found.name)
 
-    plain = [
-        f"{midus_hf.ops.plain.__name__}.{each.name}" for each in pkgutil.iter_modules(midus_hf.ops.plain.__path__)
-    ]
+    plain = reference_modules()
     names = {
         name: module
         for module in (*plain, plain_bank.__name__, standins.__name__)

@@ -22,7 +22,7 @@ from midus_config.memories.product_key import ProductKeyOptions
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.memory_types import MemoryOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory
+from midus_hf.memory.registry import build_memory
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=6)

@@ -8,7 +8,7 @@ import torch
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.memories.ultramem_statistics import MEASURED, UniformCores, best_scores
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory
+from midus_hf.memory.registry import build_memory
 
 RETRIEVALS = {
     "default": (128, 1, 2, 32, 32),

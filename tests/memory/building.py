@@ -5,7 +5,7 @@ from typing import Any
 from midus_config import MEMORY_TYPES
 from midus_config.model_sizes import ModelSizes
 from midus_config.options import read_options
-from midus_hf.memory import build_memory
+from midus_hf.memory.registry import build_memory
 
 
 def build(memory_type: str, *, hidden_size: int, num_heads: int, head_dim: int = 0, **options: Any) -> Any:

@@ -7,8 +7,8 @@ from memory.chapter_loops import Read, read_by_loops
 
 from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory
 from midus_hf.memory.chapters import Chapters
+from midus_hf.memory.registry import build_memory
 from midus_hf.memory.token_places import TokenPlaces
 
 WIDTH, HEADS = 8, 2

@@ -11,8 +11,8 @@ from midus_config.memories.hierarchical import (
     HierLoraVOOptions,
 )
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory
 from midus_hf.memory.fetched import FetchedBatch
+from midus_hf.memory.registry import build_memory
 
 SIZES = ModelSizes(hidden_size=12, num_heads=6, head_dim=4, num_key_value_heads=2, intermediate_size=10, num_layers=4)
 GEGLU = ModelSizes(

@@ -6,10 +6,11 @@ from memory.chapter_layers import HEADS, WIDTH, assert_reads, by_loops, fill, la
 
 from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.ops import chapter_attention, op_choices
+from midus_hf.memory.registry import build_memory
+from midus_hf.ops import op_choices
+from midus_hf.ops.chapters import op as chapter_attention
 
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 WEIGHTINGS = ("released", "logit_bias", "paper")

@@ -11,7 +11,7 @@ from memory.hierarchical_memories import (
 
 from midus_config.memory_entries import read_memories
 from midus_config.memory_types import MEMORY_TYPES
-from midus_hf.memory import build_memory
+from midus_hf.memory.registry import build_memory
 
 
 @pytest.mark.parametrize("kind", TYPES)

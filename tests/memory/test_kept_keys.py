@@ -11,8 +11,9 @@ from tiny import prompt
 
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import build_memory, ultramem
+from midus_hf.memory import ultramem
 from midus_hf.memory.kept_values import kept_values
+from midus_hf.memory.registry import build_memory
 
 KINDS = {"plain": {}, "heads-expanded": {"heads": 2, "key_pairs": 2, "rank": 3}}
 KEPT_FROM = ("row_keys", "column_keys", "key_norm_weight", "core", "row_vector")

@@ -9,8 +9,8 @@ from midus_config import MEMORY_TYPES
 from midus_config.declared_tensors import ZEROS, DeclaredTensor
 from midus_config.memory_types import MemoryOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory import MEMORY_MODULES, MemoryModule, build_memory, register_memory
 from midus_hf.memory.headwise import HeadwiseMemory
+from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, register_memory
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, head_dim=16, intermediate_size=48, num_layers=4)
 

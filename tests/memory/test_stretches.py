@@ -12,7 +12,7 @@ from midus_hf.memory.chapter_pooling import ChunkSizes
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.stretches import EqualStretches, GroupedStretches, RowChunks, Stretches
 from midus_hf.memory.token_places import TokenPlaces
-from midus_hf.ops import chapter_attention
+from midus_hf.ops.chapters import op as chapter_attention
 
 TOKENS = 12
 

@@ -9,7 +9,7 @@ from models.chapter_models import chapter_model
 from models.depth_models import depth_model
 from models.upscaled import SIZES, upscaled_model
 
-from midus_hf.memory import MemoryModule
+from midus_hf.memory.registry import MemoryModule
 
 LAYERS = (1, 4)
 

@@ -5,7 +5,7 @@ import torch
 from models.upscaled import upscaled_model
 from transformers import PreTrainedModel
 
-from midus_hf.memory import MEMORY_MODULES, MemoryModule
+from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule
 from midus_hf.models.llama import MidusLlamaConfig, MidusLlamaForCausalLM
 
 LLAMA_3_2_1B = {

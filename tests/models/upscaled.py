@@ -6,7 +6,7 @@ import torch
 from tiny import NUM_LAYERS, tiny_model
 from transformers import PreTrainedModel
 
-from midus_hf.memory import MemoryModule
+from midus_hf.memory.registry import MemoryModule
 from midus_hf.models import FAMILIES
 
 NEW_LAYERS = (1, 4)

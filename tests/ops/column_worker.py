@@ -5,10 +5,10 @@ import sys
 import torch
 import torch.distributed as dist
 
-from midus_hf.ops.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
-from midus_hf.ops.gathered_products import gathered_products
-from midus_hf.ops.parted_gather import parted_gather
-from midus_hf.ops.weighted_gather import weighted_gather
+from midus_hf.ops.gather.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
+from midus_hf.ops.gather.parted import parted_gather
+from midus_hf.ops.gather.products import gathered_products
+from midus_hf.ops.gather.weighted import weighted_gather
 
 ROWS, WIDTH, M, PARTS = 11, 6, 3, 2
 

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from midus_hf.ops.native.build import is_off
-from midus_hf.ops.native.library import why_missing
+from midus_hf.ops.dispatch.native.build import is_off
+from midus_hf.ops.dispatch.native.library import why_missing
 
 
 @pytest.fixture

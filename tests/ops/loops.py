@@ -58,7 +58,7 @@ def headwise_memory_by_loops(
     k: int,
     output_gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, Gradients]:
-    """Output `[T, H, v]` and gradients for a query `[T, H, d]`; other shapes as in `midus_hf.ops.headwise_memory`."""
+    """Output `[T, H, v]` and gradients for a query `[T, H, d]`; other shapes as in `midus_hf.ops.headwise.op`."""
     tokens, heads, n, half, width = query.shape[0], *row_keys.shape, value_bank.shape[1]
     q, rows, columns = query.tolist(), row_keys.tolist(), column_keys.tolist()
     bank, transform, upstream = value_bank.tolist(), value_transform.tolist(), output_gradient.tolist()

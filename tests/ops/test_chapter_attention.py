@@ -6,8 +6,8 @@ import pytest
 import torch
 from ops.chapter_loops import CHAPTERS, MEMORY_TOKENS, WIDTH, by_loops, made
 
-from midus_hf.ops import chapter_attention as op
-from midus_hf.ops.chapter_attention import chapter_attention
+from midus_hf.ops.chapters import op
+from midus_hf.ops.chapters.op import chapter_attention
 
 BODIES = ("reference", "gathered", "segments")
 WANTED = ("query", "keys", "values", "scales", "biases")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from midus_hf.ops import chapter_mass as module
-from midus_hf.ops.chapter_attention import chapter_attention
-from midus_hf.ops.chapter_mass import chapter_mass
+from midus_hf.ops.chapters import rows as module
+from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.chapters.rows import chapter_mass
 
 
 @pytest.mark.parametrize(("stretches", "heads", "kv_heads"), [(1, 2, 2), (3, 4, 2), (6, 2, 1)])

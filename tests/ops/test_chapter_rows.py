@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.ops.chapter_rows import chapter_rows, with_one_gradient
+from midus_hf.ops.chapters.rows import chapter_rows, with_one_gradient
 
 LAYERS = [torch.tensor([7, 0, 3]), torch.tensor([3, 9]), torch.tensor([0, 3, 8])]
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from ops.chapter_loops import made
 
-from midus_hf.ops import backend, chapter_segments, op_choices
-from midus_hf.ops.chapter_attention import chapter_attention
-from midus_hf.ops.chapter_segments_triton import segment_refusal
+from midus_hf.ops import op_choices
+from midus_hf.ops.chapters import segments as chapter_segments
+from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.chapters.triton.forward import segment_refusal
+from midus_hf.ops.dispatch import choices
 
 
 def test_rows_of_a_block_have_one_chapter_and_every_pair_has_a_row():
@@ -88,9 +90,9 @@ def test_more_pairs_than_kernels_can_number_are_refused():
 
 
 def test_what_kernels_refuse_is_left_to_pytorch_where_nobody_asks_for_kernels(monkeypatch):
-    monkeypatch.setattr(backend, "_multiplies", lambda tensor: True)
-    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    monkeypatch.setattr(choices, "_multiplies", lambda tensor: True)
+    monkeypatch.setattr(choices, "HAS_TRITON", True)
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    assert backend.resolve("auto", "auto", "auto", on_gpu).backend == "triton"
-    assert backend.resolve("auto", "auto", "auto", on_gpu, "heads are wide").backend == "torch"
-    assert backend.resolve("torch", "auto", "auto", on_gpu, "heads are wide").backend == "torch"
+    assert choices.resolve("auto", on_gpu) == "triton"
+    assert choices.resolve("auto", on_gpu, "heads are wide") == "torch"
+    assert choices.resolve("torch", on_gpu, "heads are wide") == "torch"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from processes.warm import run_ranks
 
-from midus_hf.ops.column_shards import sharded_gathered_products
+from midus_hf.ops.gather.column_shards import sharded_gathered_products
 
 WORKER = Path(__file__).with_name("column_worker.py")
 

@@ -6,9 +6,9 @@ from ops.depth_loops import attend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops.depth_attention import depth_attention, joint_shares
-from midus_hf.ops.plain.depth import joint_attention
-from midus_hf.ops.sequence_lse import sequence_lse, sequence_weights
+from midus_hf.ops.depth.op import depth_attention, joint_shares
+from midus_hf.ops.depth.reference import joint_attention
+from midus_hf.ops.depth.sequence_lse import sequence_lse, sequence_weights
 
 SHAPES = [(1, 1, 3, 4), (2, 1, 5, 3), (3, 2, 4, 6), (7, 1, 2, 5)]
 """Query heads per key/value head, key/value heads, tokens, width."""
@@ -88,7 +88,7 @@ def test_gradients_of_the_depth_are_those_of_finite_differences(softcap):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("mask", [None, "bool", "added", "per row"])
 def test_gradients_of_the_sum_are_those_of_finite_differences(mask, softcap, monkeypatch):
-    monkeypatch.setattr("midus_hf.ops.sequence_lse._CHUNK", 2)
+    monkeypatch.setattr("midus_hf.ops.depth.sequence_lse._CHUNK", 2)
     query, key = drawn(2, 4, 5, 3), drawn(2, 2, 5, 3, seed=1)
     read = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.4
     read |= torch.eye(5, dtype=torch.bool)

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.interpreter import mended_interpreter
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.direct_calls import are_plain, nobody_watches
-from midus_hf.ops.packed_lookup_triton import triton_lookup
+from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
+from midus_hf.ops.headwise.triton.packed import triton_lookup
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no-grad", "inference"])
@@ -114,15 +114,13 @@ def test_a_direct_call_of_a_kernel_makes_no_room_for_a_gradient(dtype, monkeypat
         headwise_memory(*inputs(1, 1, dtype=dtype), None, 2, backend="triton")
 
 
-@pytest.mark.parametrize("selection", ["two-stage", "cartesian"])
-def test_what_has_no_direct_body_is_left_to_the_registered_op(selection, monkeypatch):
+def test_what_has_no_direct_body_is_left_to_the_registered_op(monkeypatch):
     asked = asked_ops(monkeypatch)
     with torch.no_grad():
-        headwise_memory(*inputs(), None, 3, selection=selection, backend="torch")
-        headwise_memory(
-            *inputs(tokens=129), None, 3, selection=selection, backend="torch"
-        )  # so many that calls do not count
-    assert [given[8] for given in asked] == (["two-stage"] if selection == "two-stage" else ["cartesian"] * 2)
+        headwise_memory(*inputs(), None, 3, backend="torch")
+        assert not asked
+        headwise_memory(*inputs(tokens=129), None, 3, backend="torch")  # so many that calls do not count
+    assert len(asked) == 1
 
 
 def test_a_residual_of_another_width_is_refused():

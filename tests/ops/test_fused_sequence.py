@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from midus_hf.ops.fused_sequence import joined
-from midus_hf.ops.plain.depth import joint_attention
-from midus_hf.ops.sequence_kernels import Call, kernel_of
-from midus_hf.ops.sequence_lse import sequence_lse
+from midus_hf.ops.depth.joining import joined
+from midus_hf.ops.depth.reference import joint_attention
+from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
+from midus_hf.ops.depth.sequence_lse import sequence_lse
 
 
 def drawn(*shape, seed, dtype=torch.float64):

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops import flat_key, row_sums
-from midus_hf.ops.flat_key import flat_key_topk
-from midus_hf.ops.headwise_memory import headwise_memory
+from midus_hf.ops.gather import row_sums
+from midus_hf.ops.headwise.op import headwise_memory
+from midus_hf.ops.product_key import flat as flat_key
+from midus_hf.ops.product_key.flat import flat_key_topk
 
 HEADS, N, WIDTH = 4, 16, 8
 SLOTS = N * N

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import midus_hf.ops.chapter_attention  # noqa: F401 - registers them
+import midus_hf.ops.chapters.op  # noqa: F401 - registers them
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from midus_hf.ops.parted_gather import parted_gather, reference
-from midus_hf.ops.weighted_gather import weighted_gather
+from midus_hf.ops.gather.parted import parted_gather, reference
+from midus_hf.ops.gather.weighted import weighted_gather
 
 ROWS, WIDTH, M, PARTS = 7, 5, 6, 4
 

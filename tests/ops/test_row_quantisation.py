@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.ops.row_quantisation import dequantise_rows, quantise_rows
+from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 
 
 def table(rows=7, width=10, seed=0):

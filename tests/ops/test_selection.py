@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from midus_hf.ops import selection
-from midus_hf.ops.selection import largest
+from midus_hf.ops.product_key import selection
+from midus_hf.ops.product_key.selection import largest
 
 
 @pytest.mark.parametrize("sign", [-1, 1], ids=["below-zero", "above-zero"])

@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from midus_hf.ops.sequence_kernels import _KERNELS, Call, kernel_of
-from midus_hf.ops.sequence_lse import sequence_lse
+from midus_hf.ops.depth.sequence_kernels import _KERNELS, Call, kernel_of
+from midus_hf.ops.depth.sequence_lse import sequence_lse
+from midus_hf.ops.dispatch import private_torch
 
 NAMES = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 
@@ -201,7 +202,9 @@ def fake_call(tokens=33, width=64, kv_heads=4, dtype=torch.bfloat16, mask=None, 
 def test_the_kernel_is_the_one_that_torch_chooses(name, monkeypatch):
     asked = []
     chosen = getattr(SDPBackend, name).value
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: asked.append((args, kwargs)) or chosen)
+    monkeypatch.setattr(
+        private_torch, "_chosen_attention", lambda *args, **kwargs: asked.append((args, kwargs)) or chosen
+    )
     with FakeTensorMode():
         call = fake_call(kv_heads=2)
         kernel = kernel_of(call)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks.tiles.table import source
-from midus_hf.ops import measured_tiles, tiles
-from midus_hf.ops.tiles import MEASURED, TILES, Tiles
+from benchmarks.tiles.trying import candidates, shape_of_call, trying
+from midus_hf.ops.dispatch import tiles
+from midus_hf.ops.dispatch.tiles import MEASURED, TABLE, TILES, Tiles
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -45,21 +46,21 @@ def test_gpus_are_told_apart_by_name(of_kernel, monkeypatch):
 
 def test_what_is_tried_stands_above_what_was_measured_and_goes_with_its_context(of_kernel):
     before = of_kernel(CPU, 128, False)
-    with of_kernel.trying({"num_warps": 8}):
+    with trying(of_kernel, {"num_warps": 8}):
         assert of_kernel(CPU, 128, False) == {"BT": 64, "num_warps": 8, "TILES": 2}
-        with of_kernel.trying({}):
+        with trying(of_kernel, {}):
             assert of_kernel(CPU, 128, False)["num_warps"] == 4
         assert of_kernel(CPU, 128, False)["num_warps"] == 8
         assert of_kernel(META, 128, False)["num_warps"] == 8
     assert of_kernel(CPU, 128, False) == before
-    with pytest.raises(ZeroDivisionError), of_kernel.trying({"num_warps": 8}):
+    with pytest.raises(ZeroDivisionError), trying(of_kernel, {"num_warps": 8}):
         raise ZeroDivisionError
     assert of_kernel(CPU, 128, False) == before
 
 
 def test_threads_of_autograd_try_what_is_tried(of_kernel):
     found = []
-    with of_kernel.trying({"num_warps": 2}):
+    with trying(of_kernel, {"num_warps": 2}):
         thread = threading.Thread(target=lambda: found.append(of_kernel(CPU, 128, False)["num_warps"]))
         thread.start()
         thread.join()
@@ -68,13 +69,13 @@ def test_threads_of_autograd_try_what_is_tried(of_kernel):
 
 def test_candidates_are_one_step_away_or_two_that_keep_what_a_thread_has(of_kernel):
     alone = [{"BT": 32}, {"num_warps": 2}, {"num_warps": 8}]
-    assert of_kernel.candidates(128, False) == [*alone, {"BT": 32, "num_warps": 2}]
-    assert of_kernel.candidates(128, True) == [*alone, {"BT": 32, "num_warps": 8}]
+    assert candidates(of_kernel, 128, False) == [*alone, {"BT": 32, "num_warps": 2}]
+    assert candidates(of_kernel, 128, True) == [*alone, {"BT": 32, "num_warps": 8}]
 
 
 def test_what_a_call_asks_for_is_the_shape_of_its_last_launch(of_kernel):
-    assert of_kernel.asked(lambda: of_kernel(CPU, 128, False)) == (128, False)
-    assert of_kernel.asked(lambda: None) is None
+    assert shape_of_call(of_kernel, lambda: of_kernel(CPU, 128, False)) == (128, False)
+    assert shape_of_call(of_kernel, lambda: None) is None
     assert of_kernel(CPU, 128, False)["BT"] == 32
 
 
@@ -84,8 +85,7 @@ def test_a_kernel_has_one_rule():
 
 
 def test_the_table_is_as_its_benchmark_writes_it_and_tells_of_what_may_be_changed():
-    with open(measured_tiles.__file__, encoding="utf-8") as stream:
-        assert stream.read() == source(MEASURED)
+    assert TABLE.read_text(encoding="utf-8") == source(MEASURED)
     for kernel, shapes in itertools.chain.from_iterable(of_device.items() for of_device in MEASURED.values()):
         for shape, changes in shapes.items():
-            assert changes in TILES[kernel].candidates(*shape)
+            assert changes in candidates(TILES[kernel], *shape)

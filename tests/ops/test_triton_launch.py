@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.ops.triton_launch import power_of_two, precise_product, quotient_above, wide_ranged_product
+from midus_hf.ops.dispatch.triton import power_of_two, precise_product, quotient_above, wide_ranged_product
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from midus_hf.ops import tucker_topk as op
-from midus_hf.ops.tucker_topk import leading_vectors, reference, select, slot_scores, tucker_topk
+from midus_hf.ops.tucker import op
+from midus_hf.ops.tucker.op import leading_vectors, reference, select, slot_scores, tucker_topk
 
 
 def drawn(heads=2, sets=2, n=5, rank=2, tokens=3, seed=0):

@@ -10,7 +10,7 @@ from sites.cases import SiteCase, give_values
 from transformers import PreTrainedModel
 
 from midus_config.memory_types import MEMORY_TYPES
-from midus_hf.memory import MEMORY_MODULES
+from midus_hf.memory.registry import MEMORY_MODULES
 from tests.upscalers.checkpoints import load
 from tests.upscalers.conftest import base, command, in_process, shared_base  # noqa: F401 - fixtures
 from upscalers import upscale

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.analysis.usage import record_usage
-from midus_hf.memory import MemoryModule
+from midus_hf.memory.registry import MemoryModule
 from midus_hf.training import Rates, lora_config, parameter_groups, set_trainable
 
 NEW_LAYERS = [1, 4]

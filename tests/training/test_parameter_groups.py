@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from midus_hf.memory import MemoryModule
+from midus_hf.memory.registry import MemoryModule
 from midus_hf.training import Rates, parameter_groups, set_trainable
 from midus_hf.training.parameter_groups import group_schedules
 from tests.memory.building import build

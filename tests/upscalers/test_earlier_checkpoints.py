@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.memory import MemoryModule
+from midus_hf.memory.registry import MemoryModule
 from midus_hf.training import Rates, parameter_groups, set_trainable
 from tests.upscalers.checkpoints import SMALL_MEMORY, content_digest, load, read_tensors, same_bits, same_tensors
 from upscalers import strip, upscale

@@ -79,7 +79,7 @@ def _rows(memory: ChapterMemory, bank: Bank, number: int) -> "torch.Tensor":
     """The rows of a chapter, of float32 or more."""
     import torch
 
-    from midus_hf.ops.row_quantisation import dequantise_rows
+    from midus_hf.ops.chapters.quantisation import dequantise_rows
     from upscalers.runs.streamed_model import read_tensor
 
     def read(name: str) -> torch.Tensor:

@@ -36,7 +36,7 @@ class _Rounded(Recipe):
     def build(self, read: "ReadTensor") -> "torch.Tensor":
         import torch
 
-        from midus_hf.ops.row_quantisation import quantise_rows
+        from midus_hf.ops.chapters.quantisation import quantise_rows
 
         place = ("integers", "scales").index(self.part)
         return torch.cat([quantise_rows(rows, self.bits)[place] for rows in read(self.source).split(_ROWS_AT_ONCE)])

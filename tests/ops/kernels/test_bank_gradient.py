@@ -5,8 +5,8 @@ import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops import bucket_sums_triton
-from midus_hf.ops.row_sums_triton import triton_bank_gradient
+from midus_hf.ops.gather.triton import bucket_sums
+from midus_hf.ops.gather.triton.rows import triton_bank_gradient
 
 
 def given(tokens, heads, k, n, width, dtype=torch.float32):
@@ -37,7 +37,7 @@ def test_rows_are_summed_alike_with_indices_of_either_size(shape, tokens, k, dty
     assert_close("bank", found, expected, dtype)
     heads_first = gradient.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(triton_bank_gradient(heads_first, slots, weights, shape, torch.float32), found)
-    monkeypatch.setattr(bucket_sums_triton, "_REACH_OF_32_BITS", 0)
+    monkeypatch.setattr(bucket_sums, "_REACH_OF_32_BITS", 0)
     assert torch.equal(triton_bank_gradient(gradient, slots, weights, shape, torch.float32), found)
 
 
@@ -51,9 +51,7 @@ def test_sums_are_rounded_once_to_what_the_bank_has():
 @pytest.mark.parametrize("shape", [(70, 5), (3, 70, 5)], ids=["shared-bank", "bank-per-head"])
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "one-bucket"])
 def test_buckets_of_many_entries_are_summed_in_pieces(shape, skewed, monkeypatch):
-    monkeypatch.setattr(
-        bucket_sums_triton, "_PIECE", 16
-    )  # buckets have one piece, two or up to 19; what is not there is NaN
+    monkeypatch.setattr(bucket_sums, "_PIECE", 16)  # buckets have one piece, two or up to 19; what is not there is NaN
     gradient, slots, weights = given(50, 3, 2, 70, 5)
     slots = slots % 3 if skewed else slots
     first, again = (triton_bank_gradient(gradient, slots, weights, torch.Size(shape), torch.float32) for _ in range(2))

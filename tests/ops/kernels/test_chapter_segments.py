@@ -8,10 +8,11 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from pairs import in_pairs
 
-from midus_hf.ops import chapter_gradients_triton, chapter_segments_triton
-from midus_hf.ops.chapter_attention import chapter_attention
-from midus_hf.ops.chapter_segments import segment_attention
-from midus_hf.ops.chapter_segments_triton import blocks_of, sorted_pairs, triton_segments
+from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.chapters.segments import segment_attention
+from midus_hf.ops.chapters.triton import forward as chapter_segments_triton
+from midus_hf.ops.chapters.triton import gradients as chapter_gradients_triton
+from midus_hf.ops.chapters.triton.forward import blocks_of, sorted_pairs, triton_segments
 
 DIFFERENTIABLE = ("query", "keys", "values", "scales", "biases")
 
@@ -250,11 +251,13 @@ def test_what_is_launched_depends_on_shapes_alone(monkeypatch):
             kernels.append(_Recorded())
             monkeypatch.setattr(module, name, kernels[-1])
     arguments = {name: tensor.to("meta") for name, tensor in inputs(2000, weighed=("scales", "biases")).items()}
-    output, *rest = triton_segments(*arguments.values())
+    reading = triton_segments(*arguments.values())
     chapters = arguments.pop("chapters")
     assert chapters.shape == (2000, 2)
+    *tables, scales, biases = arguments.values()
+    weighing = (scales, biases)
     gradients = chapter_gradients_triton.triton_segment_gradients(
-        torch.empty_like(output), *arguments.values(), output, *rest, True, True
+        torch.empty_like(reading.output), *tables, weighing, reading, True, True
     )
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in arguments.values()]
     assert [kernel.launches for kernel in kernels] == [1] * 6

@@ -11,11 +11,12 @@ from ops.kernels.conftest import DEVICE
 from pairs import by_default
 from torch._dynamo.backends.common import aot_autograd
 
-from midus_hf.ops import depth_attention_triton, depth_gradients_triton, device_numbers_triton, op_choices
-from midus_hf.ops.depth_attention import depth_attention, depth_attention_op
-from midus_hf.ops.depth_attention_triton import slot_table
-from midus_hf.ops.device_numbers_triton import device_numbers
-from midus_hf.ops.native.depth import native_depth_op
+from midus_hf.ops import op_choices
+from midus_hf.ops.depth.op import depth_attention, depth_attention_op
+from midus_hf.ops.depth.triton import forward as depth_attention_triton
+from midus_hf.ops.depth.triton import gradients as depth_gradients_triton
+from midus_hf.ops.depth.triton.forward import device_numbers, slot_table
+from midus_hf.ops.depth.triton.forward import device_numbers as device_numbers_triton
 
 
 @pytest.fixture(params=["native", "triton"])
@@ -317,8 +318,7 @@ def test_it_is_registered_rightly(softcap, wanted, fast):
     for name, tensors in (("query", [query]), ("keys", keys), ("values", values)):
         for tensor in tensors:
             tensor.requires_grad_(wanted in ("all", name))
-    op = {"native": native_depth_op, "triton": depth_attention_op}[fast]
-    torch.library.opcheck(op, (query, keys, values, 0.5, softcap))
+    torch.library.opcheck(depth_attention_op, (query, keys, values, 0.5, softcap, fast))
 
 
 def test_it_is_one_node_of_a_compiled_graph_and_so_is_its_gradient(fast):

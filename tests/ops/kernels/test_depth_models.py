@@ -10,8 +10,7 @@ from ops.kernels.conftest import DEVICE
 from pairs import by_default
 
 from midus_hf.ops import op_choices
-from midus_hf.ops.depth_attention import depth_attention
-from midus_hf.ops.fused_depth import fused_attention
+from midus_hf.ops.depth.op import depth_attention
 
 
 def logits_and_gradients(model, tokens, backend):
@@ -62,48 +61,3 @@ def test_models_by_kernels_launch_them(monkeypatch):
     with op_choices(backend="triton"), torch.no_grad():
         model(torch.arange(4, device=DEVICE)[None], use_cache=False)
     assert asked == list(range(1, model.config.num_hidden_layers))
-
-
-@pytest.mark.parametrize(
-    "kind, checkpointed",
-    by_default(
-        [("default", True), ("joint", False), ("reused", False)],
-        itertools.product(["default", "joint", "reused"], [False, True]),
-    ),
-)
-def test_models_that_read_both_by_one_kernel_are_those_by_pytorch(kind, checkpointed, monkeypatch):
-    asked = []
-    op = fused_attention.__globals__["fused_attention_op"]
-    monkeypatch.setitem(
-        fused_attention.__globals__, "fused_attention_op", lambda *given: (asked.append(len(given[3])), op(*given))[1]
-    )
-    model = depth_model(kind=kind, dtype=torch.bfloat16).to(DEVICE)
-    tokens = torch.arange(8, device=DEVICE).view(2, 4)
-    wide = depth_model(kind=kind, dtype=torch.float32).to(DEVICE)
-    wide.load_state_dict(model.state_dict())
-    expected = logits_and_gradients(wide, tokens, "torch")
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    with op_choices(depth_path="fused"):
-        found = logits_and_gradients(model, tokens, "triton")
-    each = 1 if kind == "default" else 2
-    read = [each * layer for layer in range(1, model.config.num_hidden_layers)]
-    assert asked == (read + read[::-1] if checkpointed else read)
-    assert expected.keys() == found.keys()
-    for name, exact in expected.items():
-        assert_close(name, found[name], exact, torch.bfloat16, slack=8)  # of several layers
-
-
-def test_generation_reads_prompts_by_one_kernel_and_tokens_behind_a_cache_by_two(monkeypatch):
-    asked = []
-    op = fused_attention.__globals__["fused_attention_op"]
-    monkeypatch.setitem(
-        fused_attention.__globals__,
-        "fused_attention_op",
-        lambda *given: (asked.append(given[0].shape[2]), op(*given))[1],
-    )
-    model = depth_model(dtype=torch.bfloat16).to(DEVICE)
-    with op_choices(backend="triton", depth_path="fused"):
-        model.generate(torch.arange(1, 5, device=DEVICE)[None], max_new_tokens=3, do_sample=False)
-    assert asked == [4] * (model.config.num_hidden_layers - 1)

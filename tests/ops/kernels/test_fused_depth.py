@@ -8,12 +8,13 @@ from ops.kernels.conftest import DEVICE
 from pairs import by_default
 from torch._dynamo.backends.common import aot_autograd
 
-from midus_hf.ops import fused_depth, fused_gradients_triton
-from midus_hf.ops.depth_attention import depth_attention
-from midus_hf.ops.fused_depth import fused_attention, fused_attention_op
-from midus_hf.ops.fused_depth_triton import triton_fused_attention
-from midus_hf.ops.fused_gradients_triton import triton_fused_gradients
-from midus_hf.ops.plain.depth import joint_attention
+from benchmarks.fused_depth import gradients as fused_gradients_triton
+from benchmarks.fused_depth import op as fused_depth
+from benchmarks.fused_depth.forward import triton_fused_attention
+from benchmarks.fused_depth.gradients import triton_fused_gradients
+from benchmarks.fused_depth.op import fused_attention, fused_attention_op
+from midus_hf.ops.depth.op import depth_attention
+from midus_hf.ops.depth.reference import joint_attention
 
 JOININGS = ("joint", "interpolated", "added")
 EXACT = torch.float16 if DEVICE == "cuda" else torch.float32
@@ -264,14 +265,14 @@ def test_tensors_of_several_dtypes_are_read_in_that_of_autocast():
     [
         (
             {"keys": []},
-            r"depth_path is 'fused', but there are 0 keys and 3 values of the depth; expected as many, and one or more, or choose",
+            r"cannot read sequence and depth: there are 0 keys and 3 values of the depth; expected as many, and one or more\.",
         ),
         ({"tokens": 4}, r"query is \(2, 4, 4, 16\) and what it reads \(2, 2, 5, 16\); expected as many texts, tokens and numbers"),
-        ({"heads": 3}, r"3 query heads read 2; expected a multiple, or choose 'merged'\."),
-        ({"group": 65}, r"65 query heads read each head of keys; expected 64 or fewer, or choose 'merged'\."),
-        ({"dtype": torch.float32}, r"heads are torch\.float32; expected bfloat16 or float16, or choose 'merged'\."),
-        ({"width": 257}, r"heads are 257 wide; expected 256 or less, or choose 'merged'\."),
-        ({"most": 11}, r"there are 2 texts of 5 tokens and 2 heads of keys; expected 11 or less in all, or choose 'merged'\."),
+        ({"heads": 3}, r"3 query heads read 2; expected a multiple\."),
+        ({"group": 65}, r"65 query heads read each head of keys; expected 64 or fewer\."),
+        ({"dtype": torch.float32}, r"heads are torch\.float32; expected bfloat16 or float16\."),
+        ({"width": 257}, r"heads are 257 wide; expected 256 or less\."),
+        ({"most": 11}, r"there are 2 texts of 5 tokens and 2 heads of keys; expected 11 or less in all\."),
     ],
     ids=["slots", "tokens", "heads", "group", "dtype", "width", "programs"],
 )  # fmt: skip

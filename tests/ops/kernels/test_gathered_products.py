@@ -7,7 +7,7 @@ from ops.kernels.conftest import DEVICE
 from ops.kernels.gathering import DTYPES, SIZES
 from pairs import in_pairs
 
-from midus_hf.ops.gathered_products import gathered_products, gathered_products_op
+from midus_hf.ops.gather.products import gathered_products, gathered_products_op
 
 
 @pytest.fixture
@@ -58,11 +58,6 @@ def test_half_precision_of_ieee_is_refused_in_c():
         gathered_products(*inputs(*SIZES["small"], torch.float16), backend="native")
 
 
-@pytest.mark.parametrize("backward", ["sorted", "atomic", "dedup"])
-def test_every_way_of_summing_gradients(backend, backward):
-    assert_equals_reference(inputs(30, 5, 7, 24), backend=backend, backward=backward)
-
-
 def test_rows_that_nothing_reads_get_a_gradient_of_zero(backend):
     vectors, bank, slots = inputs(20, 3, 40, 8)
     _, _, into_bank = output_and_gradients(vectors, bank, slots % 2 * 39, backend=backend)
@@ -71,7 +66,7 @@ def test_rows_that_nothing_reads_get_a_gradient_of_zero(backend):
 
 def test_two_runs_give_the_same_bytes(backend):
     arguments = inputs(40, 8, 20, 16)
-    first, second = (output_and_gradients(*arguments, backend=backend, backward="sorted") for _ in range(2))
+    first, second = (output_and_gradients(*arguments, backend=backend) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -102,9 +97,7 @@ def test_a_sparse_gradient_holds_the_rows_that_were_read(backend):
 
 def test_they_are_registered_rightly_and_one_node(backend):
     vectors, bank, slots = inputs(5, 3, 7, 4)
-    torch.library.opcheck(
-        gathered_products_op, (vectors.requires_grad_(), bank.requires_grad_(), slots, "sorted", backend)
-    )
+    torch.library.opcheck(gathered_products_op, (vectors.requires_grad_(), bank.requires_grad_(), slots, backend))
     torch._dynamo.reset()
     names = []
 

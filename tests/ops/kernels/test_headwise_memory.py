@@ -5,8 +5,9 @@ import torch
 from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops import headwise_gradients_triton, headwise_memory, op_choices, product_key_topk
-from midus_hf.ops.native.library import why_missing
+from midus_hf.ops import headwise_memory, op_choices
+from midus_hf.ops.dispatch.native.library import why_missing
+from midus_hf.ops.product_key.triton import gradients
 
 NAMES = ("output", "query", "row_keys", "column_keys", "value_bank", "value_transform")
 
@@ -73,20 +74,15 @@ def test_every_size(backend, tokens, heads, dim, n, width, k):
     assert_equals_reference(inputs(tokens, heads, dim, n, width), k, backend)
 
 
-@pytest.mark.parametrize("backward", ["sorted", "atomic", "dedup"])
-def test_every_way_of_summing_gradients(backend, backward):
-    assert_equals_reference(inputs(40, 2, 16, 6, 8, own=True), 3, backend, backward=backward)
-    assert_equals_reference(inputs(40, 2, 16, 6, 8), 3, backend, backward=backward)
-
-
-@pytest.mark.parametrize("selection", ["two-stage", "cartesian"])
-def test_every_way_of_selecting(backend, selection):
-    assert_equals_reference(inputs(20, 2, 16, 9, 8), 4, backend, selection=selection)
+def expands(monkeypatch, whether):
+    """Let values be transformed before they are gathered, or behind."""
+    monkeypatch.setitem(headwise_memory.__globals__, "_expands", lambda *_: whether)
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_transforming_before_or_after_gathering(backend, expand):
-    assert_equals_reference(inputs(30, 3, 16, 6, 8, transform=True), 3, backend, expand=expand)
+def test_transforming_before_or_after_gathering(backend, expand, monkeypatch):
+    expands(monkeypatch, expand)
+    assert_equals_reference(inputs(30, 3, 16, 6, 8, transform=True), 3, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,17 +96,22 @@ def test_transforming_before_or_after_gathering(backend, expand):
         (9, 2, 20, 40, 133, 32),
     ],
 )
-def test_every_size_of_what_is_transformed_after_gathering(backend, tokens, heads, dim, n, width, k, dtype):
+def test_every_size_of_what_is_transformed_after_gathering(
+    backend, tokens, heads, dim, n, width, k, dtype, monkeypatch
+):
+    expands(monkeypatch, False)
     arguments = inputs(tokens, heads, dim, n, width, transform=True, dtype=dtype)
-    assert_equals_reference(arguments, k, backend, expand=False)
+    assert_equals_reference(arguments, k, backend)
 
 
-def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(backend):
+def test_values_are_transformed_first_where_there_are_more_tokens_than_slots(backend, monkeypatch):
     enough = 48 if backend == "native" else 16
     few, many = (inputs(tokens, 2, 8, 4, 8, transform=True) for tokens in (enough - 1, enough))
     for arguments, expand in ((few, False), (many, True)):
         chosen = headwise_memory(*arguments, 2, backend=backend)
-        assert torch.equal(chosen, headwise_memory(*arguments, 2, expand=expand, backend=backend))
+        with monkeypatch.context() as patched:
+            expands(patched, expand)
+            assert torch.equal(chosen, headwise_memory(*arguments, 2, backend=backend))
 
 
 def test_temperature(backend):
@@ -119,11 +120,11 @@ def test_temperature(backend):
     assert not torch.allclose(headwise_memory(*arguments, 3), headwise_memory(*arguments, 3, temperature=0.3))
 
 
-@pytest.mark.parametrize("transform, sparse", [(False, False), (True, False), (True, True)])
-def test_a_residual_is_added_and_gets_the_gradient_as_it_is(backend, transform, sparse):
+@pytest.mark.parametrize("transform", [False, True])
+def test_a_residual_is_added_and_gets_the_gradient_as_it_is(backend, transform):
     arguments = inputs(11, 3, 8, 5, 6, transform=transform)
     residual = torch.randn(11, 3, 6, device=DEVICE, requires_grad=True)
-    output = headwise_memory(*arguments, 2, residual=residual, sparse_gradient=sparse, backend=backend)
+    output = headwise_memory(*arguments, 2, residual=residual, backend=backend)
     expected = residual + headwise_memory(*arguments, 2, backend="reference")
     torch.testing.assert_close(output, expected)
     upstream = torch.randn_like(output)
@@ -146,7 +147,7 @@ def test_gradients_stay_accurate_when_every_token_retrieves_the_same_slots(backe
 
 def test_two_runs_give_the_same_bytes(backend):
     arguments = inputs(100, 3, 8, 4, 8)
-    first, second = (output_and_gradients(arguments, 3, backend=backend, backward="sorted") for _ in range(2))
+    first, second = (output_and_gradients(arguments, 3, backend=backend) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -172,45 +173,23 @@ def test_any_leading_shape(backend, leading):
     assert query.grad.shape == query.shape
 
 
-def test_large_banks_get_gradients_of_the_rows_that_were_hit(backend):
-    arguments = inputs(6, 2, 8, 64, 4, transform=True)
-    arguments[3] = arguments[3].detach().requires_grad_()
-    upstream = torch.randn(6, 2, 4, device=DEVICE)
-    sparse, dense = (
-        torch.autograd.grad(
-            headwise_memory(*arguments, 3, sparse_gradient=chosen, expand=False, backend=backend),
-            arguments[3],
-            upstream,
-        )[0]
-        for chosen in (True, False)
-    )
-    _, slots = product_key_topk(*arguments[:3], 3)
-    assert sparse.is_sparse and sparse.is_coalesced()
-    assert sparse.indices().flatten().tolist() == sorted(set(slots.flatten().tolist()))
-    torch.testing.assert_close(sparse.to_dense(), dense)
-
-
 def test_choices_stand_for_what_a_caller_leaves_open(monkeypatch):
     seen = []
 
     def record(*arguments):
-        seen.append(arguments[-3:])
+        seen.append(arguments[-2:])
         raise InterruptedError
 
     monkeypatch.setitem(headwise_memory.__globals__, "headwise_lookup_op", record)
     arguments = inputs(2, 1, 4, 3, 2)
-    with op_choices(backend="triton", selection="cartesian", backward="atomic"), pytest.raises(InterruptedError):
+    with op_choices(backend="triton", exact=True), pytest.raises(InterruptedError):
         headwise_memory(*arguments, 2)
-    with op_choices(backend="triton"), op_choices(backward="dedup"), pytest.raises(InterruptedError):
+    with op_choices(backend="triton"), op_choices(exact=True), pytest.raises(InterruptedError):
         headwise_memory(*arguments, 2, backend="torch")
     with pytest.raises(InterruptedError):
         headwise_memory(*arguments, 2)
     auto = "triton" if DEVICE == "cuda" else "torch" if why_missing() else "native"
-    assert seen == [
-        ("cartesian", "atomic", "triton"),
-        ("two-stage", "dedup", "torch"),
-        ("two-stage", "sorted", auto),
-    ]
+    assert seen == [(True, "triton"), (True, "torch"), (False, auto)]
 
 
 @pytest.mark.parametrize("tokens", [9, 16], ids=["transformed-after", "transformed-before"])
@@ -238,9 +217,7 @@ def test_tables_are_read_in_the_dtype_of_the_query_and_get_gradients_in_their_ow
 
 @pytest.mark.parametrize("n", [6, 70], ids=["sums-in-registers", "sums-in-memory"])
 def test_programs_add_up_the_gradients_of_many_tokens(n, monkeypatch):
-    monkeypatch.setattr(
-        headwise_gradients_triton, "_PROGRAMS", 4
-    )  # two per head, of two blocks of tokens, the last one empty
+    monkeypatch.setattr(gradients, "_PROGRAMS", 4)  # two per head, of two blocks of tokens, the last one empty
     assert_equals_reference(inputs(140, 2, 8, n, 4), 2, "triton")
 
 
@@ -267,8 +244,3 @@ def test_a_query_that_is_not_finite_spoils_its_own_output_alone(backend, n):
     assert output[1, 0].isnan().all()
     output.sum().backward()
     assert all(table.grad.shape == table.shape for table in tables)
-
-
-def test_a_sparse_gradient_of_an_expanded_bank_is_refused(backend):
-    with pytest.raises(ValueError, match="expand is true with sparse_gradient; expected false or None"):
-        headwise_memory(*inputs(4, 2, 8, 4, 6, transform=True), 2, expand=True, sparse_gradient=True, backend=backend)

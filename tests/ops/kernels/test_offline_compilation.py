@@ -23,7 +23,6 @@ KERNELS = {
     "group_starts_kernel",
     "bucket_sums_kernel",
     "piece_sums_kernel",
-    "add_rows_kernel",
     "scores_kernel",
     "packed_scores_kernel",
     "weighted_rows_kernel",

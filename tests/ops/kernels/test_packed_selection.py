@@ -6,8 +6,9 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 
 from midus_hf.ops import headwise_memory, op_choices
-from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup
-from midus_hf.ops.packed_lookup_triton import MOST_RETRIEVED, MOST_SUB_KEYS, packs, triton_output
+from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup
+from midus_hf.ops.headwise.triton.packed import triton_output
+from midus_hf.ops.product_key.triton.packed import MOST_RETRIEVED, MOST_SUB_KEYS, packs
 
 
 def inputs(tokens, heads, half, n, width, dtype=torch.bfloat16):
@@ -18,7 +19,7 @@ def inputs(tokens, heads, half, n, width, dtype=torch.bfloat16):
 
 
 def looked_up(arguments, k, exact=False, temperature=1.0):
-    return lookup(*arguments, None, k, temperature, exact, "two-stage", "sorted", "triton")
+    return lookup(*arguments, None, k, temperature, exact, "triton")
 
 
 def all_scores(query, row_keys, column_keys, *_):
@@ -134,7 +135,7 @@ def test_a_compiled_call_selects_as_it_is_told(exact):
     seen = []
 
     def look(graph, _):
-        seen.extend(node.args[-4] for node in graph.graph.nodes if "headwise_lookup" in str(node.target))
+        seen.extend(node.args[-2] for node in graph.graph.nodes if "headwise_lookup" in str(node.target))
         return graph
 
     torch._dynamo.reset()
@@ -149,7 +150,7 @@ def test_a_compiled_call_selects_as_it_is_told(exact):
 def test_the_op_of_half_precision_is_registered_rightly():
     arguments = [x.requires_grad_() for x in inputs(6, 2, 4, 4, 5)]
     residual = torch.randn(6, 2, 5, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, 0.5, False, "two-stage", "sorted", "triton"))
+    torch.library.opcheck(headwise_lookup_op, (*arguments, residual, 3, 0.5, False, "triton"))
 
 
 def test_exactness_is_true_or_false():

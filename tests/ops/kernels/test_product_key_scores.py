@@ -8,7 +8,8 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from torch.autograd import forward_ad
 
-from midus_hf.ops import headwise_gradients_triton, op_choices, product_key_topk
+from midus_hf.ops import op_choices, product_key_topk
+from midus_hf.ops.product_key.triton import gradients
 
 SHAPES = [
     (64, 2, 32, 64, 4),  # without a mask
@@ -151,16 +152,16 @@ def test_transforms_and_forward_mode_are_computed_by_pytorch(backend, request):
 def test_sums_of_sub_keys_take_no_more_memory_than_they_may(monkeypatch):
     leaves = [x.requires_grad_() for x in inputs(300, dtype=torch.float32)]
     scores, _ = product_key_topk(*leaves, 3, backend="triton")
-    kernel, grids = headwise_gradients_triton.score_gradient_kernel, []
+    kernel, grids = gradients.score_gradient_kernel, []
 
     class Noting:
         def __getitem__(self, grid):
             grids.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(headwise_gradients_triton, "score_gradient_kernel", Noting())
+    monkeypatch.setattr(gradients, "score_gradient_kernel", Noting())
     found = torch.autograd.grad(scores.sum(), leaves, retain_graph=True)
-    monkeypatch.setattr(headwise_gradients_triton, "_MOST_SUMS", 1)
+    monkeypatch.setattr(gradients, "_MOST_SUMS", 1)
     for one, other in zip(found, torch.autograd.grad(scores.sum(), leaves), strict=True):
         torch.testing.assert_close(one, other)
     assert grids == [

@@ -6,11 +6,11 @@ from ops.kernels.conftest import DEVICE
 from pairs import by_default
 
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
-from midus_hf.ops.chapter_attention import chapter_attention
-from midus_hf.ops.chapter_segments import segment_attention_op
-from midus_hf.ops.headwise_lookup import headwise_lookup_op
-from midus_hf.ops.product_key_scores import product_key_scores_op
-from midus_hf.ops.weighted_gather import weighted_gather_op
+from midus_hf.ops.chapters.op import chapter_attention
+from midus_hf.ops.chapters.segments import segment_attention_op
+from midus_hf.ops.gather.weighted import weighted_gather_op
+from midus_hf.ops.headwise.lookup import headwise_lookup_op
+from midus_hf.ops.product_key.scores import product_key_scores_op
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
     if with_residual != "none":
         residual = torch.randn(6, 2, 5, device=DEVICE)
         residual = (residual.mT.contiguous().mT if with_residual == "strided" else residual).requires_grad_()
-    arguments = (*tables(), residual, 3, 0.5, False, "two-stage", "sorted", body)
+    arguments = (*tables(), residual, 3, 0.5, False, body)
     torch.library.opcheck(headwise_lookup_op, arguments)
 
 
@@ -40,7 +40,7 @@ def test_the_lookup_is_registered_rightly(body, with_residual):
 def test_gathering_is_registered_rightly(body, gathering):
     bank, weights = torch.randn(7, 4, device=DEVICE), torch.randn(5, 3, device=DEVICE)
     slots = torch.randint(7, (5, 3), device=DEVICE)
-    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), "sorted", body, gathering)
+    arguments = (bank.requires_grad_(), slots, weights.requires_grad_(), body, gathering)
     torch.library.opcheck(weighted_gather_op, arguments)
 
 
@@ -152,6 +152,6 @@ def test_kernels_are_refused_where_they_cannot_run(monkeypatch):
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match="tensors are on cpu; expected cuda, or choose 'torch'"):
             headwise_memory(*arguments, None, 2, backend="triton")
-    monkeypatch.setattr("midus_hf.ops.backend.HAS_TRITON", False)
+    monkeypatch.setattr("midus_hf.ops.dispatch.choices.HAS_TRITON", False)
     with pytest.raises(ValueError, match="triton is not installed; install it, or choose 'torch'"):
         headwise_memory(*arguments, None, 2, backend="triton")

@@ -6,10 +6,11 @@ from ops.kernels.closeness import assert_close
 from ops.kernels.conftest import DEVICE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from midus_hf.ops import op_choices, rows_by_product, weighted_gather
-from midus_hf.ops.rows_by_product import product_takes_less
-from midus_hf.ops.rows_by_product_triton import triton_spread_weights
-from midus_hf.ops.weighted_gather import multiplies_all
+from midus_hf.ops import weighted_gather
+from midus_hf.ops.gather import rows_by_product
+from midus_hf.ops.gather.rows_by_product import product_takes_less
+from midus_hf.ops.gather.triton.rows import triton_spread_weights
+from midus_hf.ops.gather.weighted import multiplies_all, weighted_gather_op
 
 SHAPES = [(5, 3, 7, 4), (40, 8, 64, 32), (9, 70, 300, 20), (2, 1, 5000, 3), (3, 5, 1, 6)]
 """Tokens, slots of each, rows and their width."""
@@ -24,9 +25,8 @@ def inputs(tokens, m, rows, width, dtype=torch.float32):
     return bank.to(DEVICE, dtype).requires_grad_(), slots.to(DEVICE), weights.to(DEVICE).requires_grad_()
 
 
-def gathered(bank, slots, weights, backend, **options):
-    with op_choices(gathering="product"):
-        return weighted_gather(bank, slots, weights, backend=backend, **options)
+def gathered(bank, slots, weights, backend):
+    return weighted_gather_op(bank, slots, weights, backend, "product")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -74,12 +74,6 @@ def test_no_tokens_are_no_trouble(backend):
     assert output.shape == (0, 4) and into_weights.shape == (0, 3) and not into_bank.any()
 
 
-def test_a_sparse_gradient_is_of_rows_that_are_read(backend):
-    bank, slots, weights = inputs(4, 2, 30, 5)
-    output = gathered(bank, slots, weights, backend, sparse_gradient=True)
-    assert torch.autograd.grad(output.sum(), bank)[0].is_sparse
-
-
 @pytest.mark.parametrize(
     "tokens, m, rows, width, expected",
     [
@@ -103,7 +97,6 @@ def test_the_product_is_expected_to_take_less_where_much_of_a_small_table_is_rea
         ({"dtype": torch.float16}, False),
         ({"dtype": torch.float32}, False),
         ({"tokens": 1}, False),
-        ({"backward": "atomic"}, False),
         ({"backend": "torch"}, False),
         ({"gathering": "rows"}, False),
         ({"gathering": "product", "dtype": torch.float32}, True),
@@ -112,12 +105,12 @@ def test_the_product_is_expected_to_take_less_where_much_of_a_small_table_is_rea
 )
 def test_what_chooses_it_on_a_gpu(change, expected, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    asked = {"dtype": torch.bfloat16, "tokens": 32768, "backward": "sorted", "backend": "triton", "gathering": "auto"}
+    asked = {"dtype": torch.bfloat16, "tokens": 32768, "backend": "triton", "gathering": "auto"}
     asked |= change
     with FakeTensorMode():
         bank = torch.empty(4096, 2048, dtype=asked["dtype"], device="cuda")
         slots = torch.empty(asked["tokens"], 128, dtype=torch.int64, device="cuda")
-        found = multiplies_all(bank, slots, asked["backward"], asked["backend"], asked["gathering"])
+        found = multiplies_all(bank, slots, asked["backend"], asked["gathering"])
     assert found == expected
 
 

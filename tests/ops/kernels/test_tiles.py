@@ -8,7 +8,8 @@ from ops.kernels.conftest import DEVICE
 from pairs import by_default
 
 from benchmarks.tiles.cases import cases
-from midus_hf.ops.tiles import TILES
+from benchmarks.tiles.trying import candidates, shape_of_call, trying
+from midus_hf.ops.dispatch.tiles import TILES
 
 KERNELS = {
     "memory tiny": (
@@ -45,12 +46,12 @@ def numbers(result):
 @pytest.mark.parametrize("case, kernel", ALL, ids=[kernel for _, kernel in ALL])
 def test_every_tile_that_may_be_tried_computes_what_the_rules_does(case, kernel, most):
     call, tiles = calls_of(case)[kernel], TILES[kernel]
-    shape = tiles.asked(call)
+    shape = shape_of_call(tiles, call)
     expected = numbers(call())
-    candidates = tiles.candidates(*shape)
-    assert 2 <= len(candidates) <= 12
-    for changes in candidates[-most:]:
-        with tiles.trying(changes):
+    tried = candidates(tiles, *shape)
+    assert 2 <= len(tried) <= 12
+    for changes in tried[-most:]:
+        with trying(tiles, changes):
             tile = tiles(torch.device(DEVICE), *shape)
             assert {name: tile[name] for name in changes} == changes
             torch.testing.assert_close(numbers(call()), expected, rtol=2e-2, atol=2e-2)

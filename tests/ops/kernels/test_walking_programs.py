@@ -6,10 +6,10 @@ import pytest
 import torch
 from ops.kernels.conftest import DEVICE
 
-from midus_hf.ops import packed_lookup_triton
-from midus_hf.ops.headwise_lookup import lookup
-from midus_hf.ops.packed_lookup_triton import PROGRAMS_A_MULTIPROCESSOR, blocks_a_program
-from midus_hf.ops.triton_launch import multiprocessors
+from midus_hf.ops.dispatch.triton import multiprocessors
+from midus_hf.ops.headwise.lookup import lookup
+from midus_hf.ops.headwise.triton import packed
+from midus_hf.ops.headwise.triton.packed import PROGRAMS_A_MULTIPROCESSOR, blocks_a_program
 
 BLOCK = 64
 """Tokens of a block where heads are narrow."""
@@ -24,13 +24,13 @@ def inputs(tokens, heads, own, dtype):
 def launched(monkeypatch):
     """Grids and arguments of the launches of the kernel, which run."""
     launches = []
-    kernel = packed_lookup_triton.packed_forward_kernel
+    kernel = packed.packed_forward_kernel
 
     class Watched:
         def __getitem__(self, grid):
             return lambda *given, **named: (launches.append((grid, named)), kernel[grid](*given, **named))[1]
 
-    monkeypatch.setattr(packed_lookup_triton, "packed_forward_kernel", Watched())
+    monkeypatch.setattr(packed, "packed_forward_kernel", Watched())
     return launches
 
 
@@ -50,12 +50,12 @@ def launched(monkeypatch):
 def test_walking_changes_no_bit(tokens, heads, own, adds, programs, taken, dtype, monkeypatch):
     arguments, launches = inputs(tokens, heads, own, dtype), launched(monkeypatch)
     residual = torch.randn(tokens, heads, 5, device=DEVICE).to(dtype) if adds else None
-    monkeypatch.setattr(packed_lookup_triton, "HEADS_TOGETHER", 2)
-    monkeypatch.setattr(packed_lookup_triton, "PROGRAMS_A_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(packed, "HEADS_TOGETHER", 2)
+    monkeypatch.setattr(packed, "PROGRAMS_A_MULTIPROCESSOR", 1)
     found = []
     for most in (programs, tokens):  # of a head
-        monkeypatch.setattr(packed_lookup_triton, "multiprocessors", lambda _, most=most: most * min(heads, 2))
-        found.append(lookup(*arguments, residual, 3, 0.7, False, "two-stage", "sorted", "triton"))
+        monkeypatch.setattr(packed, "multiprocessors", lambda _, most=most: most * min(heads, 2))
+        found.append(lookup(*arguments, residual, 3, 0.7, False, "triton"))
     blocks = -(-tokens // BLOCK)
     assert [grid for grid, _ in launches] == [(taken * heads,), (blocks * heads,)]
     assert [named["WALKS"] for _, named in launches] == [blocks > programs, False]

@@ -10,21 +10,18 @@ from pathlib import Path
 
 import torch
 
-from midus_hf.ops.native import library
-from midus_hf.ops.native.depth import native_gradients, native_reading
-from midus_hf.ops.native.headwise import (
-    native_gradients_of_scores,
-    native_lookup,
-    native_output,
-    native_score_gradients,
-    native_scores,
-)
-from midus_hf.ops.native.sums import (
+from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted
+from midus_hf.ops.depth.native import native_gradients, native_reading
+from midus_hf.ops.dispatch.native import library
+from midus_hf.ops.gather.native import (
     native_bank_gradient,
     native_gathered_products,
     native_row_sums,
     native_weighted_rows,
 )
+from midus_hf.ops.headwise.inputs import LookupInputs
+from midus_hf.ops.headwise.native import native_lookup, native_output
+from midus_hf.ops.product_key.native import native_gradients_of_scores, native_score_gradients, native_scores
 
 HEADWISE = (
     # tokens, heads, n, half, width, k
@@ -69,10 +66,10 @@ def call_headwise(tokens, heads, n, half, width, k, dtype):
         bank = drawn(*((heads,) if own else ()), n * n, width, dtype=dtype)
         matrices = drawn(heads, width, width, dtype=dtype) if transform else None
         for residual in (None, drawn(tokens, heads, width), drawn(tokens, width, heads).bfloat16().transpose(1, 2)):
-            native_output(query, *keys, bank, residual, k, 0.7, matrices)
-        _, slots, weights = native_lookup(query, *keys, bank, None, k, 0.7, matrices)
+            native_output(LookupInputs(query, *keys, bank, residual, k, 0.7), matrices)
+        _, slots, weights = native_lookup(LookupInputs(query, *keys, bank, None, k, 0.7), matrices)
         for gradient in (drawn(tokens, heads, width), drawn(tokens, heads, width, dtype=dtype)):
-            native_score_gradients(gradient, query, *keys, bank, slots, weights, 0.7, matrices)
+            native_score_gradients(gradient, query, *keys, bank, (slots, weights), 0.7, matrices)
             native_bank_gradient(gradient, slots, weights, bank.shape)
     scores, slots = native_scores(query, *keys, k)
     native_gradients_of_scores(scores, query, *keys, slots)
@@ -92,10 +89,11 @@ def call_depth(tokens, heads, kv_heads, width, slots, dtype):
     keys, values = (
         [drawn(2, tokens, kv_heads, width, dtype=dtype).transpose(1, 2) for _ in range(slots)] for _ in "kv"
     )
-    for softcap, wanted in ((None, (True, True)), (2.0, (True, False)), (2.0, (False, True))):
-        output, lse = native_reading(query, keys, values, 0.3, softcap)
-        gradient, lse_gradient = drawn(*output.shape), drawn(*lse.shape)
-        native_gradients(gradient, lse_gradient, query, keys, values, output, lse, 0.3, softcap, *wanted)
+    for softcap, wanted in ((None, Wanted()), (2.0, Wanted(slots=False)), (2.0, Wanted(query=False))):
+        inputs = DepthInputs(query, keys, values, 0.3, softcap)
+        reading = native_reading(inputs)
+        gradient = DepthReading(drawn(*reading.output.shape), drawn(*reading.lse.shape))
+        native_gradients(inputs, reading, gradient, wanted)
 
 
 def main():

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from midus_hf.ops import headwise_memory
-from midus_hf.ops.native import build, library
-from midus_hf.ops.native.build import CACHE_VARIABLE, VARIANTS, NotBuilt, built_library
-from midus_hf.ops.native.library import variant, why_missing
+from midus_hf.ops.dispatch.native import build, library
+from midus_hf.ops.dispatch.native.build import CACHE_VARIABLE, VARIANTS, NotBuilt, built_library
+from midus_hf.ops.dispatch.native.library import variant, why_missing
 
-SOURCES = Path(build.__file__).parent
+SOURCES = build._SOURCES
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_its_name_depends_on_all_that_it_is_made_of(cache, compiler, monkeypatch
     with monkeypatch.context() as changed:
         changed.setattr(build, "_SOURCES", sources)
         assert built_library("baseline") == paths[-1]  # wherever they lie
-        for name in ("depth.c", "vectors.h"):
+        for name in ("depth/native.c", "dispatch/native/vectors.h"):
             with (sources / name).open("a") as file:
                 file.write("\n")
             paths.append(built_library("baseline"))
@@ -280,7 +280,10 @@ def test_a_library_in_the_package_comes_first(monkeypatch, tmp_path):
 
 
 def test_importing_the_package_builds_nothing(tmp_path):
-    code = "import midus_hf.ops, midus_hf.models.families, midus_hf.ops.native.library as n; assert n._library is n._missing is None"
+    code = (
+        "import midus_hf.models.families, midus_hf.ops.dispatch.native.library as n\n"
+        "assert n._library is n._missing is None"
+    )
     environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "none"), "CC": "no-such-compiler"}
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=environment, capture_output=True, text=True

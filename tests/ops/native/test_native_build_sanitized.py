@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.ops.native import build
-from midus_hf.ops.native.library import variant
+from midus_hf.ops.dispatch.native import build
+from midus_hf.ops.dispatch.native.library import variant
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")

@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midus_hf.ops import op_choices
-from midus_hf.ops.depth_attention import depth_attention
-from midus_hf.ops.native import depth as native_depth
+from midus_hf.ops.depth.inputs import DepthInputs
+from midus_hf.ops.depth.native import native_reading
+from midus_hf.ops.depth.op import depth_attention
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -60,7 +61,7 @@ def test_it_is_what_runs_where_nobody_chose_and_pytorch_where_there_is_no_librar
     assert_same_bits(chosen, outputs_and_gradients(*arguments, backend="native"))
     with op_choices(backend="native"):
         assert_same_bits(chosen, outputs_and_gradients(*arguments))
-        monkeypatch.setattr(native_depth, "native_library", lambda: None)
+        monkeypatch.setitem(depth_attention.__globals__, "native_library", lambda: None)
         assert_same_bits(outputs_and_gradients(*arguments), outputs_and_gradients(*arguments, backend="torch"))
     for dtype in (torch.float64, torch.float16):
         query, keys, values = inputs(dtype=dtype)
@@ -71,7 +72,7 @@ def test_it_is_what_runs_where_nobody_chose_and_pytorch_where_there_is_no_librar
 def test_without_gradients_c_is_called_by_itself_and_gives_the_same_bits(monkeypatch):
     arguments = inputs()
     expected = depth_attention(*arguments, 0.3, backend="native")
-    monkeypatch.setitem(depth_attention.__globals__, "native_depth_op", None)
+    monkeypatch.setitem(depth_attention.__globals__, "depth_attention_op", None)
     with torch.no_grad():
         assert_same_bits(depth_attention(*arguments, 0.3, backend="native"), expected)
 
@@ -85,7 +86,7 @@ def test_modes_of_dispatch_see_the_op():
     names = []
     with torch.no_grad(), Seen():
         depth_attention(*inputs(), 0.3, backend="native")
-    assert "native_depth_attention.default" in names
+    assert "depth_attention.default" in names
 
 
 def test_a_graph_holds_it_and_gives_the_same_bits():
@@ -103,4 +104,4 @@ def test_tensors_that_c_cannot_read_are_refused(name):
     of[slot] = of[slot].to("meta")
     query = of[0] if name == "query" else query
     with pytest.raises(ValueError, match=f"{name} is on meta, and others are on cpu; expected one device"):
-        native_depth.native_reading(query, keys, values, 0.3, None)
+        native_reading(DepthInputs(query, keys, values, 0.3, None))

@@ -7,13 +7,15 @@ import sys
 import pytest
 import torch
 
-from midus_hf.ops import headwise_memory, op_choices, transformed_lookup
-from midus_hf.ops.headwise_lookup import headwise_lookup_op, lookup
-from midus_hf.ops.native.calls import ROW_SUMS_CALL
-from midus_hf.ops.native.headwise import native_lookup
-from midus_hf.ops.native.library import native_library
-from midus_hf.ops.native.sums import native_bank_gradient
-from midus_hf.ops.transformed_lookup import transformed_lookup_op
+from midus_hf.ops import headwise_memory, op_choices
+from midus_hf.ops.dispatch.native.calls import ROW_SUMS_CALL
+from midus_hf.ops.dispatch.native.library import native_library
+from midus_hf.ops.gather.native import native_bank_gradient
+from midus_hf.ops.headwise import transformed as transformed_lookup
+from midus_hf.ops.headwise.inputs import LookupInputs
+from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup
+from midus_hf.ops.headwise.native import native_lookup
+from midus_hf.ops.headwise.transformed import transformed_lookup_op
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -33,7 +35,7 @@ def inputs(tokens=40, heads=3, half=8, n=12, width=20, own=False, transform=Fals
 def retrieved(arguments, k=4, **options):
     """Of one bank per head, or of one that heads share, whose rows are transformed after they are gathered, if at all."""
     given = arguments if len(arguments) == 5 else [*arguments, None]
-    return headwise_memory(*given, k, backend="native", expand=False, **options)
+    return headwise_memory(*given, k, backend="native", **options)
 
 
 def output_and_gradients(arguments, k, **options):
@@ -59,7 +61,7 @@ def output_and_gradients(arguments, k, **options):
 def test_slots_are_those_of_a_search_through_all_of_them(sizes, k, dtype):
     query, row_keys, column_keys, bank = inputs(**sizes, dtype=dtype)
     query, row_keys, column_keys = ((4 * t).round() for t in (query, row_keys, column_keys))  # sums of these are exact
-    _, slots, weights = native_lookup(query, row_keys, column_keys, bank, None, k, 1.0)
+    _, slots, weights = native_lookup(LookupInputs(query, row_keys, column_keys, bank, None, k, 1.0))
     halves = query.float().transpose(0, 1).chunk(2, dim=-1)
     rows, columns = (asked @ keys.float().mT for asked, keys in zip(halves, (row_keys, column_keys), strict=True))
     scores = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2).transpose(0, 1)  # [S, H, n * n]
@@ -95,7 +97,7 @@ assert library.midus_row_sums(call) == 0
 
 def test_the_first_of_equal_slots_is_retrieved():
     query, row_keys, column_keys, bank = inputs(tokens=3, heads=1, n=9)
-    _, slots, weights = native_lookup(query, row_keys * 0, column_keys * 0, bank, None, 4, 1.0)
+    _, slots, weights = native_lookup(LookupInputs(query, row_keys * 0, column_keys * 0, bank, None, 4, 1.0))
     assert torch.equal(weights, torch.full((3, 1, 4), 0.25))
     assert set(slots.flatten().tolist()) <= {row * 9 + column for row in range(4) for column in range(4)}
     assert all(len(set(of_token.flatten().tolist())) == 4 and 0 in of_token for of_token in slots)
@@ -109,7 +111,7 @@ BANKS = pytest.mark.parametrize(
 @BANKS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_change_no_bit(bank, dtype, threads):
-    arguments = inputs(tokens=1500, **bank, dtype=dtype)
+    arguments = inputs(tokens=1500, n=25, **bank, dtype=dtype)
     results = []
     for number in (1, 2, 3, 40):
         threads(number)
@@ -145,7 +147,7 @@ def test_infinite_scores_read_nothing_outside(value):
     arguments = inputs(own=True)
     arguments[1][:, ::2] = value
     arguments[2][:, 1:] = -value
-    _, slots, _ = native_lookup(*arguments, None, 4, 1.0)
+    _, slots, _ = native_lookup(LookupInputs(*arguments, None, 4, 1.0))
     assert slots.min() >= 0 and slots.max() < 144
     assert all(t.shape == a.shape for t, a in zip(output_and_gradients(arguments, 4)[1:], arguments, strict=True))
 
@@ -200,18 +202,12 @@ def test_it_is_what_runs_where_nobody_chose(gradients):
             assert torch.equal(chosen, headwise_memory(*arguments, None, 4))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"selection": "cartesian"}, {"backward": "atomic"}, {"backward": "dedup"}, {"dtype": torch.float16}],
-    ids=str,
-)
-def test_what_it_does_not_do_is_left_to_pytorch_where_nobody_chose(options, monkeypatch):
+def test_what_it_does_not_do_is_left_to_pytorch_where_nobody_chose(monkeypatch):
     asked = []
     monkeypatch.setitem(
         headwise_memory.__globals__, "headwise_lookup_op", lambda *given: (asked.append(given[-1]), lookup(*given))[1]
     )
-    ways = {name: way for name, way in options.items() if name != "dtype"}
-    headwise_memory(*inputs(dtype=options.get("dtype", torch.float32)), None, 4, **ways)
+    headwise_memory(*inputs(dtype=torch.float16), None, 4)
     headwise_memory(*inputs(n=65, heads=1), None, 65)
     headwise_memory(*(tensor.to("meta") for tensor in inputs()), None, 4)
     assert asked == ["torch"] * 3
@@ -281,7 +277,7 @@ def test_a_graph_holds_it_and_gives_the_same_bits(bank):
 
 def test_it_is_registered_rightly_in_half_precision():
     arguments = [argument.requires_grad_() for argument in inputs(tokens=6, dtype=torch.bfloat16)]
-    torch.library.opcheck(headwise_lookup_op, (*arguments, None, 3, 0.5, False, "two-stage", "sorted", "native"))
+    torch.library.opcheck(headwise_lookup_op, (*arguments, None, 3, 0.5, False, "native"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from midus_hf.ops import op_choices, product_key_scores, product_key_topk
-from midus_hf.ops.product_key_scores import product_key_scores_op
+from midus_hf.ops import op_choices, product_key_topk
+from midus_hf.ops.product_key import scores as product_key_scores
+from midus_hf.ops.product_key.scores import product_key_scores_op
 
 pytestmark = pytest.mark.usefixtures("library")
 

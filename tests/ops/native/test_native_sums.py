@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from midus_hf.ops import op_choices, row_sums, weighted_gather
-from midus_hf.ops.gathered_products import gathered_products
-from midus_hf.ops.native.sums import native_gathered_products, native_row_sums, native_weighted_rows
+from midus_hf.ops import op_choices, weighted_gather
+from midus_hf.ops.gather import row_sums
+from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
+from midus_hf.ops.gather.products import gathered_products
 
 pytestmark = pytest.mark.usefixtures("library")
 

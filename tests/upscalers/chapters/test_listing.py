@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_hf.ops.row_quantisation import dequantise_rows
+from midus_hf.ops.chapters.quantisation import dequantise_rows
 from tests.upscalers.chapters.made import LAYERS, TOKENS, bank_name, router_names, save_chapters
 from tests.upscalers.checkpoints import read_tensors, write_tensors
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from midus_hf.ops.row_quantisation import quantise_rows
+from midus_hf.ops.chapters.quantisation import quantise_rows
 from tests.upscalers.chapters.made import LAYERS, bank_name, save_chapters
 from tests.upscalers.checkpoints import edit_config, read_tensors, same_bits
 from upscalers import RequestError

@@ -1,0 +1,1 @@
+"""Attention to the chapters that were chosen for tokens (Mixture of Chapters)."""

@@ -1,0 +1,1 @@
+"""Attention to the slots of the depth, joined with attention to the sequence (MoDA)."""

@@ -1,0 +1,247 @@
+"""Attention of each token to keys and values of its own position, and its union with attention to the sequence (MoDA)."""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from midus_hf.ops.depth.batched import batched_depth_attention, batched_gradients, batched_reading
+from midus_hf.ops.depth.inputs import DepthInputs, DepthReading, Wanted, new_by_token
+from midus_hf.ops.depth.native import native_gradients, native_reading
+from midus_hf.ops.depth.reference import depth_scores, parts_of_both
+from midus_hf.ops.depth.triton.forward import depth_refusal, triton_depth_attention
+from midus_hf.ops.depth.triton.gradients import triton_depth_gradients
+from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
+from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.dispatch.native.library import native_library
+from midus_hf.ops.dispatch.precision import shared_dtype
+
+
+def depth_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: float | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
+
+    Nothing of the size of all slots is made or kept for the gradient. Kernels read slots where they lie; tensors of several dtypes
+    alone are copied into one. Query head h reads key/value head h // (H / K).
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        values: n of `[B, K, T, d]`.
+        scaling: By what scores are multiplied.
+        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+        backend: As in `OpChoices`; `"reference"` reads one slot after another, `"torch"` copies those of few tokens together,
+            and `"native"` is compiled C.
+            Default: `"auto"`.
+
+    Returns:
+        What each head reads, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of its scores,
+        `[B, H, T]`, float32 at least. Gradients flow through both.
+
+    Raises:
+        ValueError: If there are no slots, shapes disagree, or kernels are asked for where they cannot run.
+    """
+    _check(query, keys, values)
+    dtype = shared_dtype(query, *keys, *values)
+    refusal = depth_refusal(query, keys)
+    body = resolve(backend, query.to(dtype), refusal, native_refusal=None)
+    if body in ("native", "triton"):
+        keys, values = ([slot.to(dtype) for slot in slots] for slots in (keys, values))
+        inputs = DepthInputs(query.to(dtype), keys, values, scaling, softcap)
+        if body == "native" and nobody_watches() and are_plain(query, *keys, *values):
+            read, lse = native_reading(inputs)
+        else:
+            read, lse = depth_attention_op(*inputs, body)
+        return read.to(query.dtype), lse
+    if body == "torch" and not torch.compiler.is_compiling():  # a compiler fuses the other one
+        return batched_depth_attention(DepthInputs(query, keys, values, scaling, softcap))
+    return _DepthAttention.apply(query, scaling, softcap, len(keys), *keys, *values)
+
+
+def joint_shares(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    sequence_lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    gate: torch.Tensor | None = None,
+    added: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say what `joint_attention` multiplies the value of each slot with, and what it multiplies what is read of the sequence with.
+
+    Args:
+        query: `[B, H, T, d]`.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        sequence_lse: `[B, H, T]`, as for `joint_attention`.
+        scaling: By what scores are multiplied.
+        softcap: As for `depth_attention`.
+        gate: As for `joint_attention`.
+        added: As for `joint_attention`.
+
+    Returns:
+        Shares of slots `[B, H, T, n]`, and the share of the sequence `[B, H, T]`, float32 at least. They add up to 1, or to 2 - c if
+        the depth is added. No gradient flows through them.
+    """
+    with torch.no_grad():
+        scores = depth_scores(query, keys, scaling, softcap)
+        of_sequence, of_depth = parts_of_both(sequence_lse, scores.logsumexp(-1), gate, added)
+        return scores.softmax(-1) * of_depth.unsqueeze(-1), of_sequence
+
+
+def _check(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if not keys or len(keys) != len(values):
+        raise ValueError(f"there are {len(keys)} keys and {len(values)} values; expected as many, and one or more.")
+    for slot in (*keys, *values):
+        batch, heads, tokens, width = query.shape
+        fits = slot.dim() == 4 and (slot.shape[0], *slot.shape[2:]) == (batch, tokens, width)
+        if not fits or heads % slot.shape[1] or slot.shape != keys[0].shape:
+            raise ValueError(
+                f"query is {tuple(query.shape)} and a slot {tuple(slot.shape)}; expected [batch, heads, tokens, width], and "
+                "as many heads or a divisor of them."
+            )
+
+
+def _grouped(heads: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[B, H, T, d]` as `[B, K, H / K, T, d]`."""
+    return heads.unflatten(1, (kv_heads, -1))
+
+
+class _DepthAttention(torch.autograd.Function):
+    """`depth_attention`, whose gradient computes scores once more rather than keep what they were computed from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, scaling: float, softcap: float | None, count: int, *slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = slots[:count], slots[count:]
+        scores = depth_scores(query, keys, scaling, softcap)
+        lse = scores.logsumexp(-1)
+        shares = _grouped((scores - lse.unsqueeze(-1)).exp(), keys[0].shape[1])  # [B, K, G, T, n]
+        read: torch.Tensor = sum(  # type: ignore[assignment]
+            share.unsqueeze(-1) * value.to(share.dtype).unsqueeze(2)
+            for share, value in zip(shares.unbind(-1), values, strict=True)
+        )
+        read = read.flatten(1, 2)
+        # Where `to` does nothing, torch.compile of torch 2.11 loses the gradient of what it returns.
+        read = read if read.dtype == query.dtype else read.to(query.dtype)
+        ctx.save_for_backward(query, read, lse, *slots)
+        ctx.scaling, ctx.softcap, ctx.count = scaling, softcap, count
+        return read, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_read, of_lse = gradients
+        query, read, lse, *slots = ctx.saved_tensors
+        keys, values = slots[: ctx.count], slots[ctx.count :]
+        kv_heads, wide = keys[0].shape[1], lse.dtype
+        scores = depth_scores(query, keys, ctx.scaling, ctx.softcap)
+        shares = _grouped((scores - lse.unsqueeze(-1)).exp(), kv_heads)  # [B, K, G, T, n]
+        grouped, of_read = _grouped(query.to(wide), kv_heads), of_read.to(wide)
+        # A score's gradient is its share times: what its value adds along the gradient, less the mean of that, and the sum's own.
+        mean = _grouped((of_read * read.to(wide)).sum(-1) - of_lse, kv_heads)  # [B, K, G, T]
+        of_read = _grouped(of_read, kv_heads)
+        slopes = None if ctx.softcap is None else _grouped(1 - (scores / ctx.softcap).square(), kv_heads)
+        of_query = torch.zeros_like(grouped)
+        of_keys, of_values = [], []
+        for slot, (key, value) in enumerate(zip(keys, values, strict=True)):
+            share = shares[..., slot]
+            of_score = share * ((of_read * value.to(wide).unsqueeze(2)).sum(-1) - mean)  # [B, K, G, T]
+            of_score = (of_score if slopes is None else of_score * slopes[..., slot]) * ctx.scaling
+            of_query = of_query + of_score.unsqueeze(-1) * key.to(wide).unsqueeze(2)
+            of_keys.append((of_score.unsqueeze(-1) * grouped).sum(2).to(key.dtype))
+            of_values.append((share.unsqueeze(-1) * of_read).sum(2).to(value.dtype))
+        return of_query.flatten(1, 2).to(query.dtype), None, None, None, *of_keys, *of_values
+
+
+@custom_op("depth_attention")
+def depth_attention_op(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: Optional[float],  # noqa: UP045 - torch.library reads this form alone
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `depth_attention` by kernels or in C; by PyTorch where a graph was traced for C that cannot be built here."""
+    inputs = DepthInputs(query, keys, values, scaling, softcap)
+    if backend == "triton":
+        return triton_depth_attention(inputs)
+    if native_library() is not None:
+        return native_reading(inputs)
+    read, lse = batched_reading(inputs)
+    return _laid_by_token(read), _laid_by_token(lse)
+
+
+@depth_attention_op.register_fake
+def _(query, keys, values, scaling, softcap, backend):  # type: ignore[no-untyped-def]
+    output = new_by_token(query)
+    return output, output.new_empty(output.transpose(1, 2).shape[:3], dtype=torch.float32).transpose(1, 2)
+
+
+@custom_op("depth_attention_backward")
+def depth_gradients_op(
+    gradient: torch.Tensor,
+    lse_gradient: torch.Tensor,
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    softcap: Optional[float],  # noqa: UP045
+    wants_query: bool,
+    wants_slots: bool,
+    backend: str,
+) -> list[torch.Tensor]:
+    """Return gradients of query, keys and values: empty for a query that is not wanted, and none for slots that are not."""
+    inputs, wanted = DepthInputs(query, keys, values, scaling, softcap), Wanted(wants_query, wants_slots)
+    reading, of_reading = DepthReading(output, lse), DepthReading(gradient, lse_gradient)
+    if backend == "triton":
+        return triton_depth_gradients(inputs, reading, of_reading, wanted)
+    if native_library() is not None:
+        return native_gradients(inputs, reading, of_reading, wanted)
+    into_query, *into_slots = map(_laid_by_token, batched_gradients(inputs, reading, of_reading))
+    return [into_query if wants_query else query.new_empty(0), *(into_slots if wants_slots else ())]
+
+
+@depth_gradients_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    gradient, lse_gradient, query, keys, values, output, lse, scaling, softcap, wants_query, wants_slots, backend
+):
+    into_query = new_by_token(query) if wants_query else query.new_empty(0)
+    return [into_query, *(new_by_token(slot) for slot in (*keys, *values) if wants_slots)]
+
+
+def _laid_by_token(heads: torch.Tensor) -> torch.Tensor:
+    """Return numbers `[B, H, T, ...]` as they lie where C writes them, which a graph counts on."""
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, keys, values, ctx.scaling, ctx.softcap, ctx.backend = inputs
+    ctx.count = len(keys)
+    ctx.save_for_backward(query, *output, *keys, *values)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, lse_gradient: torch.Tensor) -> tuple:
+    query, output, lse, *slots = ctx.saved_tensors
+    keys, values = slots[: ctx.count], slots[ctx.count :]
+    wants_query, wants_keys, wants_values, *_ = ctx.needs_input_grad
+    wants_slots = any(wants_keys) or any(wants_values)
+    tensors = (gradient, lse_gradient, query, keys, values, output, lse)
+    into_query, *into_slots = depth_gradients_op(
+        *tensors, ctx.scaling, ctx.softcap, wants_query, wants_slots, ctx.backend
+    )
+    nothing = [None] * ctx.count
+    into_keys, into_values = (into_slots[: ctx.count], into_slots[ctx.count :]) if wants_slots else (nothing, nothing)
+    return into_query if wants_query else None, into_keys, into_values, None, None, None
+
+
+depth_attention_op.register_autograd(_differentiate, setup_context=_save)

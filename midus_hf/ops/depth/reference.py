@@ -1,0 +1,165 @@
+"""Attention to the slots of the depth, and its union with attention to the sequence (MoDA, section 2.3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from midus_hf.ops.dispatch.precision import without_autocast
+
+_LARGEST_EXPONENT = 80.0
+"""Of e, short of the largest number of float32: a row that may read nothing of the sequence reads the depth alone."""
+
+
+def depth_attention(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the slots of the depth: each token to keys and values of its own, in a softmax over n of them.
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        keys: n of `[B, K, T, d]`, from 1; K divides H.
+        values: n of `[B, K, T, d]`.
+        scaling: By what scores are multiplied.
+        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+
+    Returns:
+        What heads read, `[B, H, T, d]`, in the dtype of `query`, and the logarithm of the sum of the exponentials of scores,
+        `[B, H, T]`, float32 at least.
+    """
+    with without_autocast(query.device.type):
+        scores = depth_scores(query, keys, scaling, softcap)
+        shares = scores.softmax(-1).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, n]
+        stacked = torch.stack([value.to(scores.dtype) for value in values], dim=3)  # [B, K, T, n, d]
+        read = torch.einsum("bkgtn,bktnd->bkgtd", shares, stacked).flatten(1, 2)
+    return read.to(query.dtype), scores.logsumexp(-1)
+
+
+def depth_scores(
+    query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """Return the score of each slot, `[B, H, T, n]`, float32 at least; arguments as those of `depth_attention`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(wide).unflatten(1, (keys[0].shape[1], -1))  # [B, K, G, T, d]
+    scores = torch.stack([(grouped * key.to(wide).unsqueeze(2)).sum(-1) for key in keys], dim=-1) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.flatten(1, 2)
+
+
+def joined_attention(call: Any, depth: Any) -> torch.Tensor:
+    """Return what heads read of the sequence and the depth, `[B, H, T, d]` as the query of the call (`joint_attention`).
+
+    transformers may give a single token's query heads that share a key head as if they were tokens.
+
+    Args:
+        call: Of attention to the sequence, a `Call`.
+        depth: Slots of the same positions, a `Depth`.
+    """
+    shape = call.query.shape
+    read, *rows = depth.read()
+    read, (lse, gate) = read.reshape(shape), (part.reshape(shape[:3]) for part in rows)
+    output = F.scaled_dot_product_attention(
+        *(call.query, call.key, call.value, call.attn_mask, call.dropout_p, call.is_causal),
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )
+    own = sequence_lse(call.query, call.key, call.attn_mask, call.is_causal, call.scaling)
+    return joint_attention(output, own, read, lse, gate, depth.added)
+
+
+def joint_attention(
+    sequence: torch.Tensor,
+    sequence_lse: torch.Tensor,
+    depth: torch.Tensor,
+    depth_lse: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    added: bool = False,
+) -> torch.Tensor:
+    """Join what heads read of the sequence, o_S, with what they read of the depth, o_D (section 2.3).
+
+    With S and D the two sums of exponentials, `w = D / (S + D)` is the share of the depth in one softmax over both. A gate c leads
+    from the sequence alone to that softmax: `(1 - c w) o_S + c w o_D`, or, if the depth is added,
+    `(1 - c w) o_S + (1 - c + c w) o_D`. At c = 0 the first is o_S, bit for bit, and the second `o_S + o_D`; at c = 1 both are the
+    softmax over both, as in the paper.
+
+    Args:
+        sequence: `[B, H, T, d]`, what heads read of the sequence.
+        sequence_lse: `[B, H, T]`, its logarithm of the sum of exponentials.
+        depth: `[B, H, T, d]`, what they read of the depth.
+        depth_lse: `[B, H, T]`.
+        gate: `[B, H, T]` or what can be expanded to it, c, from 0 to 1. Default: 1, as in the paper.
+        added: Whether heads read 1 - c of the depth besides. Default: no.
+
+    Returns:
+        `[B, H, T, d]`, in the dtype of `sequence`.
+    """
+    of_sequence, of_depth = parts_of_both(sequence_lse, depth_lse, gate, added)
+    wide = torch.promote_types(sequence.dtype, torch.float32)
+    of_sequence, of_depth = (part.unsqueeze(-1).to(wide) for part in (of_sequence, of_depth))
+    return (of_sequence * sequence.to(wide) + of_depth * depth.to(wide)).to(sequence.dtype)
+
+
+def parts_of_both(
+    sequence_lse: torch.Tensor, depth_lse: torch.Tensor, gate: torch.Tensor | None, added: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `joint_attention` multiplies o_S and o_D with, both `[B, H, T]`.
+
+    Args:
+        sequence_lse: `[B, H, T]`.
+        depth_lse: `[B, H, T]`.
+        gate: c, as for `joint_attention`; None for 1.
+        added: As for `joint_attention`.
+    """
+    share, rest = shares_of_both(sequence_lse, depth_lse)
+    if gate is None:
+        return rest, share
+    gate = gate.to(share.dtype)
+    of_depth = gate * share
+    return (1 - gate) + gate * rest, (1 - gate) + of_depth if added else of_depth
+
+
+def shares_of_both(sequence_lse: torch.Tensor, depth_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the shares of the depth and of the sequence in one softmax over both: w and 1 - w, both `[B, H, T]`.
+
+    Args:
+        sequence_lse: `[B, H, T]`, minus infinity where a row reads nothing of the sequence.
+        depth_lse: `[B, H, T]`.
+    """
+    ratio = (depth_lse - sequence_lse).clamp(max=_LARGEST_EXPONENT).exp()
+    return ratio / (1 + ratio), 1 / (1 + ratio)
+
+
+def sequence_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return the logarithm of the sum of the exponentials of each query's scores, `[B, H, T]`, float32 at least.
+
+    Args:
+        query: `[B, H, T, d]`, floating point.
+        key: `[B, K, S, d]`; K divides H.
+        mask: Broadcastable to `[B, H, T, S]`: true where a query reads, or what is added to scores. Default: every key is read.
+        is_causal: Whether query t reads keys up to t alone.
+        scaling: By what scores are multiplied.
+        softcap: What no score exceeds, c in `c * tanh(score / c)`. Default: scores are as they are.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(wide).unflatten(1, (key.shape[1], -1))  # [B, K, G, T, d]
+    with without_autocast(query.device.type):
+        scores = (grouped @ key.to(wide).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scaling  # [B, H, T, S]
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.logsumexp(-1)

@@ -1,0 +1,1 @@
+"""What ops share: the choice between their bodies, how these are called, tiles of kernels and the library of compiled C."""

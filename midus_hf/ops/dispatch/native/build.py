@@ -1,0 +1,176 @@
+"""Build the library of compiled ops from the C files of all ops: for wheels, or at first use into a folder of the user.
+
+`setup.py` runs this file by itself, without PyTorch: it imports nothing beyond Python's own library.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-pthread",
+)
+
+VARIANTS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma"),
+    "baseline": (),
+}
+"""Further flags by set of instructions; processors other than x86-64 have the baseline alone."""
+
+X86 = ("x86_64", "amd64")
+"""What x86-64 is called, in small letters."""
+
+CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
+"""Names the folder of libraries in the environment, or says `off`."""
+
+_SOURCES = Path(__file__).resolve().parent.parent.parent
+_COMPILERS = ("cc", "gcc", "clang")
+"""Looked for in this order where `CC` names none."""
+
+_SECONDS = 120
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class NotBuilt(Exception):
+    """There is no library; says why, and what to do."""
+
+
+def is_off() -> bool:
+    """Return whether the environment says to do without the library."""
+    return os.environ.get(CACHE_VARIABLE, "").lower() == "off"
+
+
+def built_library(variant: str) -> Path:
+    """Return the library for this machine, which is built if it is not there.
+
+    The library's name is a digest of all that it depends on: sources, compiler, flags and machine. Behind the library's code lies a
+    digest of that code, so that a file that was cut short, on which the operating system's loader may crash, is found out and built
+    anew.
+
+    Args:
+        variant: The set of instructions, one of `VARIANTS`.
+
+    Raises:
+        NotBuilt: If there are no sources or no compiler, the compiler fails, or the folder cannot be written.
+    """
+    sources = sorted(_SOURCES.rglob("*.[ch]"))
+    if not sources:
+        raise NotBuilt(f"there are no C files in {_SOURCES}; install midus_hf again")
+    compiler = _compiler()
+    version = _run([*compiler, "--version"])
+    words = (*compiler, version, *FLAGS, *VARIANTS[variant], platform.machine(), platform.system())
+    digest = hashlib.sha256("\0".join(words).encode())
+    for path in sources:
+        digest.update(f"\0{path.relative_to(_SOURCES).as_posix()}\0".encode() + path.read_bytes())
+    folder = _folder()
+    library = folder / f"native-{digest.hexdigest()[:32]}.so"
+    if not _is_whole(library):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _build_whole(library, variant)
+        except OSError as error:
+            raise NotBuilt(
+                f"{folder} cannot be written ({error.strerror}); set {CACHE_VARIABLE} to a folder that can"
+            ) from None
+    return library
+
+
+def compile_library(library: Path, variant: str) -> None:
+    """Compile the C files into `library`.
+
+    Args:
+        library: The file to write, in a folder that is there.
+        variant: The set of instructions, one of `VARIANTS`.
+
+    Raises:
+        NotBuilt: If there is no compiler, or the compiler fails.
+    """
+    files = map(str, sorted(_SOURCES.rglob("*.c")))
+    _run(
+        [
+            *_compiler(),
+            *FLAGS,
+            *VARIANTS[variant],
+            f"-I{_SOURCES / 'dispatch' / 'native'}",
+            *files,
+            "-o",
+            str(library),
+            "-lm",
+        ]
+    )
+
+
+def _folder() -> Path:
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(caches) if caches else Path.home() / ".cache") / "midus_hf" / "native"
+    except RuntimeError:  # an account without a home
+        raise NotBuilt(f"there is no home folder for it; set {CACHE_VARIABLE} to a folder") from None
+
+
+def _compiler() -> list[str]:
+    """Return the words that a call of the compiler begins with."""
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise NotBuilt(f"CC is {os.environ['CC']!r} ({error}); install gcc or clang, or set CC") from None
+    words = named or [name for name in _COMPILERS if shutil.which(name)][:1]
+    if not words or shutil.which(words[0]) is None:
+        missing = f"CC is {named[0]!r}, which is not there" if named else "there is no C compiler"
+        raise NotBuilt(f"{missing}; install gcc or clang")
+    return words
+
+
+def _build_whole(library: Path, variant: str) -> None:
+    """Compile in a new folder beside the library, so that processes that do so at once do not meet."""
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
+        made = Path(folder) / "native.so"
+        compile_library(made, variant)
+        code = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(code).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, library)
+
+
+def _run(command: list[str]) -> str:
+    """Return what a compiler prints.
+
+    Raises:
+        NotBuilt: If the compiler fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuilt(
+            f"{command[0]} does not run ({type(error).__name__}); install gcc or clang, or set CC"
+        ) from None
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), f"status {done.returncode}")
+        raise NotBuilt(f"{command[0]} failed ({said.strip()}); install gcc or clang, or set CC")
+    return done.stdout
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]

@@ -1,0 +1,108 @@
+"""How the library is called: C's structures as bytes, what C asks of tensors, and what its answers mean.
+
+Structures are packed field by field, not built of `ctypes.Structure`: that takes longer than a decoding step's lookup.
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from midus_hf.ops.dispatch.choices import NATIVE_DTYPES
+from midus_hf.ops.dispatch.native.library import native_library
+
+
+def _structure(addresses: str, numbers: str, more: str = "") -> struct.Struct:
+    """Return a structure of pointers, zero for none, and of 64-bit integers, in this order; `more` are codes of further fields."""
+    return struct.Struct(f"@{len(addresses.split())}P{len(numbers.split())}q{more}")
+
+
+_OWN = "32x"
+"""Room for the fields that C fills in its own copy: `struct tables` and the number of groups of heads."""
+
+LOOKUP_CALL = _structure(
+    "query row_keys column_keys bank transform residual output slots weights",
+    "tokens heads n half width k query_token query_head residual_token residual_head bank_head "
+    "narrow residual_narrow slot_bytes raw threads",
+    f"d{_OWN}",  # temperature
+)
+"""`struct lookup` in `headwise.c`."""
+
+SCORE_GRADIENTS_CALL = _structure(
+    "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
+    "passed parts transform_parts",
+    "tokens heads n half width k gradient_token gradient_head query_token query_head bank_head "
+    "narrow gradient_narrow slot_bytes stretch raw threads",
+    f"d{_OWN}",  # temperature
+)
+"""`struct score_gradients` in `headwise_gradients.c`."""
+
+ROW_SUMS_CALL = _structure(
+    "gradient slots weights into",
+    "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
+)
+"""`struct row_sums` in `sums.c`."""
+
+GATHERS_CALL = _structure(
+    "bank slots factors into",
+    "tokens rows width k factors_token narrow factors_narrow slot_bytes threads",
+    "8x",  # passes
+)
+"""`struct gathers` in `sums.c`."""
+
+DEPTH_CALL = struct.Struct("@P3qP3q5P8qdd24x")
+"""`struct depth` in `depth.c`: of query and gradient the address and the strides of texts, heads and tokens; the addresses of slots,
+output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width, count, narrow, threads; scaling and softcap."""
+
+_FEWEST_SHARED = 512
+"""Tokens times heads from which on threads are started: starting them takes as long as computing some hundreds."""
+
+_OUTSIDE = 2
+"""What C returns of slots that a table does not have."""
+
+
+def run(name: str, call: bytes) -> None:
+    """Call a function of the library.
+
+    Raises:
+        MemoryError: If there is none for its scratch.
+        IndexError: If slots reach outside of their table.
+    """
+    library: Any = native_library()
+    assert library is not None
+    status = getattr(library, name)(call)
+    if status == _OUTSIDE:
+        raise IndexError("slots reach outside of the bank; expected 0 <= slot < its rows. Look for what made them.")
+    if status:
+        raise MemoryError(f"{name} found no memory for its scratch; free some, or choose backend 'torch'.")
+
+
+def refuse_places(tensors: Mapping[str, torch.Tensor | None]) -> NoReturn:
+    """Refuse tensors of which some have no memory that C can read: reading them would end the process."""
+    name, device = next(
+        (name, tensor.device) for name, tensor in tensors.items() if tensor is not None and not tensor.is_cpu
+    )
+    raise ValueError(
+        f"{name} is on {device}, and others are on cpu; expected one device. Move or load the whole model there."
+    )
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where C finds the tensor's numbers; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last dimension in one piece; the other dimensions may lie as they do."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def gradient_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with its last dimension in one piece, in a dtype that C reads."""
+    return with_rows(gradient if gradient.dtype in NATIVE_DTYPES else gradient.float())
+
+
+def threads_for(rows: int) -> int:
+    """Return how many threads work on so many tokens times heads."""
+    return 1 if rows < _FEWEST_SHARED else torch.get_num_threads()

@@ -1,0 +1,1 @@
+"""Weighted sums of table rows, and products with them."""

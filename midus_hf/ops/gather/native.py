@@ -1,0 +1,103 @@
+"""The compiled bodies of the three sums behind gathering, for float32 and bfloat16 on a CPU; as in `row_sums`.
+
+Each result is written by one thread alone, in the order of entries: the number of threads changes no bit.
+"""
+
+import torch
+
+from midus_hf.ops.dispatch.native.calls import (
+    GATHERS_CALL,
+    ROW_SUMS_CALL,
+    gradient_rows,
+    refuse_places,
+    run,
+    threads_for,
+)
+
+
+def native_weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return `sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
+    _check_places(bank, slots, weights)
+    output = bank.new_empty(len(slots), bank.shape[1])
+    _gather("midus_weighted_rows", bank, slots, weights.float().contiguous(), output)
+    return output
+
+
+def native_gathered_products(vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return `<vectors[s], bank[slots[s, m]]>`: `[S, m]`, float32."""
+    _check_places(bank, slots, vectors)
+    products = slots.new_empty(slots.shape, dtype=torch.float32)
+    _gather("midus_gathered_products", bank, slots, gradient_rows(vectors), products)
+    return products
+
+
+def native_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return `sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32."""
+    _check_places(gradient, slots, weights)
+    of_one_head = (gradient.unsqueeze(1), _integers(slots).unsqueeze(1), weights.float().unsqueeze(1))
+    return native_bank_gradient(*of_one_head, torch.Size((num_rows, gradient.shape[1])))
+
+
+def native_bank_gradient(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size
+) -> torch.Tensor:
+    """Return the gradient of a bank, float32: that of each row is summed in the order of tokens and heads.
+
+    Args:
+        gradient: `[S, H, v]`, of what was gathered.
+        slots: `[S, H, k]`, integers of 2, 4 or 8 bytes.
+        weights: `[S, H, k]`, float32.
+        bank_shape: `[N, v]` of a bank that heads share, or `[H, N, v]`.
+    """
+    tokens, heads, k = slots.shape
+    rows, width = bank_shape[-2:]
+    has_own_bank = len(bank_shape) == 3
+    gradient, slots, weights = gradient_rows(gradient), slots.contiguous(), weights.contiguous()
+    into = weights.new_empty(bank_shape)
+    call = ROW_SUMS_CALL.pack(
+        gradient.data_ptr(),
+        slots.data_ptr(),
+        weights.data_ptr(),
+        into.data_ptr(),
+        tokens,
+        heads,
+        rows,
+        width,
+        k,
+        *gradient.stride()[:2],
+        rows * width if has_own_bank else 0,
+        gradient.dtype == torch.bfloat16,
+        slots.itemsize,
+        threads_for(slots.numel()),
+    )
+    run("midus_row_sums", call)
+    return into
+
+
+def _gather(name: str, bank: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor, into: torch.Tensor) -> None:
+    bank, slots = bank.contiguous(), _integers(slots).contiguous()
+    call = GATHERS_CALL.pack(
+        bank.data_ptr(),
+        slots.data_ptr(),
+        factors.data_ptr(),
+        into.data_ptr(),
+        len(slots),
+        *bank.shape,
+        slots.shape[1],
+        factors.stride(0),
+        bank.dtype == torch.bfloat16,
+        factors.dtype == torch.bfloat16,
+        slots.itemsize,
+        threads_for(slots.numel()),
+    )
+    run(name, call)
+
+
+def _integers(slots: torch.Tensor) -> torch.Tensor:
+    """Return slots as C reads them: of 2, 4 or 8 bytes."""
+    return slots if slots.dtype in (torch.int16, torch.int32) else slots.long()
+
+
+def _check_places(bank: torch.Tensor, slots: torch.Tensor, factors: torch.Tensor) -> None:
+    if not (bank.is_cpu and slots.is_cpu and factors.is_cpu):
+        refuse_places({"bank": bank, "slots": slots, "weights": factors})

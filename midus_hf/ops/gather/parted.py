@@ -1,0 +1,152 @@
+"""Weighted sums of table rows, several for each token: one for each part that its slots are divided into."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from midus_hf.ops.dispatch.calling import custom_op
+from midus_hf.ops.dispatch.precision import narrowest_integer
+from midus_hf.ops.dispatch.private_torch import products_with_bags
+from midus_hf.ops.gather.reference import parted_gather as reference
+from midus_hf.ops.gather.row_sums import widened
+
+
+def parted_gather(
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    parts: torch.Tensor,
+    num_parts: int,
+    *,
+    sparse_gradient: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Sum rows of a table by parts, `out[..., p] = sum over m with parts[..., m] == p of weights[..., m] * bank[slots[..., m]]`.
+
+    That is what UltraMemV2 needs where each virtual block has a projection of its own (equation 9). Each row is read once, and no
+    tensor holds the rows of all tokens. Sums are accumulated in float32 at least, in the order of slots. PyTorch computes it on
+    every device.
+
+    Args:
+        bank: `[R, v]`, floating point.
+        slots: `[..., m]`, int64, `0 <= slot < R`.
+        weights: `[..., m]`, floating point.
+        parts: `[..., m]`, int64, `0 <= part < P`.
+        num_parts: P.
+        sparse_gradient: As in `weighted_gather`. Default: false.
+        backend: `"reference"` for the contract, by PyTorch's own differentiation. Default: `"auto"`.
+
+    Returns:
+        `[..., P, v]`, the dtype of `bank`.
+
+    Raises:
+        ValueError: If the shapes disagree.
+    """
+    if bank.dim() != 2:
+        raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
+    if not slots.shape == weights.shape == parts.shape:
+        raise ValueError(
+            f"slots is {tuple(slots.shape)}, weights {tuple(weights.shape)} and parts {tuple(parts.shape)}; expected equal shapes."
+        )
+    if backend == "reference":
+        return reference(bank, slots, weights, parts, num_parts, sparse_gradient)
+    leading, m = slots.shape[:-1], slots.shape[-1]
+    given = (bank, slots.reshape(-1, m), weights.reshape(-1, m), parts.reshape(-1, m), num_parts)
+    output = _SparsePartedGather.apply(*given) if sparse_gradient else parted_gather_op(*given)
+    return output.reshape(*leading, num_parts, bank.shape[-1])
+
+
+@custom_op("parted_gather")
+def parted_gather_op(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, num_parts: int
+) -> torch.Tensor:
+    """`[R, v]` and three of `[S, m]` to `[S, P, v]`."""
+    wide_rows, places = widened(bank, slots)
+    sums = _bag_sums(wide_rows, places.flatten(), weights, _bags(parts, num_parts), len(slots) * num_parts)
+    return sums.to(bank.dtype).view(len(slots), num_parts, bank.shape[1])
+
+
+@parted_gather_op.register_fake
+def _(bank, slots, weights, parts, num_parts):  # type: ignore[no-untyped-def]
+    return bank.new_empty(slots.shape[0], num_parts, bank.shape[1])
+
+
+@custom_op("parted_gather_backward")
+def parted_gather_backward_op(
+    gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of bank and weights for a gradient `[S, P, v]`."""
+    bags = _bags(parts, gradient.shape[1])
+    into_bank = _row_sums(gradient, slots, weights, bags, len(bank)).to(bank.dtype)
+    return into_bank, _weight_gradients(gradient, bank, slots, bags).to(weights.dtype)
+
+
+@parted_gather_backward_op.register_fake
+def _(gradient, bank, slots, weights, parts):  # type: ignore[no-untyped-def]
+    return torch.empty_like(bank, memory_format=torch.contiguous_format), weights.new_empty(weights.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
+    into_bank, into_weights = parted_gather_backward_op(gradient, *ctx.saved_tensors)
+    return into_bank, None, into_weights, None, None
+
+
+parted_gather_op.register_autograd(_differentiate, setup_context=_save)
+
+
+class _SparsePartedGather(torch.autograd.Function):
+    """The op with a row-sparse gradient, which a registered op cannot return."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, parts: torch.Tensor, num_parts: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bank, slots, weights, parts)
+        return parted_gather_op(bank, slots, weights, parts, num_parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+        bank, slots, weights, parts = ctx.saved_tensors
+        bags = _bags(parts, gradient.shape[1])
+        rows, places = torch.unique(slots, return_inverse=True)
+        sums = _row_sums(gradient, places, weights, bags, len(rows)).to(bank.dtype)
+        into_bank = torch.sparse_coo_tensor(rows[None], sums, bank.shape, is_coalesced=True, check_invariants=False)
+        return into_bank, None, _weight_gradients(gradient, bank, slots, bags).to(weights.dtype), None, None
+
+
+def _bags(parts: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """The sum that each slot belongs to, of `S * P`: `[S * m]`."""
+    first = torch.arange(len(parts), device=parts.device).unsqueeze(-1) * num_parts
+    return (first + parts).flatten()
+
+
+def _bag_sums(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, bags: torch.Tensor, num_bags: int
+) -> torch.Tensor:
+    """Sums of `weights * rows[places]` by bags, all three `[N]`, in their order: `[num_bags, v]`."""
+    sorted_bags, order = bags.to(narrowest_integer(num_bags)).sort(stable=True)
+    starts = torch.searchsorted(sorted_bags, torch.arange(num_bags, device=bags.device, dtype=sorted_bags.dtype))
+    scales = weights.flatten().to(rows.dtype)[order]
+    return F.embedding_bag(places[order], rows, starts, per_sample_weights=scales, mode="sum")
+
+
+def _row_sums(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bags: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    """What rows `[num_rows, v]` get of a gradient `[S, P, v]`: a bag for each row, of the sums that it is in."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return _bag_sums(gradient.flatten(0, 1).to(wide), bags, weights, slots.flatten(), num_rows)
+
+
+def _weight_gradients(
+    gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, bags: torch.Tensor
+) -> torch.Tensor:
+    """Products `[S, m]` of each slot's row with the gradient of its sum."""
+    wide_rows, places = widened(bank, slots)
+    wide = gradient.flatten(0, 1).to(wide_rows.dtype).contiguous()
+    return products_with_bags(wide, wide_rows, places.flatten(), bags).view(slots.shape)

@@ -1,0 +1,82 @@
+"""The three sums behind gathering: of rows by weight, of gradients by row, and of products by weight.
+
+Rows and weights are flat here, `[S, m]` slots into a table `[R, v]`. All sums are in float32 at least.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from midus_hf.ops.dispatch.native.library import native_library
+from midus_hf.ops.dispatch.precision import narrowest_integer
+from midus_hf.ops.dispatch.private_torch import products_with_bags
+from midus_hf.ops.gather.native import native_gathered_products, native_row_sums, native_weighted_rows
+from midus_hf.ops.gather.triton.rows import triton_row_sums, triton_weight_gradients, triton_weighted_rows
+
+_MOST_COLUMNS_IN_C = 64
+"""Wider rows PyTorch sums as fast, or faster: it sorts what hits them, and writes each row once."""
+
+
+def weighted_rows(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str) -> torch.Tensor:
+    """`sum_m weights[s, m] * bank[slots[s, m]]`: `[S, v]`, the dtype of `bank`."""
+    if backend == "triton":
+        return triton_weighted_rows(bank, slots, weights)
+    if backend == "native" and native_library() is not None:
+        return native_weighted_rows(bank, slots, weights)
+    wide_rows, places = widened(bank, slots)
+    return F.embedding_bag(places, wide_rows, per_sample_weights=weights.to(wide_rows.dtype), mode="sum").to(
+        bank.dtype
+    )
+
+
+def row_sums(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, num_rows: int, backend: str
+) -> torch.Tensor:
+    """`sum over (s, m) with slots[s, m] == r of weights[s, m] * gradient[s]`: `[num_rows, v]`, float32 at least.
+
+    Args:
+        gradient: `[S, v]`.
+        slots: `[S, m]`.
+        weights: `[S, m]`.
+        num_rows: R.
+        backend: `"torch"`, `"native"` or `"triton"`; a graph may have been traced for C that cannot be built here.
+    """
+    if backend == "triton":
+        return triton_row_sums(gradient, slots, weights, num_rows)
+    in_c = backend == "native" and native_library() is not None
+    if in_c and gradient.shape[1] <= _MOST_COLUMNS_IN_C:
+        return native_row_sums(gradient, slots, weights, num_rows)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    sorted_slots, order = slots.flatten().to(narrowest_integer(num_rows)).sort(stable=True)
+    starts = torch.searchsorted(sorted_slots, torch.arange(num_rows, device=slots.device, dtype=sorted_slots.dtype))
+    return F.embedding_bag(  # a bag per row: the tokens that hit it, in their order
+        order // slots.shape[1],
+        gradient.to(wide),
+        starts,
+        per_sample_weights=weights.to(wide).flatten()[order],
+        mode="sum",
+    )
+
+
+def weight_gradients(gradient: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor, backend: str) -> torch.Tensor:
+    """`<gradient[s], bank[slots[s, m]]>`: `[S, m]`, float32 at least."""
+    if backend == "triton":
+        return triton_weight_gradients(gradient, bank, slots)
+    if backend == "native" and native_library() is not None:
+        return native_gathered_products(gradient, bank, slots)
+    wide_rows, places = widened(bank, slots)
+    bags = torch.arange(len(slots), device=slots.device).repeat_interleave(slots.shape[1])
+    wide = gradient.to(wide_rows.dtype).contiguous()
+    return products_with_bags(wide, wide_rows, places.flatten(), bags).view(slots.shape)
+
+
+def widened(bank: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in float32 at least, and where in them each slot's row lies, `[S, m]`.
+
+    A half-precision bank of which few rows are read, as in decoding, is gathered first: copying all of it would take a
+    hundred times as long. The sums over either have the same order, so the same bits.
+    """
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    if bank.dtype == wide or slots.numel() >= len(bank):
+        return bank.to(wide), slots
+    places = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
+    return bank.index_select(0, slots.flatten()).to(wide), places

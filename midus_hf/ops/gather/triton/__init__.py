@@ -1,0 +1,1 @@
+"""Kernels of weighted sums of table rows and of their gradients."""

@@ -1,0 +1,207 @@
+"""The kernels that sum gradients by row in a fixed order: by buckets of neighbouring rows.
+
+Entries, one for each token and slot it retrieved, are sorted by bucket alone. Those of a bucket are added to a tile of its rows, some
+at a time, as a product on tensor cores with a matrix that has the weight of each at its row. A bucket of many entries is summed in
+pieces, and these in their order: what every token hit is left to no single program.
+
+Shapes: `BR` rows per bucket; `BE` entries at a time, `PIECE` per program; `BV` columns of a row. A group is a bucket, or where each
+head has rows of its own, a bucket of one head.
+"""
+
+import torch
+
+from midus_hf.ops.dispatch.precision import narrowest_integer
+from midus_hf.ops.dispatch.tiles import Changes, Tile, tiles
+from midus_hf.ops.dispatch.triton import (
+    interprets_kernels,
+    power_of_two,
+    product,
+    product_precision,
+    quotient_above,
+    tl,
+    triton,
+)
+
+_ROWS = 64
+"""Of a bucket: what makes a tile of tensor cores, and the slots of one row sub-key where there are 64 on each side."""
+
+_PIECE = 4096
+"""Entries of a program."""
+
+_STRETCH = 256
+"""Columns whose pieces are held at a time."""
+
+_REACH_OF_32_BITS = (1 << 31) - 1
+
+
+@triton.jit
+def group_starts_kernel(
+    keys, order, starts, count, of_head, groups, STEPS: tl.constexpr, HEADS: tl.constexpr, BG: tl.constexpr
+):
+    """Where the entries of each group begin: [groups + 1].
+
+    `order` says which entry is where, sorted by `keys`, the buckets; of each head there are `of_head`, one head's after another's.
+    """
+    group = tl.program_id(0) * BG + tl.arange(0, BG)
+    bucket, first = group // HEADS, (group % HEADS).to(tl.int64) * of_head
+    low, high = tl.zeros([BG], tl.int64), tl.zeros([BG], tl.int64) + count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        is_open = low < high
+        key = tl.load(keys + middle, mask=is_open, other=0).to(tl.int32)
+        entry = tl.load(order + middle, mask=is_open, other=0)
+        is_before = is_open & ((key < bucket) | ((key == bucket) & (entry < first)))
+        low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
+    tl.store(starts + group, low, mask=group <= groups)
+
+
+@triton.jit
+def store_rows(
+    output, total, group, width, output_stride, ROWS: tl.constexpr, HEADS: tl.constexpr, BR: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """Store the sums [BR, BV] of a group's rows; each head has ROWS of them."""
+    row = group // HEADS * BR + tl.arange(0, BR)
+    columns = tl.program_id(1) * BV + tl.arange(0, BV)
+    there = output + (group % HEADS).to(tl.int64) * ROWS * output_stride
+    there = there + row.to(tl.int64)[:, None] * output_stride + columns[None, :]
+    tl.store(there, total.to(output.dtype.element_ty), mask=(row < ROWS)[:, None] & (columns < width)[None, :])
+
+
+@triton.jit
+def place_of(
+    entry, head, of_head, BY_HEAD: tl.constexpr, IS_LARGE: tl.constexpr, HEADS: tl.constexpr, M: tl.constexpr
+):
+    """Token, head and place in [S, HEADS, M] of entries of it, or with `BY_HEAD` of those of this head in [HEADS, S, M]."""
+    if BY_HEAD:
+        entry = entry - head.to(tl.int64) * of_head
+    entry = entry if IS_LARGE else entry.to(tl.int32)
+    if BY_HEAD:
+        token = entry // M
+        return token, head, entry + (token * (HEADS - 1) + head) * M
+    else:
+        return entry // (HEADS * M), entry // M % HEADS, entry
+
+
+@triton.jit
+def first_tile(start, PIECE: tl.constexpr):
+    """The first tile of a group's pieces, if it has several: those of others before it are at most two for every PIECE entries."""
+    return 2 * (start // PIECE)
+
+
+@triton.jit
+def bucket_sums_kernel(
+    order, slots, source, weights, starts, ends, owners, output, scratch,
+    of_head, groups, token_stride, head_stride, output_stride, width,
+    BY_HEAD: tl.constexpr, IS_EVEN: tl.constexpr, IS_LARGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, M: tl.constexpr, PIECE: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Sum one piece of a group, which is a bucket, or with `BY_HEAD` one of one head: to `output` if it is the only one."""
+    group = tl.load(owners + tl.program_id(0)).to(tl.int32)
+    if group < groups:
+        start_of_group, end = tl.load(starts + group), tl.load(starts + group + 1)
+        piece = tl.program_id(0) - tl.load(ends + group - 1, mask=group > 0, other=0)
+        first = start_of_group + piece * PIECE
+        count = tl.minimum(end - first, PIECE).to(tl.int32)
+        places, rows = tl.arange(0, BE), tl.arange(0, BR)
+        columns = tl.program_id(1) * BV + tl.arange(0, BV)
+        first_row = group // (HEADS if BY_HEAD else 1) * BR
+        total = tl.zeros([BR, BV], tl.float32)
+        for start in range(0, count, BE):
+            valid = start + places < count
+            entry = tl.load(order + first + start + places, mask=valid, other=0)
+            token, head, place = place_of(entry, group % HEADS, of_head, BY_HEAD, IS_LARGE, HEADS, M)
+            weight = tl.load(weights + place, mask=valid, other=0.0).to(tl.float32)
+            row = tl.load(slots + place, mask=valid, other=0).to(tl.int32) - first_row
+            share = tl.where(rows[:, None] == row[None, :], weight[None, :], 0.0)  # [BR, BE]
+            asked = source + (token * token_stride + head * head_stride)[:, None] + columns[None, :]
+            mask = valid[:, None] if IS_EVEN else valid[:, None] & (columns < width)[None, :]
+            terms = tl.load(asked, mask=mask, other=0.0)
+            total += product(share, terms, PRECISION)
+        if end - start_of_group <= PIECE:
+            store_rows(output, total, group, width, output_stride, ROWS, HEADS if BY_HEAD else 1, BR, BV)
+        else:
+            there = scratch + (first_tile(start_of_group, PIECE) + piece) * (BR * width)
+            tl.store(there + rows[:, None] * width + columns[None, :], total, mask=(columns < width)[None, :])
+
+
+@triton.jit
+def piece_sums_kernel(
+    starts, output, scratch, width, output_stride, ROWS: tl.constexpr, HEADS: tl.constexpr, PIECE: tl.constexpr,
+    BR: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Sum the pieces of a group that has several."""
+    group = tl.program_id(0)
+    start = tl.load(starts + group)
+    count = tl.load(starts + group + 1) - start
+    if count > PIECE:
+        rows, columns = tl.arange(0, BR), tl.program_id(1) * BV + tl.arange(0, BV)
+        there = scratch + first_tile(start, PIECE) * (BR * width) + rows[:, None] * width + columns[None, :]
+        mask = (columns < width)[None, :]
+        total = tl.zeros([BR, BV], tl.float32)
+        for piece in range(tl.cdiv(count, PIECE).to(tl.int32)):
+            total += tl.load(there + tl.cast(piece, tl.int64) * (BR * width), mask=mask, other=0.0)
+        store_rows(output, total, group, width, output_stride, ROWS, HEADS, BR, BV)
+
+
+def bucket_sums(
+    gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *, by_head: bool
+) -> None:
+    """Fill `output` with the sums of gradients, times their weights, by slot, or by head and slot.
+
+    Args:
+        gradient: `[S, H, v]`, whose last dimension lies together.
+        slots: `[S, H, m]`, contiguous, not empty.
+        weights: `[S, H, m]`, contiguous.
+        output: `[R, v]`, zero so far: rows of the bank of all heads, or with `by_head` of one head's after another's.
+        by_head: Whether each head has rows of its own.
+    """
+    (tokens, heads, m), (num_rows, width) = slots.shape, output.shape
+    rows = num_rows // heads if by_head else num_rows
+    buckets, count = quotient_above(rows, _ROWS), slots.numel()
+    groups = buckets * heads if by_head else buckets
+    entries = slots.transpose(0, 1) if by_head else slots
+    keys, order = (entries // _ROWS).to(_integer(buckets)).flatten().sort(stable=True)
+    starts = torch.empty(groups + 1, dtype=torch.int64, device=slots.device)
+    group_starts_kernel[(quotient_above(groups + 1, 128),)](
+        keys, order, starts, count, tokens * m, groups, STEPS=count.bit_length(), HEADS=heads if by_head else 1, BG=128
+    )
+    ends = starts.diff().add_(_PIECE - 1).div_(_PIECE, rounding_mode="floor").cumsum(0)
+    programs = min(groups, count) + count // _PIECE  # at most
+    owners = torch.searchsorted(ends, torch.arange(programs, device=slots.device), right=True)
+    reach = max(
+        count, sum((size - 1) * abs(stride) for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    )
+    is_wide = gradient.dtype == torch.float32
+    is_tripled = is_wide and not interprets_kernels()
+    for start in range(0, width, _STRETCH):
+        target, source = output[:, start : start + _STRETCH], gradient[..., start : start + _STRETCH]
+        columns = max(16, min(64 if is_wide else 128, power_of_two(target.shape[1])))  # what registers hold
+        tile = _tile(gradient.device, columns, count >= 128 * groups, is_tripled)
+        scratch = torch.empty(2 * (count // _PIECE) * _ROWS, target.shape[1], dtype=torch.float32, device=slots.device)
+        parts = quotient_above(target.shape[1], columns)
+        bucket_sums_kernel[(programs, parts)](
+            order, slots, source, weights, starts, ends, owners, target, scratch,
+            tokens * m, groups, *source.stride()[:2], target.stride(0), target.shape[1],
+            BY_HEAD=by_head, IS_EVEN=target.shape[1] % columns == 0, IS_LARGE=reach > _REACH_OF_32_BITS,
+            PRECISION=product_precision(gradient), ROWS=rows, HEADS=heads, M=m, PIECE=_PIECE, BR=_ROWS, BV=columns, **tile,
+        )  # fmt: skip
+        if count > _PIECE:
+            piece_sums_kernel[(groups, parts)](
+                starts, target, scratch, target.shape[1], target.stride(0),
+                ROWS=rows, HEADS=heads if by_head else 1, PIECE=_PIECE, BR=_ROWS, BV=columns,
+            )  # fmt: skip
+
+
+@tiles("bucket_sums_kernel", BE=(16, 256), num_warps=(2, 8))
+def _tile(changes: Changes, columns: int, is_full: bool, is_tripled: bool) -> Tile:
+    """How many entries a program adds at a time: 128 where many buckets have as many.
+
+    Three products of more than 32, which stand for one of float32, spill on compute capability 8.0.
+    """
+    return {"BE": 32 if is_tripled else 128 if is_full else 64, "num_warps": 4, **changes}
+
+
+def _integer(bound: int) -> torch.dtype:
+    """What is sorted soonest among what counts up to `bound`."""
+    return torch.uint8 if bound <= 256 else narrowest_integer(bound)

@@ -1,0 +1,154 @@
+"""Weighted sums of table rows: what every memory does with the slots it retrieved."""
+
+from typing import Any
+
+import torch
+
+from midus_hf.ops.dispatch.calling import are_plain, custom_op, nobody_watches
+from midus_hf.ops.dispatch.choices import resolve
+from midus_hf.ops.gather.reference import weighted_gather as reference
+from midus_hf.ops.gather.row_sums import row_sums, weight_gradients, weighted_rows
+from midus_hf.ops.gather.rows_by_product import gradients_of_product, product_of_rows, product_takes_less
+
+
+def weighted_gather(
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    sparse_gradient: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Sum rows of a table, `out = sum_m weights[..., m] * bank[slots[..., m]]` (MIDUS, equation 14).
+
+    Sums are accumulated in float32 at least, those of gradients as well: thousands of tokens may hit one row.
+
+    Args:
+        bank: `[R, v]`, floating point; with `sparse_gradient` also `[..., v]`, whose R rows are numbered in order.
+        slots: `[..., m]`, int64, `0 <= slot < R`.
+        weights: `[..., m]`, floating point.
+        sparse_gradient: Whether the gradient of `bank` is a coalesced sparse tensor of the rows that were hit, for tables
+            of which a batch hits few; `v` is its one dense dimension. It waits for the device to count them. Default: false.
+        backend: As in `OpChoices`. Default: `"auto"`.
+
+    Returns:
+        `[..., v]`, the dtype of `bank`.
+
+    Raises:
+        ValueError: If the shapes disagree.
+        IndexError: On a CPU, if a slot is no row of the bank.
+    """
+    if bank.dim() != 2 and not (sparse_gradient and bank.dim() > 2):
+        raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
+    if slots.shape != weights.shape:
+        raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
+    choice = resolve(backend, bank, native_refusal=None)
+    if choice == "reference":
+        return reference(bank, slots, weights, sparse_gradient)
+    leading, m = slots.shape[:-1], slots.shape[-1]
+    flat_slots, flat_weights = slots.reshape(-1, m), weights.reshape(-1, m)
+    if sparse_gradient:
+        output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, choice)
+    else:
+        tensors = (bank, flat_slots, flat_weights)
+        sums = _sums if nobody_watches() and are_plain(*tensors) else weighted_gather_op
+        output = sums(*tensors, choice)
+    return output.reshape(*leading, bank.shape[-1])
+
+
+@custom_op("weighted_gather")
+def weighted_gather_op(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str, gathering: str = "auto"
+) -> torch.Tensor:
+    """Sum rows of `[R, v]` at `[S, m]`, weighed with `[S, m]`, to `[S, v]`; the name of the body is resolved.
+
+    Args:
+        bank: `[R, v]`.
+        slots: `[S, m]`.
+        weights: `[S, m]`.
+        backend: `"torch"`, `"native"` or `"triton"`.
+        gathering: `"rows"`, as they are read, or a `"product"` of the whole bank with a matrix of all weights. Default: `"auto"`, the
+            product where it is expected to take less.
+    """
+    return _sums(bank, slots, weights, backend, gathering)
+
+
+def _sums(
+    bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str, gathering: str = "auto"
+) -> torch.Tensor:
+    if multiplies_all(bank, slots, backend, gathering):
+        return product_of_rows(bank, slots, weights, backend)
+    return weighted_rows(bank, slots, weights, backend)
+
+
+@weighted_gather_op.register_fake
+def _(bank, slots, weights, backend, gathering="auto"):  # type: ignore[no-untyped-def]
+    return bank.new_empty(slots.shape[0], bank.shape[1])
+
+
+@custom_op("weighted_gather_backward")
+def weighted_gather_backward_op(
+    gradient: torch.Tensor,
+    bank: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    backend: str,
+    gathering: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of bank and weights for a gradient `[S, v]`."""
+    if multiplies_all(bank, slots, backend, gathering):
+        into_bank, into_weights = gradients_of_product(gradient, bank, slots, weights, backend)
+        return into_bank.to(bank.dtype), into_weights.to(weights.dtype)
+    into_bank = row_sums(gradient, slots, weights, len(bank), backend).to(bank.dtype)
+    return into_bank, weight_gradients(gradient, bank, slots, backend).to(weights.dtype)
+
+
+@weighted_gather_backward_op.register_fake
+def _(gradient, bank, slots, weights, backend, gathering):  # type: ignore[no-untyped-def]
+    return torch.empty_like(bank, memory_format=torch.contiguous_format), weights.new_empty(weights.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    bank, slots, weights, ctx.backend, ctx.gathering = inputs
+    ctx.save_for_backward(bank, slots, weights)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple:
+    into_bank, into_weights = weighted_gather_backward_op(gradient, *ctx.saved_tensors, ctx.backend, ctx.gathering)
+    return into_bank, None, into_weights, None, None
+
+
+weighted_gather_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def multiplies_all(bank: torch.Tensor, slots: torch.Tensor, backend: str, gathering: str = "auto") -> bool:
+    """Whether these rows are summed by a product: decided where sizes are known, and alike for output and gradient."""
+    if gathering != "auto":
+        return gathering == "product"
+    is_on_nvidia = bank.is_cuda and not torch.version.hip
+    is_fast = is_on_nvidia and bank.dtype == torch.bfloat16 and backend == "triton"
+    return is_fast and product_takes_less(*slots.shape, *bank.shape)
+
+
+class _SparseWeightedGather(torch.autograd.Function):
+    """The op with a row-sparse gradient, which a registered op cannot return."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, backend: str
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bank, slots, weights)
+        ctx.backend = backend
+        return weighted_rows(bank.flatten(0, -2), slots, weights, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+        bank, slots, weights = ctx.saved_tensors
+        rows, places = torch.unique(slots, return_inverse=True)
+        sums = row_sums(gradient, places, weights, len(rows), ctx.backend).to(bank.dtype)
+        places_of_rows = torch.stack(torch.unravel_index(rows, bank.shape[:-1]))
+        into_bank = torch.sparse_coo_tensor(
+            places_of_rows, sums, bank.shape, is_coalesced=True, check_invariants=False
+        )
+        into_weights = weight_gradients(gradient, bank.flatten(0, -2), slots, ctx.backend).to(weights.dtype)
+        return into_bank, None, into_weights, None

@@ -1,0 +1,158 @@
+"""The head-wise memory of MIDUS: product-key retrieval per head, and values expanded per head from one shared bank."""
+
+import torch
+
+from midus_hf.ops.dispatch.calling import are_plain, nobody_watches
+from midus_hf.ops.dispatch.choices import chosen_exact, resolve
+from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.headwise.inputs import LookupInputs
+from midus_hf.ops.headwise.lookup import headwise_lookup_op, lookup_few
+from midus_hf.ops.headwise.native import native_output
+from midus_hf.ops.headwise.reference import headwise_memory as reference
+from midus_hf.ops.headwise.transformed import transformed, transformed_lookup_op
+from midus_hf.ops.headwise.triton.packed import triton_output
+from midus_hf.ops.product_key.native import native_refusal
+from midus_hf.ops.product_key.op import check_product_keys
+
+MOST_EXPANDED = 1 << 28
+"""Elements of an expanded bank that are made for one forward pass: 512 MB in bfloat16."""
+
+_TIMES_EXPANDED_IN_C = 3
+"""So many tokens a slot make expanding less work for compiled C, which else transforms what it gathered while it has it at hand."""
+
+_FEW_ROWS = 256
+"""Tokens times heads up to which calls cost more than what they compute."""
+
+
+def headwise_memory(
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    value_bank: torch.Tensor,
+    value_transform: torch.Tensor | None,
+    k: int,
+    *,
+    residual: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Retrieve from the memory of every head (MIDUS, equations 11 to 17).
+
+    Head `h` retrieves its `k` best of `N = n * n` slots, weighs them by the softmax of their scores, sums the rows of
+    the shared bank so weighed, and maps the sum by its own transform: `M_h = W_h sum_m alpha_m V[slot_m]` (HIVE,
+    equation 16). The heads' outputs stand side by side, as an attention's do.
+
+    The transform is linear, so the rows may as well be transformed first, `E_h = V W_h^T`, and gathered then, which is done where it
+    is less work: for N tokens or more, in C for 3 N or more. The gradients are then `dV = sum_h G_h W_h` and `dW_h = G_h^T V`,
+    from the sums `G_h` of gradients per slot.
+
+    Tables are cast to the dtype of the query, also under `torch.autocast`: where masters are float32 and the query is
+    bfloat16, what is computed is what a bfloat16 model will compute. Sums are accumulated in float32 at least.
+
+    Args:
+        query: `[..., H, d]`, floating point: the attention output of each head.
+        row_keys: `[H, n, d / 2]`, the sub-keys K^row.
+        column_keys: `[H, n, d / 2]`, the sub-keys K^col.
+        value_bank: `[n * n, v]`, the shared base values, with v = D / H in MIDUS; or `[H, n * n, v]`, a bank per head.
+        value_transform: `[H, v, v]`, the transforms W_h; each maps a column vector, as in the paper. None where
+            values are used as they are.
+        k: Slots retrieved per head, `1 <= k <= n`.
+        residual: `[..., H, v]`, any floating dtype, which the output then has; added to what is retrieved. Default: none.
+        temperature: Scores are divided by it before the softmax. Default: 1.
+        backend: As in `OpChoices`. Default: `"auto"`.
+
+    Returns:
+        `[..., H, v]`, the dtype of `query`, or of `residual` if there is one.
+
+    Raises:
+        ValueError: If the shapes disagree, `k` lies outside `1..n`.
+    """
+    check_product_keys(query, row_keys, column_keys, k)
+    heads, n, _ = row_keys.shape
+    _check_values(value_bank, value_transform, heads, n)
+    body = resolve(backend, query, native_refusal=native_refusal(n, k))
+    with without_autocast(query.device.type):
+        tables = (row_keys, column_keys, value_bank)
+        row_keys, column_keys, value_bank = (t if t.dtype == query.dtype else t.to(query.dtype) for t in tables)
+        value_transform = None if value_transform is None else value_transform.to(query.dtype)
+        if body == "reference":
+            return reference(query, *tables, value_transform, k, residual=residual, temperature=temperature)
+        tokens, in_c = query.shape[:-2].numel(), body == "native"
+        if value_transform is not None and _expands(value_bank, tokens, heads, in_c):
+            value_bank, value_transform = expand_values(value_bank, value_transform), None
+        added = None
+        if residual is not None and (value_transform is None or in_c):
+            added = _shaped(residual, (tokens, heads, value_bank.shape[-1]))
+        flat_query = _shaped(query, (tokens, heads, query.shape[-1]))
+        inputs = LookupInputs(flat_query, row_keys, column_keys, value_bank, added, k, temperature)
+        if value_transform is not None and in_c:
+            output = _transformed_in_c(inputs, value_transform)
+        else:
+            output = _looked_up(inputs, body)  # [S, H, v]
+            output = output if value_transform is None else transformed(output, value_transform)
+        output = _shaped(output, (*query.shape[:-1], output.shape[-1]))
+        return output if residual is None or added is not None else (residual + output).to(residual.dtype)
+
+
+def _expands(value_bank: torch.Tensor, tokens: int, heads: int, in_c: bool) -> bool:
+    """Whether transforming the bank of every head is less work than transforming what tokens gathered."""
+    fewest = (_TIMES_EXPANDED_IN_C if in_c else 1) * len(value_bank)
+    return tokens >= fewest and heads * value_bank.numel() <= MOST_EXPANDED
+
+
+def expand_values(value_bank: torch.Tensor, value_transform: torch.Tensor) -> torch.Tensor:
+    """The bank of every head, `E_h = V W_h^T` (MIDUS, equation 24).
+
+    Args:
+        value_bank: `[N, v]`.
+        value_transform: `[H, v, v]`.
+
+    Returns:
+        `[H, N, v]`.
+    """
+    with without_autocast(value_bank.device.type):
+        return torch.bmm(value_bank.expand(len(value_transform), -1, -1), value_transform.transpose(1, 2).contiguous())
+
+
+def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor in this shape: to ask PyTorch for the one that it has takes several times as long as to see that it has it."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
+
+
+def _looked_up(inputs: LookupInputs, body: str) -> torch.Tensor:
+    """Return what `headwise_lookup` gives, `[S, H, v]`; where nothing needs the registered op, by calling its body."""
+    query, row_keys, column_keys, bank, residual, _, _ = inputs
+    if nobody_watches() and are_plain(query, row_keys, column_keys, bank, query if residual is None else residual):
+        if body == "native":
+            return native_output(inputs)
+        if body == "triton":
+            return triton_output(inputs, chosen_exact())
+        if query.shape[0] * query.shape[1] <= _FEW_ROWS:
+            return lookup_few(inputs)
+    return headwise_lookup_op(*inputs, chosen_exact(), body)[0]
+
+
+def _transformed_in_c(inputs: LookupInputs, value_transform: torch.Tensor) -> torch.Tensor:
+    """Return what `transformed_lookup` gives, `[S, H, v]`; where nothing needs the registered op, by calling its body."""
+    query, row_keys, column_keys, bank, residual, k, temperature = inputs
+    added = query if residual is None else residual
+    if nobody_watches() and are_plain(query, row_keys, column_keys, bank, value_transform, added):
+        return native_output(inputs, value_transform)
+    return transformed_lookup_op(query, row_keys, column_keys, bank, value_transform, residual, k, temperature)[0]
+
+
+def _check_values(value_bank: torch.Tensor, value_transform: torch.Tensor | None, heads: int, n: int) -> None:
+    shape = value_bank.shape
+    if len(shape) not in (2, 3) or shape[-2] != n * n or (len(shape) == 3 and shape[0] != heads):
+        raise ValueError(
+            f"value_bank is {tuple(shape)}; expected [n * n, v] or [H, n * n, v] with n * n = {n * n} and H = {heads}."
+        )
+    if value_transform is None:
+        return
+    width = shape[-1]
+    if len(shape) == 3:
+        raise ValueError("value_transform is given with a bank per head; expected None, or a bank that heads share.")
+    if value_transform.shape != (heads, width, width):
+        raise ValueError(
+            f"value_transform is {tuple(value_transform.shape)}; expected (H, v, v) = {(heads, width, width)}."
+        )

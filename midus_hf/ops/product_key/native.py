@@ -1,0 +1,140 @@
+"""The compiled body of product-key retrieval, and of gradients of scores, for float32 and bfloat16 on a CPU.
+
+Shapes as in `product_key_scores` and `headwise_lookup`. Each result is written by one thread alone, in the order of tokens: neither
+the number of threads nor the other tokens of a call change its bits.
+"""
+
+import torch
+
+from midus_hf.ops.dispatch.native.calls import (
+    LOOKUP_CALL,
+    SCORE_GRADIENTS_CALL,
+    address,
+    gradient_rows,
+    refuse_places,
+    run,
+    threads_for,
+    with_rows,
+)
+
+_MOST_SUB_KEYS = 1 << 15
+_MOST_RETRIEVED = 64
+"""Each of which costs as much as all others: torch's own selection is faster for more."""
+
+_STRETCH = 256
+"""Tokens of which gradients of tables are summed apart, at least."""
+
+_MOST_PARTS = 16
+"""Stretches with gradients of tables of their own."""
+
+_MOST_LANES = 16
+"""Rows that are padded have at most as many numbers more as make them a multiple of these."""
+
+_RESULTS = 5
+"""Gradients that C writes by tokens, at most."""
+
+
+def native_refusal(n: int, k: int) -> str | None:
+    """What the compiled body cannot take of these sizes, and what it expects; None where it takes them."""
+    if n > _MOST_SUB_KEYS:
+        return f"n is {n}; expected {_MOST_SUB_KEYS} or less"
+    return f"k is {k}; expected {_MOST_RETRIEVED} or less" if k > _MOST_RETRIEVED else None
+
+
+def native_score_gradients(
+    gradient: torch.Tensor | None,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    bank: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    temperature: float,
+    transform: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return gradients of query, row keys and column keys, in their dtype.
+
+    With a transform also its own, and that of what was gathered, `[S, H, v]`, float32.
+
+    Args:
+        gradient: `[S, H, v]`, of what was looked up; None where the gradients of scores are known.
+        query: `[S, H, d]`.
+        row_keys: `[H, n, d / 2]`.
+        column_keys: `[H, n, d / 2]`.
+        bank: `[N, v]` or `[H, N, v]`.
+        kept: Slots `[S, H, k]` and their weights, or the gradients of their scores.
+        temperature: By which scores were divided.
+        transform: `[H, v, v]`. Default: none.
+    """
+    slots, weights = kept
+    tokens, heads, k = slots.shape
+    (n, half), width = row_keys.shape[1:], bank.shape[-1]
+    gradient, query = None if gradient is None else gradient_rows(gradient), with_rows(query)
+    row_keys, column_keys, bank = row_keys.contiguous(), column_keys.contiguous(), bank.contiguous()
+    slots, weights = slots.contiguous(), weights.contiguous()
+    results = [tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys)]
+    stretch = max(_STRETCH, -(-tokens // _MOST_PARTS))
+    units = heads * -(-tokens // stretch)
+    parts, transform_parts = weights.new_empty(units, 2 * n * half), None
+    if transform is not None:
+        transform = transform.contiguous()
+        results += [transform.new_empty(transform.shape), weights.new_empty(tokens, heads, width)]
+        transform_parts = weights.new_empty(units, width, -(-width // _MOST_LANES) * _MOST_LANES)
+    tensors = (gradient, query, row_keys, column_keys, bank, transform, slots, weights)
+    call = SCORE_GRADIENTS_CALL.pack(
+        *(address(tensor) for tensor in tensors),
+        *(address(tensor) for tensor in (*results, *(None,) * (_RESULTS - len(results)))),
+        parts.data_ptr(),
+        address(transform_parts),
+        tokens,
+        heads,
+        n,
+        half,
+        width,
+        k,
+        *((0, 0) if gradient is None else gradient.stride()[:2]),
+        *query.stride()[:2],
+        n * n * width if bank.dim() == 3 else 0,
+        query.dtype == torch.bfloat16,
+        gradient is not None and gradient.dtype == torch.bfloat16,
+        slots.itemsize,
+        stretch,
+        gradient is None,
+        threads_for(tokens * heads),
+        temperature,
+    )
+    run("midus_score_gradients", call)
+    return tuple(results)
+
+
+def native_scores(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, float32, descending, and slots, int64, of the k best slots: `[S, H, k]` each.
+
+    Raises:
+        ValueError: If a tensor is not on the CPU.
+    """
+    if not (query.is_cpu and row_keys.is_cpu and column_keys.is_cpu):
+        refuse_places({"query": query, "row_keys": row_keys, "column_keys": column_keys})
+    (tokens, heads, _), (_, n, half) = query.shape, row_keys.shape
+    query, row_keys, column_keys = with_rows(query), row_keys.contiguous(), column_keys.contiguous()
+    slots = query.new_empty(tokens, heads, k, dtype=torch.int64)
+    scores = query.new_empty(tokens, heads, k, dtype=torch.float32)
+    tensors = (query, row_keys, column_keys, None, None, None, None, slots, scores)
+    sizes = (tokens, heads, n, half, 0, k, *query.stride()[:2], 0, 0, 0)
+    narrow, raw = query.dtype == torch.bfloat16, True
+    kinds = (narrow, False, slots.itemsize, raw, threads_for(tokens * heads))
+    run("midus_lookup", LOOKUP_CALL.pack(*map(address, tensors), *sizes, *kinds, 1.0))
+    return scores, slots
+
+
+def native_gradients_of_scores(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, row keys and column keys, in their dtype, for one of scores, `[S, H, k]`."""
+    weights, no_bank = gradient.float(), query.new_empty(0, 0)
+    return native_score_gradients(None, query, row_keys, column_keys, no_bank, (slots, weights), 1.0)

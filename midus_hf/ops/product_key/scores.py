@@ -1,0 +1,74 @@
+"""Product-key retrieval by kernels or compiled C, as one registered op: scores of all sub-keys are never stored; and its gradient."""
+
+from typing import Any
+
+import torch
+
+from midus_hf.ops.dispatch.calling import custom_op
+from midus_hf.ops.dispatch.native.library import native_library
+from midus_hf.ops.dispatch.precision import without_autocast
+from midus_hf.ops.product_key.native import native_gradients_of_scores, native_scores
+from midus_hf.ops.product_key.selection import best_slots, query_and_key_gradients
+from midus_hf.ops.product_key.triton.gradients import triton_gradients_of_scores
+from midus_hf.ops.product_key.triton.scores import triton_scores
+
+
+@custom_op("product_key_scores")
+def product_key_scores_op(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int, exact: bool, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, float32, descending, and slots, int64, `[S, H, k]`, of a query `[S, H, d]` in the dtype of keys `[H, n, d / 2]`.
+
+    The backend is `"triton"` or `"native"`; `exact` is as in `OpChoices`.
+    """
+    if backend == "triton":
+        return triton_scores(query, row_keys, column_keys, k, exact)
+    if native_library() is not None:
+        return native_scores(query, row_keys, column_keys, k)
+    with without_autocast(query.device.type):
+        scores, slots = best_slots(query, row_keys, column_keys, k)
+    return scores.transpose(0, 1).contiguous(), slots.transpose(0, 1).contiguous()
+
+
+@product_key_scores_op.register_fake
+def _(query, row_keys, column_keys, k, exact, backend):  # type: ignore[no-untyped-def]
+    kept = (*query.shape[:2], k)
+    return query.new_empty(kept, dtype=torch.float32), query.new_empty(kept, dtype=torch.int64)
+
+
+@custom_op("product_key_scores_backward")
+def product_key_scores_backward_op(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+    slots: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, row keys and column keys for one of scores."""
+    if backend == "triton":
+        return triton_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
+    if native_library() is None:
+        by_head = (gradient.float().transpose(0, 1).contiguous(), slots.transpose(0, 1))
+        return query_and_key_gradients(*by_head, query, row_keys, column_keys)
+    found = native_gradients_of_scores(gradient, query, row_keys, column_keys, slots)
+    return found[0], found[1], found[2]
+
+
+@product_key_scores_backward_op.register_fake
+def _(gradient, query, row_keys, column_keys, slots, backend):  # type: ignore[no-untyped-def]
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, row_keys, column_keys))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, row_keys, column_keys, _, _, ctx.body = inputs
+    _, slots = output
+    ctx.save_for_backward(query, row_keys, column_keys, slots)
+    ctx.mark_non_differentiable(slots)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple:
+    return *product_key_scores_backward_op(gradient, *ctx.saved_tensors, ctx.body), None, None, None
+
+
+product_key_scores_op.register_autograd(_differentiate, setup_context=_save)

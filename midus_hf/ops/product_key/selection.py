@@ -1,0 +1,123 @@
+"""Selection of the best product keys by PyTorch's operations, and the gradients of what was selected."""
+
+import functools
+
+import torch
+
+from midus_hf.ops.dispatch.precision import without_autocast
+
+_FEW_ELEMENTS = 1 << 15
+_FEW_COLUMNS = 24
+
+
+def largest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `scores.topk(k, dim=-1)`; on a CPU by groups, since `topk` takes three times as long for 64 columns as for 16.
+
+    The k largest of a row lie in the k groups with the largest maxima, so two selections among few give exactly what
+    one among all would; among equal scores, any.
+
+    Args:
+        scores: `[..., n]`, without NaN.
+        k: `1 <= k <= n`.
+
+    Returns:
+        Values, descending, and indices, int64, both `[..., k]`.
+    """
+    n = scores.shape[-1]
+    size = _group_size(n, k)
+    if scores.device.type != "cpu" or size == 1 or scores.numel() < _FEW_ELEMENTS:
+        return scores.topk(k, dim=-1)
+    groups = -(-n // size)
+    if size * groups > n:
+        scores = torch.nn.functional.pad(scores, (0, size * groups - n), value=-torch.inf)
+    maxima = functools.reduce(torch.maximum, scores.split(groups, dim=-1))  # group g holds g, g + groups, ...
+    best = maxima.topk(k, dim=-1).indices  # [..., k]
+    members = scores.unflatten(-1, (size, groups)).gather(-1, best.unsqueeze(-2).expand(*best.shape[:-1], size, k))
+    values, places = members.flatten(-2).topk(k, dim=-1)
+    return values, (places // k) * groups + best.gather(-1, places % k)
+
+
+def _group_size(n: int, k: int) -> int:
+    """The power of two that leaves fewest columns to select among, 1 where that saves little."""
+    best, fewest = 1, n
+    size = 2
+    while n > _FEW_COLUMNS and size < n and -(-n // size) >= k:
+        left = -(-n // size) + size * k
+        if left < fewest:
+            best, fewest = size, left
+        size *= 2
+    return best if fewest <= 0.75 * n else 1
+
+
+def select(row_scores: torch.Tensor, column_scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and columns of the k best slots, best first: `[..., k]` each, int64.
+
+    Args:
+        row_scores: `[..., n]`.
+        column_scores: `[..., n]`.
+        k: Slots to select.
+    """
+    row_best, rows = largest(row_scores, k)
+    column_best, columns = largest(column_scores, k)
+    # Of ranks i and j only those with (i + 1)(j + 1) <= k can be among the k best sums: so many are at least as large.
+    steps = [(slice(i, i + 1), slice(0, k // (i + 1))) for i in range(k)]
+    sums = torch.cat([row_best[..., i] + column_best[..., j] for i, j in steps], dim=-1)
+    best = sums.topk(k, dim=-1).indices
+    rows_of_sums = torch.cat([rows[..., i].expand(*rows.shape[:-1], j.stop) for i, j in steps], dim=-1)
+    columns_of_sums = torch.cat([columns[..., j] for _, j in steps], dim=-1)
+    return rows_of_sums.gather(-1, best), columns_of_sums.gather(-1, best)
+
+
+def best_slots(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, float32 at least, and slots, int64: `[H, S, k]` each, best first. Autocast is off where it is called.
+
+    Args:
+        query: `[S, H, d]`.
+        row_keys: `[H, n, d / 2]`.
+        column_keys: `[H, n, d / 2]`.
+        k: `1 <= k <= n`.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    row_query, column_query = halves(query, wide)
+    row_best, rows = torch.bmm(row_query, row_keys.to(wide).mT).topk(k, dim=-1)  # [H, S, k]
+    column_best, columns = torch.bmm(column_query, column_keys.to(wide).mT).topk(k, dim=-1)
+    scores, pairs = (row_best.unsqueeze(-1) + column_best.unsqueeze(-2)).flatten(-2).topk(k, dim=-1)
+    slots = (rows * row_keys.shape[1]).gather(-1, pairs // k).add_(columns.gather(-1, pairs % k))
+    return scores, slots
+
+
+def halves(query: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row and column halves of a query `[S, H, d]`: `[H, S, d / 2]` each.
+
+    They are copied apart: what a matrix product of strided rows rounds to depends on where they lie in memory.
+    """
+    rows, columns = query.unflatten(-1, (2, -1)).permute(2, 1, 0, 3).to(dtype).contiguous()
+    return rows, columns
+
+
+def query_and_key_gradients(
+    into_scores: torch.Tensor,
+    slots: torch.Tensor,
+    query: torch.Tensor,
+    row_keys: torch.Tensor,
+    column_keys: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query `[S, H, d]`, row keys and column keys `[H, n, d / 2]`, in their dtypes.
+
+    Args:
+        into_scores: `[H, S, k]`, float32 at least.
+        slots: `[H, S, k]`, int64.
+        query: `[S, H, d]`.
+        row_keys: `[H, n, d / 2]`.
+        column_keys: `[H, n, d / 2]`.
+    """
+    n, wide = row_keys.shape[1], into_scores.dtype
+    into_query, into_keys = [], []
+    for keys, chosen, asked in zip((row_keys, column_keys), (slots // n, slots % n), halves(query, wide), strict=True):
+        spread = into_scores.new_zeros(*into_scores.shape[:2], n).scatter_add_(-1, chosen, into_scores)  # [H, S, n]
+        with without_autocast(query.device.type):
+            into_query.append(torch.bmm(spread, keys.to(wide)))  # [H, S, d / 2]
+            into_keys.append(torch.bmm(spread.transpose(1, 2), asked).to(keys.dtype))  # [H, n, d / 2]
+    return torch.cat(into_query, dim=-1).transpose(0, 1).to(query.dtype).contiguous(), into_keys[0], into_keys[1]

@@ -1,0 +1,1 @@
+"""Kernels that select product keys, and those of the gradient."""

@@ -1,0 +1,186 @@
+"""How kernels select product keys by all bits of their scores.
+
+Shapes: `BT` tokens per program, `BN` sub-keys per stretch, `KP` the power of two at or above k.
+"""
+
+import torch
+
+from midus_hf.ops.dispatch.tiles import Changes, Tile
+from midus_hf.ops.dispatch.triton import interprets_kernels, power_of_two, tl, triton
+
+HEADS_TOGETHER = 8
+"""Heads whose programs run side by side: what they read of a token lies side by side, what they gather stays in cache."""
+
+
+FEW_TOKENS = 16
+"""The fewest rows of a matrix product: no more are computed for the tokens of a decoding step."""
+
+
+@triton.jit
+def token_block_and_head(tokens, heads, BT, TOGETHER: tl.constexpr):
+    """Which block of BT tokens and which head this program works on: group after group of heads."""
+    program = tl.program_id(0)
+    blocks = tl.cdiv(tokens, BT)
+    group = program // (TOGETHER * blocks)
+    members = tl.minimum(heads - group * TOGETHER, TOGETHER)
+    within = program % (TOGETHER * blocks)
+    return (within // members).to(tl.int64), (group * TOGETHER + within % members).to(tl.int64)
+
+
+@triton.jit
+def pick(values, places, KP: tl.constexpr):
+    """`values[t, places[t]]` of [BT, KP]; zero where the place lies outside."""
+    ranks = tl.arange(0, KP)
+    return tl.sum(tl.where(ranks[None, :] == places[:, None], values, 0), axis=1)
+
+
+@triton.jit
+def best_columns(scores, start, n, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr):
+    """The K largest of each row of `scores` [BT, BN], descending, and their columns, counted from `start`.
+
+    Among equals the first. Places K to KP - 1 hold minus infinity and column 0. Columns stay below n also where scores are NaN.
+    """
+    columns = tl.arange(0, BN)
+    ranks = tl.arange(0, KP)
+    values = tl.full([BT, KP], float("-inf"), tl.float32)
+    chosen = tl.zeros([BT, KP], tl.int32)
+    for rank in range(K):
+        top, column = tl.max(scores, axis=1, return_indices=True)  # [BT]
+        values = tl.where(ranks[None, :] == rank, top[:, None], values)
+        chosen = tl.where(ranks[None, :] == rank, tl.minimum(column + start, n - 1)[:, None], chosen)
+        scores = tl.where(columns[None, :] == column[:, None], float("-inf"), scores)
+    return values, chosen
+
+
+@triton.jit
+def merge_best(values, chosen, more_values, more_chosen, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr):
+    """The K largest of two descending lists [BT, KP] each, of which the first goes first among equals."""
+    ranks = tl.arange(0, KP)
+    merged = tl.full([BT, KP], float("-inf"), tl.float32)
+    merged_chosen = tl.zeros([BT, KP], tl.int32)
+    taken = tl.zeros([BT], tl.int32)
+    more_taken = tl.zeros([BT], tl.int32)
+    for rank in range(K):
+        first, second = pick(values, taken, KP), pick(more_values, more_taken, KP)
+        take_first = first >= second
+        value = tl.where(take_first, first, second)
+        column = tl.where(take_first, pick(chosen, taken, KP), pick(more_chosen, more_taken, KP))
+        merged = tl.where(ranks[None, :] == rank, value[:, None], merged)
+        merged_chosen = tl.where(ranks[None, :] == rank, column[:, None], merged_chosen)
+        taken += take_first.to(tl.int32)
+        more_taken += 1 - take_first.to(tl.int32)
+    return merged, merged_chosen
+
+
+@triton.jit
+def next_pair(sums, next_column, row_values, column_values, K: tl.constexpr, KP: tl.constexpr):
+    """The pair of largest sum that is left, and what is left after it.
+
+    Columns descend, so of each row rank only the best column not yet paired with it can be next: `next_column`
+    [BT, KP], whose sums are `sums` [BT, KP]. K calls merge K descending lists, which gives the K best of all pairs.
+
+    Returns:
+        The sum [BT], ranks of its row and column [BT], then `sums` and `next_column` after it.
+    """
+    ranks = tl.arange(0, KP)
+    score, row_rank = tl.max(sums, axis=1, return_indices=True)
+    column_rank = pick(next_column, row_rank, KP)
+    following = tl.where(column_rank + 1 < K, pick(column_values, column_rank + 1, KP), float("-inf"))
+    following += pick(row_values, row_rank, KP)
+    here = ranks[None, :] == row_rank[:, None]
+    return score, row_rank, column_rank, tl.where(here, following[:, None], sums), next_column + here.to(tl.int32)
+
+
+@triton.jit
+def first_sums(row_values, column_values, KP: tl.constexpr, BT: tl.constexpr):
+    """What `next_pair` starts from: every row rank with the best column."""
+    best = pick(column_values, tl.zeros([BT], tl.int32), KP)
+    return row_values + best[:, None], tl.zeros([BT, KP], tl.int32)
+
+
+def select_tile(n: int, k: int) -> Tile:
+    """Sizes of a program: at most 128 sub-keys at a time, and about 8,192 elements of the widest tile."""
+    stretch = min(128, max(16, power_of_two(n)))
+    ranks = power_of_two(k)
+    return {"ONE": n <= stretch, "KP": ranks, "BT": max(16, min(64, 4096 // max(stretch, ranks))), "BN": stretch}
+
+
+@triton.jit
+def best_of_key_stretch(
+    query, keys, n, half, start, WIDE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The K sub-keys of highest score for each query [BT, DP], out of keys `start` to `start + BN` of [n, half]."""
+    dims = tl.arange(0, DP)
+    columns = start + tl.arange(0, BN)
+    mask = (dims < half)[:, None] & (columns < n)[None, :]
+    part = tl.load(keys + columns[None, :] * half + dims[:, None], mask=mask, other=0.0)  # [DP, BN]
+    if WIDE:
+        scores = tl.dot(query.to(tl.float32), part.to(tl.float32), input_precision="ieee")
+    else:
+        scores = tl.dot(query, part)
+    scores = tl.where((columns < n)[None, :], scores, float("-inf"))
+    return best_columns(scores, start, n, K, KP, BT, BN)
+
+
+@triton.jit
+def best_of_keys(
+    query, keys, n, half, WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The K sub-keys of highest score for each query [BT, DP], out of keys [n, half], a stretch of BN at a time."""
+    values, chosen = best_of_key_stretch(query, keys, n, half, 0, WIDE, K, KP, BT, BN, DP)
+    if not ONE:
+        for start in range(BN, n, BN):
+            more_values, more_chosen = best_of_key_stretch(query, keys, n, half, start, WIDE, K, KP, BT, BN, DP)
+            values, chosen = merge_best(values, chosen, more_values, more_chosen, K, KP, BT)
+    return values, chosen
+
+
+@triton.jit
+def best_slots_of_keys(
+    query, row_keys, column_keys, token, head, valid, n, half, token_stride, head_stride,
+    WIDE: tl.constexpr, ONE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Scores of the K best slots of tokens [BT] for one head, descending, then minus infinity; and the slots: [BT, KP] each."""
+    dims, ranks = tl.arange(0, DP), tl.arange(0, KP)
+    asked = query + token[:, None] * token_stride + head * head_stride + dims[None, :]
+    mask = valid[:, None] & (dims < half)[None, :]
+    keys_of_head = head * n * half
+    row_query = tl.load(asked, mask=mask, other=0.0)
+    row_values, rows = best_of_keys(row_query, row_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP)
+    column_query = tl.load(asked + half, mask=mask, other=0.0)
+    column_values, columns = best_of_keys(
+        column_query, column_keys + keys_of_head, n, half, WIDE, ONE, K, KP, BT, BN, DP
+    )
+    sums, next_column = first_sums(row_values, column_values, KP, BT)
+    scores = tl.full([BT, KP], float("-inf"), tl.float32)
+    chosen = tl.zeros([BT, KP], tl.int32)
+    for rank in range(K):
+        score, i, j, sums, next_column = next_pair(sums, next_column, row_values, column_values, K, KP)
+        slot = pick(rows, i, KP) * n + pick(columns, j, KP)
+        scores = tl.where(ranks[None, :] == rank, score[:, None], scores)
+        chosen = tl.where(ranks[None, :] == rank, slot[:, None], chosen)
+    return scores, chosen
+
+
+def exact_tile(changes: Changes, n: int, k: int, half: int, few: bool, is_wide: bool, lanes: int = 1) -> Tile:
+    """Sizes of a program that selects, of at most about 8,192 elements in its widest tile, also of `lanes` columns."""
+    tile, dims = select_tile(n, k), max(16, power_of_two(half))
+    tile |= {"BT": max(16, min(tile["BT"], 8192 // max(dims, lanes))), "DP": dims, "num_warps": 4}
+    return tile | (_tile_of_few(tile["BN"], is_wide) if few else {}) | dict(changes)
+
+
+def _tile_of_few(stretch: int, is_wide: bool) -> Tile:
+    """What decoding has instead: as few rows as a product takes, and as few warps as hold them in registers.
+
+    Compiled for compute capability 9.0, two warps need no more than 168 registers a thread, but spill some hundreds of bytes where
+    products of float32 meet more than 64 sub-keys at a time.
+    """
+    return {"BT": FEW_TOKENS, "num_warps": 4 if is_wide and stretch > 64 else 2}
+
+
+def wide_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether products are of float32: for such tensors, for tensors of two dtypes, and in the interpreter."""
+    return query.dtype == torch.float32 or query.dtype != keys.dtype or interprets_kernels()

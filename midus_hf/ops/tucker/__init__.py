@@ -1,0 +1,1 @@
+"""Retrieval by Tucker-decomposed keys (UltraMemV2, section 3)."""

@@ -1,0 +1,186 @@
+"""Tucker-decomposed query-key retrieval (TDQKR): the k best of all pairs of keys, where a small core mixes their scores."""
+
+import torch
+
+from midus_hf.ops.product_key.selection import largest
+
+_MOST_SCORES = 1 << 24
+"""Scores of pairs held at a time: 64 MB in float32."""
+_SQUARINGS = 8
+_TINY = 1e-30
+
+
+def tucker_topk(
+    row_scores: torch.Tensor,
+    column_scores: torch.Tensor,
+    core: torch.Tensor,
+    row_vector: torch.Tensor,
+    column_vector: torch.Tensor,
+    k: int,
+    side: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find, for every head, k pairs of a row and a column key with large scores (UltraMemV2, equations 6, 7, 10 and 11).
+
+    The pair of row i of set a and column j of set b has the score `row_scores[a, i] @ core[a, b] @ column_scores[b, j]`. In a first
+    stage `side` rows and `side` columns are kept for each pair of sets, by the scores that are left where the core is taken for its
+    leading singular value: `row_scores @ row_vector` and `column_scores @ column_vector`. The second stage scores all pairs of those
+    exactly. With rank 1, or a core of rank 1 and `side >= k`, and none but positive leading scores, it finds the best of all.
+
+    Args:
+        row_scores: `[..., H, h, n, r]`, scores of the keys of each set and rank, floating point.
+        column_scores: `[..., H, h, n, r]`.
+        core: `[H, h, h, r, r]`.
+        row_vector: `[H, h, h, r]`, the leading left singular vector of each core.
+        column_vector: `[H, h, h, r]`, the leading right one.
+        k: Slots chosen, `1 <= k <= h * h * side * side`.
+        side: `1 <= side <= n`.
+
+    Returns:
+        Scores `[..., H, k]`, descending, in the dtype of the scores, and slots `[..., H, k]`, int64: slot
+        `((a * h + b) * n + i) * n + j` is row i of set a with column j of set b.
+
+    Raises:
+        ValueError: If shapes disagree, or `k` or `side` lie outside their range.
+    """
+    _check(row_scores, column_scores, core, row_vector, column_vector, k, side)
+    leading = row_scores.shape[:-4]
+    rows, columns = row_scores.flatten(0, -5), column_scores.flatten(0, -5)  # [S, H, h, n, r]
+    core = core.to(rows.dtype)
+    with torch.no_grad():
+        slots = select(rows, columns, core, row_vector.to(rows.dtype), column_vector.to(rows.dtype), k, side)
+    scores = slot_scores(rows, columns, core, slots)
+    return scores.unflatten(0, leading), slots.unflatten(0, leading)
+
+
+def select(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    core: torch.Tensor,
+    row_vector: torch.Tensor,
+    column_vector: torch.Tensor,
+    k: int,
+    side: int,
+) -> torch.Tensor:
+    """The chosen slots `[S, H, k]`, best first; arguments as those of `tucker_topk`, with one leading dimension."""
+    heads, sets = rows.shape[1:3]
+    stretch = max(1, _MOST_SCORES // (heads * sets**2 * side**2))
+    if len(rows) <= stretch:
+        return _select(rows, columns, core, row_vector, column_vector, k, side)
+    parts = zip(rows.split(stretch), columns.split(stretch), strict=True)
+    return torch.cat([_select(*part, core, row_vector, column_vector, k, side) for part in parts])
+
+
+def _select(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    core: torch.Tensor,
+    row_vector: torch.Tensor,
+    column_vector: torch.Tensor,
+    k: int,
+    side: int,
+) -> torch.Tensor:
+    n, rank = rows.shape[-2:]
+    row_leading = torch.einsum("shanr,habr->shabn", rows, row_vector)
+    column_leading = torch.einsum("shbnr,habr->shabn", columns, column_vector)
+    best_rows, best_columns = largest(row_leading, side)[1], largest(column_leading, side)[1]  # [S, H, h, h, side]
+    kept_rows = _at(rows.unsqueeze(3), best_rows, rank)  # [S, H, h, h, side, r]
+    kept_columns = _at(columns.unsqueeze(2), best_columns, rank)
+    grid = (kept_rows @ core) @ kept_columns.transpose(-1, -2)  # [S, H, h, h, side, side]
+    pairs = grid.flatten(2).topk(k, dim=-1).indices  # [S, H, k]
+    if grid.shape[2:4] == (1, 1):  # one block, and arithmetic of blocks would take a token a while
+        row, column = best_rows.flatten(2).gather(-1, pairs // side), best_columns.flatten(2).gather(-1, pairs % side)
+        return row * n + column
+    block, within = pairs // side**2, pairs % side**2
+    row = best_rows.flatten(2).gather(-1, block * side + within // side)
+    column = best_columns.flatten(2).gather(-1, block * side + within % side)
+    return (block * n + row) * n + column
+
+
+def _at(scores: torch.Tensor, keys: torch.Tensor, rank: int) -> torch.Tensor:
+    """Scores `[S, H, h or 1, 1 or h, n, r]` of keys `[S, H, h, h, side]`: `[S, H, h, h, side, r]`."""
+    every = scores.expand(*keys.shape[:-1], *scores.shape[-2:])
+    return every.gather(-2, keys.unsqueeze(-1).expand(*keys.shape, rank))
+
+
+def slot_scores(rows: torch.Tensor, columns: torch.Tensor, core: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The exact scores of slots `[S, H, k]`, in the dtype of `rows`; differentiable in rows, columns and core."""
+    sets, n, rank = rows.shape[2:]
+    if sets == 1:
+        row = rows.squeeze(2).gather(2, (slots // n).unsqueeze(-1).expand(*slots.shape, rank))  # [S, H, k, r]
+        column = columns.squeeze(2).gather(2, (slots % n).unsqueeze(-1).expand(*slots.shape, rank))
+        return ((row @ core[:, 0, 0]) * column).sum(-1)
+    block = slots // n**2
+    row_places = (block // sets) * n + slots // n % n
+    column_places = (block % sets) * n + slots % n
+    row = rows.flatten(2, 3).gather(2, row_places.unsqueeze(-1).expand(*slots.shape, rank))  # [S, H, k, r]
+    column = columns.flatten(2, 3).gather(2, column_places.unsqueeze(-1).expand(*slots.shape, rank))
+    cores = core.flatten(1, 2)  # [H, h * h, r, r]
+    every = torch.einsum("shkr,hbrq,shkq->shkb", row, cores, column)  # [S, H, k, h * h]
+    return every.gather(-1, block.unsqueeze(-1)).squeeze(-1)
+
+
+def leading_vectors(core: torch.Tensor, row_vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The leading singular vectors of cores, on the side of those that there were: a sign must not turn over while cores change.
+
+    Which rows and columns the first stage keeps depends on the sign: those with large products, both positive. Found by
+    squaring, so the device waits for nothing. The vectors so far decide the sign alone, so a pass that is repeated finds the same.
+
+    Args:
+        core: `[..., r, r]`.
+        row_vector: `[..., r]`, the left vectors so far.
+
+    Returns:
+        Left and right vectors `[..., r]`, of length one, in the dtype of `core`. For a core of zeros those so far, and zeros.
+    """
+    power = core @ core.transpose(-1, -2)
+    for _ in range(_SQUARINGS):
+        power = power / power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None].clamp_min(_TINY)
+        power = power @ power
+    longest = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
+    row = power.gather(-1, longest.expand(*power.shape[:-1], 1)).squeeze(-1)  # all columns are multiples of the vector
+    before = row_vector.to(core.dtype)
+    row = torch.where((row * before).sum(-1, keepdim=True) < 0, -row, row)
+    row = torch.where((row == 0).all(-1, keepdim=True), before, _unit(row))
+    return row, _unit((core.transpose(-1, -2) @ row.unsqueeze(-1)).squeeze(-1))
+
+
+def _unit(vector: torch.Tensor) -> torch.Tensor:
+    return vector / vector.norm(dim=-1, keepdim=True).clamp_min(_TINY)
+
+
+def reference(
+    row_scores: torch.Tensor, column_scores: torch.Tensor, core: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the two stages approximate: every pair of keys scored, and the k best chosen (equation 11 as it is written)."""
+    grid = torch.einsum("...hair,habrq,...hbjq->...habij", row_scores, core, column_scores)
+    return grid.flatten(-4).topk(k, dim=-1)
+
+
+def _check(
+    row_scores: torch.Tensor,
+    column_scores: torch.Tensor,
+    core: torch.Tensor,
+    row_vector: torch.Tensor,
+    column_vector: torch.Tensor,
+    k: int,
+    side: int,
+) -> None:
+    if row_scores.dim() < 5 or row_scores.shape != column_scores.shape:
+        raise ValueError(
+            f"row_scores is {tuple(row_scores.shape)} and column_scores {tuple(column_scores.shape)}; expected equal shapes "
+            "[..., heads, sets, keys, rank]."
+        )
+    heads, sets, n, rank = row_scores.shape[-4:]
+    for name, tensor, shape in (
+        ("core", core, (heads, sets, sets, rank, rank)),
+        ("row_vector", row_vector, (heads, sets, sets, rank)),
+        ("column_vector", column_vector, (heads, sets, sets, rank)),
+    ):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}; expected {shape}, as the scores have heads, sets and rank."
+            )
+    if not 1 <= side <= n:
+        raise ValueError(f"side is {side}; expected 1 <= side <= n = {n}.")
+    if not 1 <= k <= sets**2 * side**2:
+        raise ValueError(f"k is {k}; expected 1 <= k <= {sets**2 * side**2}, the pairs that the first stage keeps.")

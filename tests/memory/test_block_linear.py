@@ -1,0 +1,76 @@
+"""Linear maps of rows that have blocks of their own."""
+
+import pytest
+import torch
+
+from midus_hf.memory.hierarchical import block_linear, grouped
+
+
+def inputs(rows=5, tokens=3, width=4, outputs=6, num_blocks=3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "inputs": torch.randn(rows, tokens, width, dtype=dtype, generator=generator),
+        "weights": torch.randn(num_blocks, outputs, width, dtype=dtype, generator=generator),
+        "blocks": torch.randint(num_blocks, (rows,), generator=generator),
+    }
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+@pytest.mark.parametrize("rows, num_blocks", [(5, 3), (5, 1), (2, 4), (1, 1), (4, 4), (0, 2)], ids=str)
+def test_each_row_is_mapped_by_its_block(rows, num_blocks, backend):
+    given = inputs(rows, num_blocks=num_blocks)
+    found = block_linear(**given, backend=backend)
+    assert found.shape == (rows, 3, 6)
+    for row, block in enumerate(given["blocks"].tolist()):
+        torch.testing.assert_close(found[row], given["inputs"][row] @ given["weights"][block].T)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("num_blocks", [1, 3, 6])
+def test_gradients(num_blocks, backend):
+    given = inputs(num_blocks=num_blocks)
+    leaves = [given[name].requires_grad_() for name in ("inputs", "weights")]
+    assert torch.autograd.gradcheck(lambda *given_: block_linear(*given_, given["blocks"], backend=backend), leaves)
+
+
+def test_rows_grouped_by_block_give_what_they_give_alone():
+    given = inputs(rows=7, num_blocks=4, dtype=torch.float32)
+    alone = torch.cat(
+        [
+            block_linear(given["inputs"][row : row + 1], given["weights"], given["blocks"][row : row + 1])
+            for row in range(7)
+        ]
+    )
+    torch.testing.assert_close(grouped(**given), alone)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_without_blocks_each_row_has_its_own(rows, backend):
+    given = inputs(rows, num_blocks=rows)
+    found = block_linear(given["inputs"], given["weights"], None, backend=backend)
+    expected = block_linear(given["inputs"], given["weights"], torch.arange(rows), backend="reference")
+    torch.testing.assert_close(found, expected)
+
+
+def test_weights_take_the_dtype_of_inputs():
+    given = inputs(dtype=torch.float32)
+    assert block_linear(given["inputs"].bfloat16(), given["weights"], given["blocks"]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"inputs": torch.zeros(2, 4)},
+            r"inputs is \(2, 4\) and weights \(3, 6, 4\); expected \[batch, tokens, width\]",
+        ),
+        ({"weights": torch.zeros(3, 6, 5)}, r"weights \(3, 6, 5\); expected"),
+        ({"blocks": None}, r"weights has 3 blocks and blocks is None; expected one for each of the 5 rows\."),
+        ({"blocks": torch.zeros(4, dtype=torch.int64)}, r"blocks is \(4,\); expected one for each of the 5 rows"),
+    ],
+    ids=["inputs", "weights", "no blocks", "blocks"],
+)
+def test_shapes_that_disagree_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        block_linear(**{**inputs(), **change})

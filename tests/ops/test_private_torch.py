@@ -1,0 +1,101 @@
+"""A torch that lacks what this package uses of its private functions computes the same, more slowly."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import midus_hf
+from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
+from midus_hf.ops.depth.joining import Depth, joined_attention
+from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
+from midus_hf.ops.dispatch import private_torch
+from midus_hf.ops.dispatch.calling import nobody_watches
+
+PACKAGES = Path(midus_hf.__file__).parent.parent
+
+
+def test_no_other_file_of_the_packages_names_a_private_function_of_torch():
+    """A private name begins with one underscore."""
+    found = set()
+    for package in ("midus_config", "midus_hf", "upscalers", "clusters", "midus_workbench", "midus_commands"):
+        for path in (PACKAGES / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+                name = node.module or "" if isinstance(node, ast.ImportFrom) and not node.level else name
+                if re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*", name, flags=re.IGNORECASE):
+                    found.add(path.relative_to(PACKAGES).as_posix())
+    assert found == {"midus_hf/ops/dispatch/private_torch.py"}
+
+
+def test_without_probes_registered_ops_are_always_called(monkeypatch):
+    with torch.no_grad():
+        assert nobody_watches()
+        monkeypatch.setattr(private_torch, "_KNOWS_WATCHERS", False)
+        assert not nobody_watches() and not private_torch.is_transformed()
+        tensors = [torch.randn(shape) for shape in ((3, 2, 8), (2, 6, 4), (2, 6, 4), (36, 5))]
+        called = headwise_memory(*tensors, None, 3)
+        scores, _ = product_key_topk(*tensors[:3], 3)
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert torch.equal(called, headwise_memory(*tensors, None, 3))
+        assert torch.equal(scores, product_key_topk(*tensors[:3], 3)[0])
+
+
+def test_a_backward_pass_is_known_while_a_part_is_repeated(monkeypatch):
+    seen = []
+
+    def part(tensor):
+        seen.append(private_torch.is_in_backward())
+        return tensor * 2
+
+    checkpoint(part, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True] or seen == [False]  # a part whose gradient needs nothing of it may not be repeated
+    monkeypatch.setattr(private_torch, "_graph_task", None)
+    assert not private_torch.is_in_backward()
+
+
+def test_addresses_are_left_alone_where_they_cannot_be_kept(monkeypatch):
+    monkeypatch.setattr(private_torch, "_static", None)
+    private_torch.keep_address(torch.zeros(1))
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_products_with_rows_are_the_same_without_the_operator(backend, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    bank = torch.randn(30, 5, generator=generator, requires_grad=True)
+    weights = torch.rand(8, 4, generator=generator, requires_grad=True)
+    slots = torch.randint(30, (8, 4), generator=generator)
+    found = []
+    for is_there in (True, False):
+        if not is_there:
+            monkeypatch.setattr(private_torch, "_bag_weights_backward", None)
+            monkeypatch.setattr(private_torch, "_MOST_GATHERED", 15)
+        output = weighted_gather(bank, slots, weights, backend=backend)
+        found.append(torch.autograd.grad(output.square().sum(), (bank, weights)))
+    for with_operator, without in zip(*found, strict=True):
+        torch.testing.assert_close(without, with_operator)
+
+
+@pytest.mark.parametrize("lacking", ["_chosen_attention", "CPU_ATTENTION", "CPU_ATTENTION_BACKWARD"])
+def test_sequence_and_depth_are_joined_without_the_operators(lacking, monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+
+    def heads(count):
+        return torch.randn(2, count, 5, 16, generator=generator, requires_grad=True)
+
+    call = Call(heads(4), heads(2), heads(2), is_causal=True, enable_gqa=True)
+    depth = Depth(call.query, [heads(2)], [heads(2)], 0.25, gate=torch.tensor([0.1, 0.9, 0.0, 0.5]), added=True)
+    leaves = (call.query, call.key, call.value, *depth.keys, *depth.values)
+    found = []
+    for is_there in (True, False):
+        if not is_there:
+            monkeypatch.setattr(private_torch, lacking, None)
+        assert (kernel_of(call) is not None) == is_there
+        output = joined_attention(call, depth)
+        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), leaves)])
+    for with_operator, without in zip(*found, strict=True):
+        torch.testing.assert_close(without, with_operator, rtol=1e-4, atol=1e-5)
