@@ -81,9 +81,9 @@ def measure(start: str, model: str, text: str, cache: str) -> dict:
     """Make or open the tokens of a text, and say how long it took and what they hold."""
     import datasets  # noqa: F401 - not counted
 
-    from midus_hf.training import training_data
-    from midus_hf.training.loading import load_tokenizer
+    from midus_hf.training.data import training_data
     from midus_hf.training.options import CorpusOptions, TrainConfig
+    from midus_hf.training.run.loading import load_tokenizer
 
     config = TrainConfig(model=model, output="none", corpus=CorpusOptions(path=text, cache_dir=cache))
     tokenizer = load_tokenizer(model)

@@ -32,7 +32,7 @@ def midus_train(
 ) -> None:
     """Pretrain a model: one that was upscaled, by default as its method says, any other, or one from the beginning."""
     from midus_hf.training.options import TrainConfig
-    from midus_hf.training.run import prepare
+    from midus_hf.training.run.train import prepare
 
     train_in_group(TrainConfig, prepare, config, overrides or [])
 

@@ -71,9 +71,9 @@ def _train(
     from midus_hf.config_file import read_config
     from midus_hf.documents import DocumentError
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.training.finite import NotFiniteError
-    from midus_hf.training.interruption import RunInterrupted
-    from midus_hf.training.saving import SaveError
+    from midus_hf.training.optim.finite import NotFiniteError
+    from midus_hf.training.output.saving import SaveError
+    from midus_hf.training.run.interruption import RunInterrupted
 
     try:
         try:

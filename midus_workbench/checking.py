@@ -7,9 +7,9 @@ from typing import Any
 
 from midus_hf.config_file import from_mapping
 from midus_hf.sft.options import SftConfig
-from midus_hf.training.held_out import check_held_out
+from midus_hf.training.data.held_out import check_held_out
+from midus_hf.training.optim.rates import Rates
 from midus_hf.training.options import TrainConfig
-from midus_hf.training.rates import Rates
 from midus_workbench.arms import Arm
 from midus_workbench.cells import cells_of
 from midus_workbench.options import Comparison

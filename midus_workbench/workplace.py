@@ -33,7 +33,7 @@ class Workplace:
         Args:
             run: Folder of the run; it need not exist.
         """
-        from midus_hf.training.written_files import remove_written
+        from midus_hf.training.output.written_files import remove_written
 
         if not run.is_dir():
             return

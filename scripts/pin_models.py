@@ -103,7 +103,8 @@ def train(model: Any, case: Case, folder: Path) -> None:
     """Train three steps what the method says that trains, with AdamW; the model is in eval mode afterwards."""
     import torch
 
-    from midus_hf.training import MemoryTrainer, set_trainable
+    from midus_hf.training.optim.freezing import set_trainable
+    from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
     set_trainable(model)
     batch = inputs(case)

@@ -8,8 +8,8 @@ import pytest
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from midus_config.checkpoint_files import TOKENIZER, globs, indexed_weights, is_of
-from midus_hf.training import written_files
-from midus_hf.training.written_files import remove_written
+from midus_hf.training.output import written_files
+from midus_hf.training.output.written_files import remove_written
 from upscalers.landing import ownership
 
 UPSCALE, RUN, CHECKPOINT = "upscale", "run", "checkpoint"

@@ -68,7 +68,9 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
             bench.measure(case)
             release_memory(device)
     if bench.is_late and arguments.write == arguments.table:
-        _say(f"{arguments.table.name} is left as it is until all cases are timed, since changed code is not gone on with")
+        _say(
+            f"{arguments.table.name} is left as it is until all cases are timed, since changed code is not gone on with"
+        )
     elif arguments.write:
         written(arguments.write, bench.run.device, fastest(bench.rows()))
     for trouble in bench.troubles:

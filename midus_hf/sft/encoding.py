@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from midus_hf.sft.formats import Chat, Format, detect_format, format_named, read_example
 from midus_hf.sft.labels import Tokens, encode
 from midus_hf.sft.templates import set_template
-from midus_hf.training.corpus import usable_cores
-from midus_hf.training.token_cache import without_threads_of_tokenizers
+from midus_hf.training.data.corpus import usable_cores
+from midus_hf.training.data.token_cache import without_threads_of_tokenizers
 
 _ROWS_AT_A_TIME = 4096
 """Rows that are held at a time."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
-from midus_hf.training.rates import Rates
+from midus_hf.training.optim.rates import Rates
 from midus_hf.training.run_options import RunOptions
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from midus_config.json_text import parse_json
 from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
 from midus_hf.sft.options import DataOptions
-from midus_hf.training.corpus import load_hub_dataset
+from midus_hf.training.data.corpus import load_hub_dataset
 
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that hold rows; all but the last also with one that says how they are compressed."""

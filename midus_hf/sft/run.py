@@ -9,11 +9,11 @@ from midus_hf.models.host import MemoryConfig
 from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig
 from midus_hf.sft.trainer import SftTrainer
-from midus_hf.training.held_out import describe_held_out, prepare_held_out
-from midus_hf.training.resumption import settle_resumption
-from midus_hf.training.run_setup import Chosen, check_request, choose_what_trains, make_run
-from midus_hf.training.trainer_arguments import training_arguments
-from midus_hf.training.training_run import TrainingRun, TrainResult
+from midus_hf.training.data.held_out import describe_held_out, prepare_held_out
+from midus_hf.training.output.resumption import settle_resumption
+from midus_hf.training.run.run_setup import Chosen, check_request, choose_what_trains, make_run
+from midus_hf.training.run.trainer_arguments import training_arguments
+from midus_hf.training.run.training_run import TrainingRun, TrainResult
 
 
 def finetune(config: SftConfig) -> TrainResult:

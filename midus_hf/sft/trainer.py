@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl import SFTTrainer
 
-from midus_hf.training.run_trainer import InRun
+from midus_hf.training.run.run_trainer import InRun
 
 
 class _ModelLossTrainer(SFTTrainer):

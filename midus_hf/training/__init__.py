@@ -7,25 +7,25 @@ is asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from midus_hf.training.freezing import TrainableReport, set_trainable
+from midus_hf.training.optim.freezing import TrainableReport, set_trainable
+from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
+from midus_hf.training.optim.rates import Rates
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
-from midus_hf.training.parameter_groups import group_schedules, parameter_groups
-from midus_hf.training.rates import Rates
 from midus_hf.training.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from midus_hf.training.lora import lora_config
-    from midus_hf.training.run import train
-    from midus_hf.training.trainer import MemoryTrainer
-    from midus_hf.training.training_run import TrainResult
-    from midus_hf.training.trains_memory import TrainsMemory
+    from midus_hf.training.optim.lora import lora_config
+    from midus_hf.training.run.train import train
+    from midus_hf.training.run.training_run import TrainResult
+    from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+    from midus_hf.training.trainer.trains_memory import TrainsMemory
 
 _MODULE_OF = {
-    "MemoryTrainer": "trainer",
-    "TrainResult": "training_run",
-    "TrainsMemory": "trains_memory",
-    "lora_config": "lora",
-    "train": "run",
+    "MemoryTrainer": "trainer.memory_trainer",
+    "TrainResult": "run.training_run",
+    "TrainsMemory": "trainer.trains_memory",
+    "lora_config": "optim.lora",
+    "train": "run.train",
 }
 
 __all__ = [

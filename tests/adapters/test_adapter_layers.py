@@ -9,7 +9,7 @@ from tiny import prompt
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
-from midus_hf.training import lora_config
+from midus_hf.training.optim.lora import lora_config
 
 TARGETS = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 REFUSED = (

@@ -6,7 +6,7 @@ from models.optimizer_steps import train_steps
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from tiny import prompt, tiny_model
 
-from midus_hf.training.adapters import add_adapters, merge_adapters
+from midus_hf.training.run.adapters import add_adapters, merge_adapters
 
 METHODS = sorted({kind.value.lower() for kind in PEFT_TYPE_TO_CONFIG_MAPPING} - {"boft"})
 """BOFT compiles a kernel of its own where there is a compiler, which takes longer than all else here."""

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.training import train
-from midus_hf.training.adapter_options import read_adapters
-from midus_hf.training.adapters import add_adapters
-from midus_hf.training.run import prepare
+from midus_hf.training.run.adapter_options import read_adapters
+from midus_hf.training.run.adapters import add_adapters
+from midus_hf.training.run.train import prepare, train
 from upscalers import upscale
 
 METHODS = {

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from clusters.building import TreeOptions
 from midus_hf.retrieval import ClusterTree, FetchingPipeline, MemoryRetriever
-from midus_hf.training import train
+from midus_hf.training.run.train import train
 from upscalers import upscale
 
 pytest.importorskip("datatrove")

@@ -25,7 +25,7 @@ MISSING_FILE = {
 }
 WORK = {
     "upscale": ("upscalers.runs.upscale.upscale", ["--base", "model", "--method", "solar", "--output", "out"]),
-    "midus-train": ("midus_hf.training.run.prepare", ["run.yaml"]),
+    "midus-train": ("midus_hf.training.run.train.prepare", ["run.yaml"]),
     "midus-sft": ("midus_hf.sft.run.prepare", ["sft.yaml"]),
     "midus-eval": ("midus_hf.evaluation.evaluate.evaluate", ["model", "--text", "text.txt"]),
     "midus-usage": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),

@@ -20,8 +20,8 @@ from midus_hf.sft import run as sft_run
 from midus_hf.sft.chat_dataset import NO_LABEL, build_chat_dataset
 from midus_hf.sft.options import LoraOptions
 from midus_hf.sft.run import finetune, prepare
-from midus_hf.training.output_folder import as_yaml
-from midus_hf.training.training_log import read_log
+from midus_hf.training.output.output_folder import as_yaml
+from midus_hf.training.run.training_log import read_log
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

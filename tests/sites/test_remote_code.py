@@ -11,7 +11,7 @@ from sites.cases import CASES
 from tiny import NATIVE_FAMILIES, prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training import set_trainable
+from midus_hf.training.optim.freezing import set_trainable
 
 _LOAD = """
 import json

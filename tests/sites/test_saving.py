@@ -10,7 +10,9 @@ from sites.cases import CASES, MOST, SOME, each
 from tiny import prompt
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training import Rates, parameter_groups, set_trainable
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
 from tests.upscalers.checkpoints import load, logits, read_tensors, tensor_files
 from upscalers.runs.inspection import inspect_checkpoint
 

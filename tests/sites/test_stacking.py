@@ -9,7 +9,7 @@ from sites.cases import CASES, FEW, each, give_values
 from sites.reference import add_reference
 from tiny import prompt
 
-from midus_hf.training import set_trainable
+from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, same_tensors
 from upscalers import RequestError, strip, upscale
 

@@ -7,7 +7,9 @@ import torch
 from sites.cases import CASES, MOST, SOME, each
 from tiny import prompt
 
-from midus_hf.training import Rates, parameter_groups, set_trainable
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
 
 SCALES = torch.tensor([0.5, -2.0])
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.training_log import read_log
 from upscalers import upscale
 
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.training import CorpusOptions
-from midus_hf.training.corpus import find_corpus
-from midus_hf.training.mapped_tokens import MappedTokens
-from midus_hf.training.token_cache import cached_tokens
+from midus_hf.training.data.corpus import find_corpus
+from midus_hf.training.data.mapped_tokens import MappedTokens
+from midus_hf.training.data.token_cache import cached_tokens
+from midus_hf.training.options import CorpusOptions
 
 FORK = multiprocessing.get_context("fork")
 

@@ -26,7 +26,6 @@ from processes.server import import_libraries
 
 from midus_commands.train import main
 from midus_hf.banks import trained_bank
-from midus_hf.training import run  # noqa: F401
 
 
 def die_at(kind: str, path: str, times: int, output: Path) -> None:

@@ -12,9 +12,8 @@ from training.block_runs import AUDIT, LEAVES, bank_of, config_of, forget_the_mo
 from training.tiny_run import document
 
 from midus_hf.banks.audit import BankAudit
-from midus_hf.training import train
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
-from midus_hf.training.run import prepare
+from midus_hf.training.run.train import prepare, train
 
 
 def words_of(line: int) -> int:

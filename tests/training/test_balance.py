@@ -10,10 +10,9 @@ from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import Trainer
 
 from midus_hf.memory.balance import balance_loss
-from midus_hf.training import train
-from midus_hf.training.balance import Readings, record_readings
-from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
+from midus_hf.training.optim.balance import Readings, record_readings
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
 
 COEFFICIENT = 0.5
 

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_config import manifest
 from midus_hf.banks.level_file import LevelFile
-from midus_hf.training import MemoryTrainer, set_trainable, train
-from midus_hf.training.run_checkpoints import damage_of, finish_checkpoint
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.output.run_checkpoints import damage_of, finish_checkpoint
+from midus_hf.training.run.train import train
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
 
 def test_a_run_that_ended_before_its_model_was_saved_is_resumed_with_its_blocks(models, assigned, tmp_path):

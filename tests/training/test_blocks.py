@@ -11,9 +11,10 @@ from training.block_runs import LEAVES, TYPES, assert_same_blocks, bank_of, conf
 from training.tiny_run import document, tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training import MemoryTrainer, set_trainable, train
-from midus_hf.training.run import prepare
-from midus_hf.training.trains_blocks import draw_generic
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.trainer.trains_blocks import draw_generic
 from upscalers.banks.editing import BankRequest
 from upscalers.banks.merging import merge
 

@@ -7,9 +7,9 @@ import pytest
 from training.cached_tokens import in_a_process, tokens_of
 from training.tiny_run import tiny_config
 
-from midus_hf.training import token_cache, train
-from midus_hf.training.mapped_tokens import MappedDataset
-from midus_hf.training.run import prepare
+from midus_hf.training.data import token_cache
+from midus_hf.training.data.mapped_tokens import MappedDataset
+from midus_hf.training.run.train import prepare, train
 
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
@@ -84,7 +84,7 @@ def test_where_datasets_is_not_installed_local_text_trains_from_memory(
 ):
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "mapped", max_steps=3))
     assert "is not installed" not in capsys.readouterr().out
-    monkeypatch.setattr("midus_hf.training.training_data.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("midus_hf.training.data.training_data.importlib.util.find_spec", lambda name: None)
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "held", max_steps=3))
     assert (
         "datasets is not installed: tokens are in memory, and made again at the next start" in capsys.readouterr().out

@@ -10,11 +10,11 @@ from training.tiny_run import tiny_tokenizer
 from midus_config.fetched_blocks import BankLayout, FetchedBlocks
 from midus_hf.documents import DocumentError
 from midus_hf.documents.document_paths import read_paths
-from midus_hf.training import CorpusOptions
-from midus_hf.training.clustered_corpus import ClusteredDataset, check_paths
-from midus_hf.training.corpus import find_corpus
-from midus_hf.training.packing import IGNORED_LABEL
-from midus_hf.training.token_cache import cached_tokens
+from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths
+from midus_hf.training.data.corpus import find_corpus
+from midus_hf.training.data.packing import IGNORED_LABEL
+from midus_hf.training.data.token_cache import cached_tokens
+from midus_hf.training.options import CorpusOptions
 
 EOS, T = 2, 5
 ROWS = [([0, 1], 3), ([2, 7], 4), ([0, 1], 6), ([0, 0], 1), ([2, 7], 12), ([0, 1], 2)]

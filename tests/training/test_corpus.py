@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from midus_hf.documents import DocumentError
-from midus_hf.training import CorpusOptions
-from midus_hf.training.corpus import open_corpus
+from midus_hf.training.data.corpus import open_corpus
+from midus_hf.training.options import CorpusOptions
 
 
 def read(path, **options) -> list[str]:

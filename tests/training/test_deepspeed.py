@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from midus_commands.sft import main as sft
 from midus_commands.train import main
-from midus_hf.training import Rates, parameter_groups, set_trainable
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
 
 ROOT = SCRIPT.parents[1]
 CONFIG = ROOT / "configs" / "accelerate" / "zero3.yaml"
@@ -185,7 +187,9 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainingArguments
 import midus_hf
-from midus_hf.training import MemoryTrainer, Rates, set_trainable
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.optim.freezing import set_trainable
 
 arguments = TrainingArguments(sys.argv[2], max_steps=2, report_to="none", save_strategy="no", use_cpu=True, learning_rate=1e-2)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])

@@ -5,8 +5,8 @@ from tiny import WINDOW, prompt
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training.packing import PackedSequence, training_example
-from midus_hf.training.run import prepare
+from midus_hf.training.data.packing import PackedSequence, training_example
+from midus_hf.training.run.train import prepare
 
 LENGTHS = (5, 2 * WINDOW, 3)
 

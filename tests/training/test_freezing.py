@@ -7,7 +7,7 @@ from rich.console import Console
 from training.tiny_run import NEW_LAYERS
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training import set_trainable
+from midus_hf.training.optim.freezing import set_trainable
 
 
 @pytest.fixture

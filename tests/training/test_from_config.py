@@ -12,9 +12,9 @@ from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from midus_hf import models  # noqa: F401 - registers the families that host memory
-from midus_hf.training import TrainConfig, train
-from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
 
 MEMORIES = {
     "headwise": {"type": "headwise", "n": 4, "k": 2, "layers": [1]},

@@ -13,9 +13,9 @@ from training.test_whole_checkpoints import flip
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
-from midus_hf.training import frozen_weights, train
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import damage_of
+from midus_hf.training.output import frozen_weights
+from midus_hf.training.output.run_checkpoints import damage_of
+from midus_hf.training.run.train import prepare, train
 
 OPTIONS = {"max_steps": 8, "save_every": 2, "keep_checkpoints": None}
 FROZEN, INDEX = "frozen.safetensors", "model.safetensors.index.json"

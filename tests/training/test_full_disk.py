@@ -19,12 +19,12 @@ from training.tiny_run import save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from midus_commands.train import main
-from midus_hf.training import disk_room, saving, train
-from midus_hf.training.disk_room import room_needed
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import last_checkpoint
-from midus_hf.training.saving import SaveError, write_failure
-from midus_hf.training.training_log import append_whole, read_log
+from midus_hf.training.output import disk_room, saving
+from midus_hf.training.output.disk_room import room_needed
+from midus_hf.training.output.run_checkpoints import last_checkpoint
+from midus_hf.training.output.saving import SaveError, write_failure
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import append_whole, read_log
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_events_wait_while_the_log_cannot_be_written(upscaled, corpus, tmp_path,
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append_whole(path, text)
 
-    monkeypatch.setattr("midus_hf.training.training_log.append_whole", append)
+    monkeypatch.setattr("midus_hf.training.run.training_log.append_whole", append)
     train(tiny_config(upscaled("llama"), corpus, tmp_path / "out", max_steps=5))
     assert [event["step"] for event in exact_log(tmp_path / "out")] == [1, 2, 3, 4, 5]
     err = capsys.readouterr().err

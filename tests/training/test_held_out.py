@@ -15,12 +15,11 @@ from training.tiny_run import best_at, give_held_out_losses, tiny_config, tiny_t
 
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.training import train
-from midus_hf.training.held_out import best_step, is_stopped_early
-from midus_hf.training.output_folder import check_output
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import last_checkpoint
-from midus_hf.training.training_log import read_log
+from midus_hf.training.data.held_out import best_step, is_stopped_early
+from midus_hf.training.output.output_folder import check_output
+from midus_hf.training.output.run_checkpoints import last_checkpoint
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
 from upscalers import upscale
 
 

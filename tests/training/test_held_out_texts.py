@@ -14,13 +14,13 @@ from transformers import TrainerControl, TrainerState
 from midus_hf.config_file import from_mapping, read_config
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.training import TrainConfig, train
-from midus_hf.training.held_out import describe_held_out, held_out_losses
-from midus_hf.training.model_card import add_training
-from midus_hf.training.output_folder import check_output
-from midus_hf.training.progress import ProgressTable
-from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
+from midus_hf.training.data.held_out import describe_held_out, held_out_losses
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.output.model_card import add_training
+from midus_hf.training.output.output_folder import check_output
+from midus_hf.training.run.progress import ProgressTable
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
 
 NEEDED = {"model": "m", "output": "o", "corpus": "c"}
 

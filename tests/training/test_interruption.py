@@ -19,11 +19,10 @@ from training.two_processes import SCRIPT
 from transformers import TrainerCallback
 
 from midus_commands.train import main
-from midus_hf.training import train
-from midus_hf.training.interruption import RunInterrupted
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import last_checkpoint
-from midus_hf.training.saving import SaveError
+from midus_hf.training.output.run_checkpoints import last_checkpoint
+from midus_hf.training.output.saving import SaveError
+from midus_hf.training.run.interruption import RunInterrupted
+from midus_hf.training.run.train import prepare, train
 
 KILLER = Path(__file__).with_name("killed_rank.py")
 HINT = "Stopping after this step, with a checkpoint; once more stops at once."
@@ -96,7 +95,7 @@ def test_an_interrupted_run_that_can_save_nothing_names_what_there_is(upscaled, 
         raise SaveError("everything is full")
 
     fail_in(tmp_path / "out" / "checkpoint-4", monkeypatch)
-    monkeypatch.setattr("midus_hf.training.training_run.save_where_possible", nowhere)
+    monkeypatch.setattr("midus_hf.training.run.training_run.save_where_possible", nowhere)
     stopped = interrupted(tiny_config(upscaled("llama"), corpus, tmp_path / "out", save_every=3), 4)
     assert str(stopped) == (
         "interrupted after step 4, without a checkpoint (everything is full); resume=true goes on from checkpoint-3"
@@ -166,7 +165,7 @@ def test_before_training_an_interruption_writes_nothing(words, tmp_path, monkeyp
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("midus_hf.training.origin.load_model", interrupt)
+    monkeypatch.setattr("midus_hf.training.output.origin.load_model", interrupt)
     assert main(words) == 130
     assert capsys.readouterr().err == "midus-train: interrupted\n" and not (tmp_path / "out").exists()
 

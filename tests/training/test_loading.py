@@ -9,8 +9,8 @@ from tiny import FAMILIES
 from training.tiny_run import tiny_config
 from transformers import LlamaConfig, MambaConfig
 
-from midus_hf.training import train
-from midus_hf.training.loading import check_sequence_length
+from midus_hf.training.run.loading import check_sequence_length
+from midus_hf.training.run.train import train
 
 
 @pytest.mark.parametrize(

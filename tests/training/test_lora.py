@@ -15,7 +15,10 @@ from transformers import AutoModelForCausalLM
 from midus_hf.analysis.memory_place import MemoryPlace
 from midus_hf.analysis.usage import record_usage
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.training import Rates, lora_config, parameter_groups, set_trainable
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.lora import lora_config
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
 
 NEW_LAYERS = [1, 4]
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -17,12 +17,13 @@ from training.two_processes import SCRIPT
 from transformers import TrainerState
 
 from midus_hf.config_file import from_mapping
-from midus_hf.training import TrainConfig, train, training_clock
-from midus_hf.training.progress import ProgressTable
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import finish_checkpoint, last_checkpoint
-from midus_hf.training.training_clock import TrainingClock
-from midus_hf.training.training_log import read_log
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.output.run_checkpoints import finish_checkpoint, last_checkpoint
+from midus_hf.training.run import training_clock
+from midus_hf.training.run.progress import ProgressTable
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_clock import TrainingClock
+from midus_hf.training.run.training_log import read_log
 
 
 @pytest.fixture

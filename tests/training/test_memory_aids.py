@@ -11,9 +11,9 @@ from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from midus_hf.analysis.usage import record_usage
-from midus_hf.training import MemoryTrainer, train
-from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
 TIMELESS = ("loss", "grad_norm", "step", "num_input_tokens_seen", "learning_rate_keys", "learning_rate_values",
             "balance_loss", "memory_used_share", "memory_perplexity")  # fmt: skip

@@ -16,12 +16,13 @@ from training.tiny_run import tiny_config, tiny_tokenizer, write_corpus
 
 from midus_commands.train import main
 from midus_hf.config_file import from_mapping, read_config
-from midus_hf.training import TrainConfig, WeightedCorpus, train
-from midus_hf.training.mixture import Mixture, split_by_weights
-from midus_hf.training.model_card import add_training
-from midus_hf.training.output_folder import check_output
-from midus_hf.training.training_data import build_dataset, open_corpora
-from midus_hf.training.training_log import read_log
+from midus_hf.training.data.mixture import Mixture, split_by_weights
+from midus_hf.training.data.training_data import build_dataset, open_corpora
+from midus_hf.training.options import TrainConfig, WeightedCorpus
+from midus_hf.training.output.model_card import add_training
+from midus_hf.training.output.output_folder import check_output
+from midus_hf.training.run.train import train
+from midus_hf.training.run.training_log import read_log
 
 hypothesis = pytest.importorskip("hypothesis")
 given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
@@ -213,5 +214,5 @@ def test_in_memory_a_mixture_is_the_same(mixed, monkeypatch):
         return [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
 
     mapped = sequences()
-    monkeypatch.setattr("midus_hf.training.training_data._can_cache", lambda: False)
+    monkeypatch.setattr("midus_hf.training.data.training_data._can_cache", lambda: False)
     assert sequences() == mapped and len(mapped) == 40

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tiny import save_tiny_model
 from training.tiny_run import tiny_config, tiny_tokenizer
 
-from midus_hf.training import train
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.train import train
+from midus_hf.training.run.training_log import read_log
 from tests.upscalers.checkpoints import load
 from upscalers import upscale
 

@@ -9,8 +9,7 @@ from tiny import save_tiny_model
 from training.tiny_run import NEW_LAYERS, letter_tokenizer, save_native, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from midus_hf.training import train
-from midus_hf.training.run import prepare
+from midus_hf.training.run.train import prepare, train
 
 
 class SeenGradients(TrainerCallback):

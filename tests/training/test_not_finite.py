@@ -11,10 +11,10 @@ from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from midus_commands.train import main
-from midus_hf.training import MemoryTrainer
-from midus_hf.training.finite import first_gradient_not_finite, first_not_finite
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import last_checkpoint
+from midus_hf.training.optim.finite import first_gradient_not_finite, first_not_finite
+from midus_hf.training.output.run_checkpoints import last_checkpoint
+from midus_hf.training.run.train import prepare
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
 
 class Spoil(TrainerCallback):

@@ -13,10 +13,10 @@ from training.tiny_run import tiny_config
 from transformers import TrainerCallback
 
 from midus_config.locks import Lock
-from midus_hf.training import output_folder, output_lock, train
-from midus_hf.training.output_folder import check_output, start_output
-from midus_hf.training.output_lock import check_not_held, hold_output
-from midus_hf.training.run import prepare
+from midus_hf.training.output import output_folder, output_lock
+from midus_hf.training.output.output_folder import check_output, start_output
+from midus_hf.training.output.output_lock import check_not_held, hold_output
+from midus_hf.training.run.train import prepare, train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 REFUSED = r"output is '.*out', which is being written by another run\. Wait for it, or choose another folder\."

@@ -12,7 +12,12 @@ from training.tiny_run import NEW_LAYERS, document, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
-from midus_hf.training import MemoryTrainer, Rates, TrainsMemory, lora_config, parameter_groups, set_trainable
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.lora import lora_config
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
+from midus_hf.training.trainer.trains_memory import TrainsMemory
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

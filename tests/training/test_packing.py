@@ -7,7 +7,7 @@ import torch
 from training.tiny_run import EOS_ID, document, tiny_tokenizer
 
 from midus_hf.documents import DocumentError
-from midus_hf.training.packing import (
+from midus_hf.training.data.packing import (
     CorpusPass,
     PackedDataset,
     PackedSequence,

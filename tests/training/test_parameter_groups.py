@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.training import Rates, parameter_groups, set_trainable
-from midus_hf.training.parameter_groups import group_schedules
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.parameter_groups import group_schedules, parameter_groups
+from midus_hf.training.optim.rates import Rates
 from tests.memory.building import build
 
 KEYS = ("row_keys", "column_keys")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from analysis.memory_models import memory_model
 
-from midus_hf.training.precision import hold_for_training, restore_dtypes
+from midus_hf.training.optim.precision import hold_for_training, restore_dtypes
 
 
 def batch_norm_model(family: str):

@@ -7,9 +7,9 @@ import pytest
 from training.tiny_run import tiny_config
 from transformers import TrainerControl, TrainerState
 
-from midus_hf.training import train
-from midus_hf.training.progress import ProgressTable, short_count, short_time
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.progress import ProgressTable, short_count, short_time
+from midus_hf.training.run.train import train
+from midus_hf.training.run.training_log import read_log
 
 LOGS = {"loss": 12.3456789, "learning_rate": 1.234e-5, "grad_norm": 1234567.8, "usage": 1.0}
 

@@ -9,8 +9,11 @@ from training.test_run import as_it_was_at
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training import MemoryTrainer, Rates, group_schedules, train
-from midus_hf.training.training_log import read_log
+from midus_hf.training.optim.parameter_groups import group_schedules
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.run.train import train
+from midus_hf.training.run.training_log import read_log
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 
 
 def course(rates: Rates, steps: int) -> list[float]:

@@ -6,16 +6,17 @@ import pytest
 from training.tiny_run import tiny_config
 
 from midus_hf.config_file import from_mapping
-from midus_hf.training import TrainConfig, reporting
-from midus_hf.training.reporting import check_reporting
-from midus_hf.training.run import prepare
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.run import run_setup
+from midus_hf.training.run.run_setup import check_reporting
+from midus_hf.training.run.train import prepare
 
 NEEDED = {"model": "m", "output": "o", "corpus": "c"}
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(reporting, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
+    monkeypatch.setattr(run_setup, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
 
 
 def test_one_or_several_trackers_may_be_named(installed):

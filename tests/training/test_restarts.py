@@ -23,7 +23,7 @@ from training.two_processes import (
 )
 
 from midus_commands.train import main
-from midus_hf.training.run_checkpoints import checkpoints, last_checkpoint
+from midus_hf.training.output.run_checkpoints import checkpoints, last_checkpoint
 
 KILLER = Path(__file__).with_name("killed_rank.py")
 KILLS = {

@@ -12,12 +12,12 @@ from training.tiny_run import tiny_config
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from midus_hf.training import run_setup, train
-from midus_hf.training.output_folder import check_output, start_output, write_options
-from midus_hf.training.resumption import passes_of_a_step, settle_resumption
-from midus_hf.training.run import prepare
-from midus_hf.training.run_checkpoints import finish_checkpoint
-from midus_hf.training.tied_tensors import really_missing
+from midus_hf.training.optim.tied_tensors import really_missing
+from midus_hf.training.output.output_folder import check_output, start_output, write_options
+from midus_hf.training.output.resumption import passes_of_a_step, settle_resumption
+from midus_hf.training.output.run_checkpoints import finish_checkpoint
+from midus_hf.training.run import run_setup
+from midus_hf.training.run.train import prepare, train
 
 STEP_OF_2 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 2}}}}'
 STEP_OF_12 = '{"stateful_callbacks": {"StepSize": {"args": {}, "attributes": {"sequences": 12}}}}'

@@ -12,9 +12,8 @@ from tiny import FAMILIES
 from training.tiny_run import NEW_LAYERS, save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from midus_hf.training import train
-from midus_hf.training.run import prepare
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
 
 EXACT = ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen", "epoch", "step")
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from midus_commands.evaluate import main as midus_eval
 from midus_hf.banks.level_file import BankError
 from midus_hf.retrieval import ClusterTree, FetchingPipeline, MemoryRetriever, TextEmbedder
-from midus_hf.training import train
-from midus_hf.training.run import prepare
+from midus_hf.training.run.train import prepare, train
 from tests.upscalers.banks.bank_commands import refusal, run
 from upscalers import strip, upscale
 

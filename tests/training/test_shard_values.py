@@ -10,10 +10,10 @@ from tiny import save_tiny_model
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training import MemoryTrainer, train
-from midus_hf.training.run import prepare
-from midus_hf.training.table_columns import TableColumns, tables_of_values
-from midus_hf.training.training_log import read_log
+from midus_hf.training.optim.table_columns import TableColumns, tables_of_values
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.run.training_log import read_log
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 from upscalers import upscale
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
 from midus_commands.train import main
-from midus_hf.training.loaded_whole import loaded_whole
-from midus_hf.training.parameter_groups import parameter_groups
-from midus_hf.training.rates import Rates
-from midus_hf.training.run import prepare
-from midus_hf.training.trains_sharded import TrainsSharded
-from midus_hf.training.written_files import RUN_MARK
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.output.written_files import RUN_MARK
+from midus_hf.training.run.run_setup import loaded_whole
+from midus_hf.training.run.train import prepare
+from midus_hf.training.trainer.trains_sharded import TrainsSharded
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
 ENVIRONMENT = launched_environment("fsdp2")

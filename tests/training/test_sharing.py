@@ -9,10 +9,10 @@ import yaml
 from training.tiny_run import tiny_config
 
 from midus_config.checkpoint_files import TERMS
-from midus_hf.training import loading, train
-from midus_hf.training.loading import load_accompanying_files
-from midus_hf.training.model_card import add_training
-from midus_hf.training.run import prepare
+from midus_hf.training.output.model_card import add_training
+from midus_hf.training.run import loading
+from midus_hf.training.run.loading import load_accompanying_files
+from midus_hf.training.run.train import prepare, train
 
 CARD = "---\ntags:\n- upscaled\n---\n\n# A model\n\nWhat it is: ü.\n\n"
 

@@ -9,9 +9,9 @@ from tiny import save_tiny_model
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_hf.training import MemoryTrainer, train
-from midus_hf.training.row_adamw import RowAdamW, clip_rows
-from midus_hf.training.run import prepare
+from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
+from midus_hf.training.run.train import prepare, train
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer
 from upscalers import upscale
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}

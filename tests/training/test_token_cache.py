@@ -14,11 +14,12 @@ from training.tiny_run import tiny_tokenizer, write_corpus
 from transformers import AutoTokenizer
 
 from midus_hf.documents import DocumentError
-from midus_hf.training import CorpusOptions, token_cache
-from midus_hf.training.corpus import find_corpus
-from midus_hf.training.mapped_tokens import MappedDataset, MappedTokens
-from midus_hf.training.packing import CorpusPass, PackedDataset, pack
-from midus_hf.training.token_cache import cached_tokens
+from midus_hf.training.data import token_cache
+from midus_hf.training.data.corpus import find_corpus
+from midus_hf.training.data.mapped_tokens import MappedDataset, MappedTokens
+from midus_hf.training.data.packing import CorpusPass, PackedDataset, pack
+from midus_hf.training.data.token_cache import cached_tokens
+from midus_hf.training.options import CorpusOptions
 
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")

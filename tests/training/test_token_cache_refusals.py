@@ -12,9 +12,10 @@ from training.cached_tokens import entries, row, tokens_of
 from training.tiny_run import tiny_tokenizer, write_corpus
 
 from midus_hf.documents import DocumentError
-from midus_hf.training import CorpusOptions, token_cache
-from midus_hf.training.corpus import find_corpus
-from midus_hf.training.token_cache import cached_tokens
+from midus_hf.training.data import token_cache
+from midus_hf.training.data.corpus import find_corpus
+from midus_hf.training.data.token_cache import cached_tokens
+from midus_hf.training.options import CorpusOptions
 
 datasets = pytest.importorskip("datasets")
 

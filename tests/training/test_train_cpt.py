@@ -14,7 +14,7 @@ from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
 from midus_commands.train import main
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.training_log import read_log
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = ["sequence_length=16", "batch_size=2", "precision=fp32", "log_every=1"]
@@ -165,7 +165,7 @@ def test_a_failure_of_the_work_raises(words, monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("broken inside")
 
-    monkeypatch.setattr("midus_hf.training.run_trainer.RunTrainer.training_step", fail)
+    monkeypatch.setattr("midus_hf.training.run.run_trainer.RunTrainer.training_step", fail)
     with pytest.raises(ValueError, match=r"broken inside"):
         main(words)
 

@@ -4,7 +4,7 @@ import json
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from midus_hf.training.training_log import TrainingLog, read_log
+from midus_hf.training.run.training_log import TrainingLog, read_log
 
 
 def log_step(log: TrainingLog, step: int) -> None:

@@ -19,9 +19,9 @@ from training.two_processes import (
 )
 
 from midus_commands.train import main
-from midus_hf.training.corpus import open_corpus
+from midus_hf.training.data.corpus import open_corpus
+from midus_hf.training.data.packing import CorpusPass, PackedStream
 from midus_hf.training.options import CorpusOptions
-from midus_hf.training.packing import CorpusPass, PackedStream
 
 OPTIONS = {
     "llama-pro": {},
@@ -76,7 +76,7 @@ def test_a_stream_is_read_by_the_first_process_in_the_order_of_one_and_gone_on_w
 
 NOTES_WHAT_IS_TRAINED_ON = """
 import json, os, pathlib, runpy, sys
-from midus_hf.training.run_trainer import RunTrainer
+from midus_hf.training.run.run_trainer import RunTrainer
 
 seen, step = [], RunTrainer.training_step
 

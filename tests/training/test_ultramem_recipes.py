@@ -13,8 +13,9 @@ from midus_config.memory_entries import read_memories
 from midus_config.model_sizes import ModelSizes
 from midus_config.parameters import count_parameters
 from midus_hf.config_file import read_config
-from midus_hf.training import TrainConfig, train
-from midus_hf.training.training_log import read_log
+from midus_hf.training.options import TrainConfig
+from midus_hf.training.run.train import train
+from midus_hf.training.run.training_log import read_log
 
 REPOSITORY = Path(__file__).parents[2]
 TABLE_7 = {

@@ -13,10 +13,10 @@ from training.test_run import exact_log
 from training.tiny_run import tiny_config
 
 from midus_config.checkpoint_files import BEGUN_CHECKPOINT
-from midus_hf.training import run_checkpoints, train
-from midus_hf.training.output_folder import check_output
-from midus_hf.training.resumption import settle_resumption
-from midus_hf.training.run_checkpoints import (
+from midus_hf.training.output import run_checkpoints
+from midus_hf.training.output.output_folder import check_output
+from midus_hf.training.output.resumption import settle_resumption
+from midus_hf.training.output.run_checkpoints import (
     UNFINISHED,
     begin_checkpoint,
     damage_of,
@@ -25,7 +25,8 @@ from midus_hf.training.run_checkpoints import (
     last_checkpoint,
     remove_old_checkpoints,
 )
-from midus_hf.training.written_files import remove_written
+from midus_hf.training.output.written_files import remove_written
+from midus_hf.training.run.train import train
 
 OPTIONS = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None}
 
@@ -302,12 +303,14 @@ def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(upscaled, corpu
     text, output = tmp_path / "held-out.txt", tmp_path / "out"
     text.write_text(" ".join(f"w{3 + i % 9}" for i in range(200)))
     options = {**OPTIONS, "eval_text": str(text), "eval_every": 2, "keep_best": True, "resume": False}
-    monkeypatch.setattr("midus_hf.training.run_trainer.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0})
+    monkeypatch.setattr(
+        "midus_hf.training.run.run_trainer.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0}
+    )
 
     def spoil(self, *_):
         flip(output / "checkpoint-4" / "model.safetensors")
 
-    monkeypatch.setattr("midus_hf.training.progress.ProgressTable.close", spoil)
+    monkeypatch.setattr("midus_hf.training.run.progress.ProgressTable.close", spoil)
     result = train(tiny_config(upscaled("llama"), corpus, output, **options))
     assert result.best_step == 2
     expected = load_file(output / "checkpoint-2" / "model.safetensors")

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.evaluation.perplexity import PerplexityResult
-from midus_hf.training import CorpusOptions, TrainConfig
-from midus_hf.training.held_out import HeldOut
-from midus_hf.training.run_trainer import InRun
+from midus_hf.training.data.held_out import HeldOut
+from midus_hf.training.options import CorpusOptions, TrainConfig
+from midus_hf.training.run.run_trainer import InRun
 from upscalers import upscale
 
 NEW_LAYERS = [1, 4]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.training.training_log import read_log
+from midus_hf.training.run.training_log import read_log
 from upscalers import upscale
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"

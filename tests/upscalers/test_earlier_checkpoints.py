@@ -14,7 +14,9 @@ from tiny import prompt
 from transformers import AutoModelForCausalLM
 
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.training import Rates, parameter_groups, set_trainable
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.rates import Rates
 from tests.upscalers.checkpoints import SMALL_MEMORY, content_digest, load, read_tensors, same_bits, same_tensors
 from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint

@@ -7,7 +7,7 @@ import torch
 from models.optimizer_steps import train_steps
 from tiny import prompt
 
-from midus_hf.training import set_trainable
+from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
     SMALL,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from training.block_runs import config_of, save_fetching, write_assigned
 
 from midus_hf.banks.level_file import LevelFile
-from midus_hf.training.run import train
+from midus_hf.training.run.train import train
 from tests.upscalers.banks.bank_commands import bank_of, refusal, run
 
 NODE = (2, 4)

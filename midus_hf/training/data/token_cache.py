@@ -1,0 +1,321 @@
+"""Tokens of a corpus on disk: made once by all cores, and mapped by every process and every later run.
+
+An entry is a folder of Arrow files named by what decides its tokens: the text, how it is read, the tokenizer, and the
+version of what is done here. It appears under its name when it is whole, so that a run that is killed leaves nothing to
+mistake for one, and only if the text is still what its name says. Each process compares an entry's files with their digests
+before it takes tokens from them. Sequences are cut from an entry for any length.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from midus_config.json_text import parse_json
+from midus_config.manifest import describe_files, first_damage
+from midus_config.whole_files import sync
+from midus_hf.documents import DocumentError, first_line, text_of_row
+from midus_hf.saved_models import check_ids
+from midus_hf.training.data.corpus import HubRows, LocalText, usable_cores
+from midus_hf.training.data.mapped_tokens import MappedTokens
+from midus_hf.training.data.packing import check_length, tokenise
+
+_PROCEDURE = 2
+"""Version of how documents become tokens here, and of the record: raised when either changes, so that older entries are not taken."""
+
+_RECORD = "entry.json"
+_DOCUMENTS_A_BATCH = 64
+_SAMPLE = 2**20
+"""Characters of the text from which its tokens are estimated."""
+
+_WORTH_TELLING = 2**24
+"""Bytes of text above which it is told that it is tokenised: less takes a moment."""
+
+_RESERVE = 1.1
+
+_SEEN_WHOLE: set[tuple[Path, int, int]] = set()
+"""The entries that this process has compared with their digests: path of the entry, number and time of change of its record."""
+
+
+def default_cache_dir() -> Path:
+    """Where tokens are kept if nobody says where: within the cache of the library `datasets`."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE, "midus_hf_tokens")
+
+
+def cached_tokens(
+    corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int, cache_dir: str | None = None
+) -> MappedTokens:
+    """The tokens of a corpus, each document ending in EOS as `tokenise` makes them; made first where the cache lacks them.
+
+    Processes that ask for the same tokens at once make them once: one does, the others wait.
+
+    Args:
+        corpus: The text; no stream.
+        tokenizer: As in `tokenise`.
+        vocab_size: Number of ids the model embeds.
+        cache_dir: Folder of the cache, which is made. Default: `default_cache_dir`.
+
+    Raises:
+        DocumentError: If the corpus is empty, cannot be read or changes while it is tokenised, the folder cannot be written or lacks
+            room, or if the tokens there are damaged.
+        ValueError: As in `tokenise`.
+    """
+    from filelock import FileLock
+
+    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    entry = folder / _fingerprint(corpus, tokenizer)
+    if not entry.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / f"{entry.name}.lock"):
+                if not entry.exists():
+                    _make(entry, corpus, tokenizer, vocab_size)
+        except OSError as error:
+            raise DocumentError(
+                f"the tokens of corpus {corpus.options.path!r} cannot be written to {str(folder)!r}: {first_line(error)}. "
+                "Set corpus.cache_dir to a folder with room."
+            ) from error
+    return _open(entry, vocab_size)
+
+
+def _fingerprint(corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase) -> str:
+    parts = [str(_PROCEDURE), *_tokenizer_identity(tokenizer), *corpus.identity()]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What decides the tokens: what the tokenizer saves of itself, but not where it came from or how it would chat."""
+    tokenizer([""], return_attention_mask=False, verbose=False)  # leaves no truncation or padding of an earlier call
+    identity = []
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.name == "tokenizer_config.json":
+                settings = parse_json(path.read_text(encoding="utf-8"))
+                for key in ("is_local", "local_files_only", "name_or_path", "chat_template"):
+                    settings.pop(key, None)
+                identity.append(json.dumps(settings, sort_keys=True))
+            elif path.is_file() and "chat_template" not in str(path.relative_to(folder)):
+                identity += [path.name, hashlib.blake2b(path.read_bytes()).hexdigest()]
+    return identity
+
+
+def _make(entry: Path, corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Make an entry in a folder beside it, which is given its name last."""
+    for abandoned in entry.parent.glob(f"{entry.name}.*.partial"):  # by runs that were killed: their lock is free
+        shutil.rmtree(abandoned, ignore_errors=True)
+    size, needed = _estimate(corpus, tokenizer, vocab_size)
+    free = shutil.disk_usage(entry.parent).free
+    if free < needed:
+        raise DocumentError(
+            f"the tokens of corpus {corpus.options.path!r} need about {_gigabytes(needed)} in {str(entry.parent)!r}, where "
+            f"{_gigabytes(free)} are free. Make room, or set corpus.cache_dir to a folder that has it."
+        )
+    is_long = size > _WORTH_TELLING
+    if is_long:
+        print(
+            f"tokenising {corpus.options.path} ({_gigabytes(size)} of text) once, into {entry.parent}; "
+            "later runs read the tokens from there",
+            file=sys.stderr,
+            flush=True,
+        )
+    partial = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".partial", dir=entry.parent))
+    try:
+        files = _write_tokens(partial, corpus, tokenizer, vocab_size, show_progress=is_long)
+        tokens = _map(files)
+        record: dict[str, Any] = {
+            "corpus": corpus.options.path,
+            "tokenizer": type(tokenizer).__name__,
+            "procedure": _PROCEDURE,
+            "files": describe_files(partial, files),
+            "documents": tokens.num_documents,
+            "tokens": tokens.num_tokens,
+            "largest_id": tokens.largest_id(),
+        }
+        record["sha256"] = _digest_of(record)
+        (partial / _RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
+        for file in (*files, partial / _RECORD):
+            sync(file)
+        partial.chmod(0o777 & ~_umask())  # as other folders: mkdtemp lets nobody else in
+        sync(partial)
+        if _fingerprint(corpus, tokenizer) != entry.name:
+            raise DocumentError(
+                f"corpus {corpus.options.path!r} changed while it was tokenised; expected the same text from beginning to end. Start "
+                "again once nothing writes to it; the tokens that were made are not kept."
+            )
+        partial.rename(entry)
+        sync(entry.parent)
+        _SEEN_WHOLE.add(_stamp(entry))
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tokens(
+    folder: Path,
+    corpus: LocalText | HubRows,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    show_progress: bool,
+) -> list[Path]:
+    """Tokenise a corpus into Arrow files in `folder`, in its order, and return them; its text is there for the while."""
+    import datasets
+
+    text, column = folder / "text", corpus.options.column
+    with _progress_bars(False):
+        documents = corpus.as_dataset(text)
+    processes = min(usable_cores(), -(-len(documents) // _DOCUMENTS_A_BATCH))
+    with _progress_bars(show_progress), without_threads_of_tokenizers():
+        tokens = documents.map(
+            _Tokenise(tokenizer, vocab_size, column, f"corpus {corpus.options.path!r}"),
+            batched=True,
+            batch_size=_DOCUMENTS_A_BATCH,
+            input_columns=[column],
+            features=datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))}),
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(folder / "tokens.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint=folder.name,
+            desc="tokenising",
+        )
+    files = [Path(file["filename"]) for file in tokens.cache_files]
+    del documents, tokens
+    shutil.rmtree(text, ignore_errors=True)
+    return [file.rename(folder / f"{index:05}.arrow") for index, file in enumerate(files)]
+
+
+class _Tokenise:
+    """Turns a batch of texts into a table of their tokens, in another process: a class, so that it can be sent there."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, column: str, place: str):
+        self.tokenizer, self.vocab_size, self.column, self.place = tokenizer, vocab_size, column, place
+
+    def __call__(self, texts: list[Any]) -> Any:
+        import pyarrow
+
+        documents = (text_of_row({self.column: text}, self.column, self.place) for text in texts)
+        visible = (document for document in documents if document.strip())
+        rows = [np.asarray(ids, np.int32) for ids in tokenise(visible, self.tokenizer, self.vocab_size)]
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        values = np.concatenate([np.zeros(0, np.int32), *rows])
+        return pyarrow.table({"tokens": pyarrow.LargeListArray.from_arrays(offsets, values)})
+
+
+def _open(entry: Path, vocab_size: int) -> MappedTokens:
+    record = _whole_record(entry)
+    check_ids(record["largest_id"], vocab_size)
+    try:
+        return _map([entry / name for name in record["files"]])
+    except (OSError, ValueError) as error:  # since it was compared
+        raise DocumentError(_damaged(entry, first_line(error))) from error
+
+
+def _whole_record(entry: Path) -> dict[str, Any]:
+    """Return the record of an entry, whose files this process has compared with it now or before.
+
+    Raises:
+        DocumentError: If the record or a file is not what was written.
+    """
+    try:
+        record = parse_json((entry / _RECORD).read_text(encoding="utf-8"))
+        stamp = _stamp(entry)
+        if record["sha256"] != _digest_of(record):
+            raise ValueError(f"{_RECORD} does not have the contents that were written")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DocumentError(_damaged(entry, first_line(error))) from error
+    if stamp not in _SEEN_WHOLE:
+        damage = first_damage(entry, record["files"])
+        if damage is not None:
+            raise DocumentError(_damaged(entry, damage))
+        _SEEN_WHOLE.add(stamp)
+    return record
+
+
+def _stamp(entry: Path) -> tuple[Path, int, int]:
+    state = (entry / _RECORD).stat()
+    return entry, state.st_ino, state.st_mtime_ns
+
+
+def _digest_of(record: dict[str, Any]) -> str:
+    """Return the digest of a record's other entries."""
+    others = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(entry: Path, reason: str) -> str:
+    return f"the cached tokens in {str(entry)!r} are damaged: {reason}. Remove this folder; it is made again."
+
+
+def _map(files: list[Path]) -> MappedTokens:
+    import datasets
+
+    return MappedTokens(
+        [chunk for file in files for chunk in datasets.Dataset.from_file(str(file)).data.column("tokens").chunks]
+    )
+
+
+def _estimate(corpus: LocalText | HubRows, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, int]:
+    """About how many bytes of text there are, and how many making its tokens takes on disk."""
+    sample: list[str] = []
+    characters = 0
+    for document in corpus.documents():
+        sample.append(document[: _SAMPLE - characters])
+        characters += len(sample[-1])
+        if characters >= _SAMPLE:
+            break
+    num_tokens = sum(map(len, tokenise(sample, tokenizer, vocab_size)))
+    check_length(len(sample), num_tokens, 0)
+    text = corpus.size()
+    token_bytes = 4 * num_tokens / sum(len(document.encode("utf-8", "replace")) for document in sample)
+    copies = 1 if isinstance(corpus, LocalText) else 0
+    return text, int(_RESERVE * text * (copies + token_bytes))
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """Without the bars of `datasets`, unless they are to be shown and somebody can see them."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled() or (shown and sys.stderr.isatty()):
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def without_threads_of_tokenizers() -> Iterator[None]:
+    """Processes of one thread each: they are as many as there are cores."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

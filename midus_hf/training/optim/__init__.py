@@ -1,0 +1,1 @@
+"""What trains, in which groups, at which rates."""

@@ -1,0 +1,314 @@
+"""Which parameters train: the layers that were added to the base, everything, or layers by their indices."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast, get_args
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from midus_config.declared_tensors import Role
+from midus_config.memory_entries import ATTACHED, TABLES
+from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.models.fetching import Banks
+from midus_hf.training.optim.cut_parameters import whole_numel
+from midus_hf.training.run_options import Trainable
+
+_ROLES = tuple(role for role in get_args(Role) if role != "buffer")
+_SUMMARIES = {"new": "the new layers alone", "all": "everything"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainableReport:
+    """What trains, for a person to read.
+
+    Args:
+        trainable: `"new"`, `"all"` or the layers that were listed; for `"auto"`, what the config says.
+        layers: Indices of the decoder layers that train, ascending.
+        num_layers: L, all decoder layers.
+        parameters: Parameters that train.
+        total_parameters: All parameters; tied ones count once.
+        parameters_of_part: Parameters that train by what they belong to: a part of the layers, such as their
+            attention, or a part of the model outside them.
+        frozen: Roles of memory tensors that were taken out of what trains. Default: none.
+        blocks: Parameters of the banks beside the checkpoint, whose blocks train when they are fetched. Default: none.
+    """
+
+    trainable: Literal["new", "all"] | list[int] | list[Role]
+    layers: list[int]
+    num_layers: int
+    parameters: int
+    total_parameters: int
+    parameters_of_part: dict[str, int]
+    frozen: list[Role] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+
+    def __rich__(self) -> RenderableType:
+        indices = ", ".join(map(str, self.layers))
+        which, caption = f"layers {indices} alone", None
+        if not isinstance(self.trainable, list):
+            which, caption = _SUMMARIES[self.trainable], f"layers {indices}"
+        elif isinstance(self.trainable[0], str):
+            which, caption = (
+                f"the {' and '.join(map(str, self.trainable))} tensors of new memories alone",
+                f"layers {indices}",
+            )
+        if self.frozen:
+            which += f", without the {' and '.join(self.frozen)} tensors of memories"
+        if self.blocks and not self.parameters:
+            return f"Training the blocks of the bank alone, {self.blocks:,} parameters, as texts fetch them; the model is frozen"
+        summary = (
+            f"Training {which}: {self.parameters:,} of {self.total_parameters:,} parameters "
+            f"({self.parameters / self.total_parameters:.2%}), {len(self.layers)} of {self.num_layers} layers"
+        )
+        if self.blocks:
+            summary += f"; and the blocks of the bank, {self.blocks:,} parameters, as texts fetch them"
+        table = Table("part", "parameters", caption=caption)
+        table.columns[1].justify = "right"
+        for part, count in self.parameters_of_part.items():
+            table.add_row(part, f"{count:,}")
+        return Group(summary, table)
+
+
+def resolve_trainable(
+    config: PreTrainedConfig, trainable: Trainable
+) -> Literal["new", "all"] | list[int] | list[Role]:
+    """Replace `"auto"` by what the config says, and see that the layers that are to train exist.
+
+    Args:
+        config: Of the model.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors.
+
+    Returns:
+        `"new"`, `"all"` or the list.
+
+    Raises:
+        ValueError: If `trainable` is none of these; if it is `"auto"` and the config does not record what trains; if
+            it is `"new"` or a list of roles and the config records nothing new; if the list is empty, names a layer twice, or one
+            that the model does not have.
+    """
+    resolved = _recorded_trainable(config) if trainable == "auto" else trainable
+    if isinstance(resolved, list) and all(type(layer) is int for layer in resolved):
+        _check_listed(config, cast(list[int], resolved))
+    elif resolved == "new" or (isinstance(resolved, list) and set(resolved) <= set(_ROLES)):
+        _new_layers(config)
+    elif resolved != "all":
+        raise ValueError(
+            f"trainable is {trainable!r}; expected 'auto', 'new', 'all', a list of layer indices, or one of roles of memory tensors: "
+            f"{', '.join(_ROLES)}."
+        )
+    return cast(Literal["new", "all"] | list[int] | list[Role], resolved)
+
+
+def new_layers(config: PreTrainedConfig) -> list[int]:
+    """Indices of the layers that were added to the base, as `upscale` recorded them in the config.
+
+    Raises:
+        ValueError: If the config records none, or layers that the model does not have.
+    """
+    layers = recorded_new_layers(config)
+    if not layers:
+        raise ValueError(
+            f"what trains is 'new', but the config of this {config.model_type} model records no new layers in "
+            "upscale.new_layers; upscale the model first, or set trainable: all."
+        )
+    outside = _outside(config, layers)
+    if outside:
+        raise ValueError(
+            f"upscale.new_layers of the config names {outside}; expected 0 <= layer < {config.num_hidden_layers}. "
+            "Upscale the base again."
+        )
+    return sorted(layers)
+
+
+def _new_layers(config: PreTrainedConfig) -> list[int]:
+    """As `new_layers`; none are needed where memories were attached."""
+    return [] if recorded_new_memories(config) and not recorded_new_layers(config) else new_layers(config)
+
+
+def recorded_new_memories(config: PreTrainedConfig) -> list[str]:
+    """Names of the memories that were attached to layers of the base; empty if the config records none."""
+    return _record(config).get("new_memories") or []
+
+
+def attached_modules(model: PreTrainedModel, names: list[str]) -> dict[str, nn.Module]:
+    """The modules of attached memories, and each of the tables that their layers share, by their name in the model.
+
+    Args:
+        model: A causal language model.
+        names: Of the memories.
+
+    Raises:
+        ValueError: If the model has no memory of a name.
+    """
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        modules = {
+            path: module
+            for path, module in model.named_modules()
+            if path.endswith(f".{ATTACHED}.{name}") or path.rpartition(".")[0].endswith(f".{TABLES}.{name}")
+        }
+        if not modules:
+            raise ValueError(
+                f"upscale.new_memories of the config names {name!r}, which the model does not have. Upscale the base again."
+            )
+        found |= modules
+    return found
+
+
+def recorded_new_layers(config: PreTrainedConfig) -> list[int]:
+    """What the config records as new layers, as it stands there; empty if it records none."""
+    return _record(config).get("new_layers") or []
+
+
+def set_trainable(
+    model: PreTrainedModel, trainable: Trainable = "auto", frozen: Sequence[Role] = ()
+) -> TrainableReport:
+    """Set `requires_grad` of every parameter: without more said, what trains is what the method's paper trains.
+
+    With `"new"`, the added layers train whole (norms, projections, memory), memories that were attached to layers of the
+    base train, and nothing else does: not the base layers, the embeddings, the final norm or the head. With a list of
+    indices, the layers that it names train whole; with a list of roles, the tensors of these roles in memories that were
+    added. `"auto"` is what the config of an upscaled model records as its method's own: `"new"` or `"all"`.
+
+    Args:
+        model: A causal language model whose decoder has `layers`.
+        trainable: `"auto"`, `"new"`, `"all"`, a list of layer indices, or one of roles of memory tensors. Default: `"auto"`.
+        frozen: Roles of memory tensors that do not train all the same, in any memory of the model. Default: none.
+
+    Raises:
+        ValueError: As `resolve_trainable`; if the model is wrapped by PEFT, whose config says what trains; if what is to
+            be frozen does not train anyway, or nothing is left that trains.
+    """
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"this {model.config.model_type} model is wrapped by PEFT, which has set what trains; expected the model "
+            "itself. Say it in the config instead: get_peft_model(model, lora_config(model))."
+        )
+    resolved = resolve_trainable(model.config, trainable)
+    layers: nn.ModuleList = model.get_decoder().layers
+    model.requires_grad_(resolved == "all")
+    for module in _new_modules(model) if resolved == "new" else []:
+        module.requires_grad_(True)
+    if isinstance(resolved, list):
+        for chosen in resolved:
+            if isinstance(chosen, int):
+                layers[chosen].requires_grad_(True)
+        _train_roles(model, [role for role in resolved if not isinstance(role, int)])
+    banks: Banks | None = getattr(model, "banks", None)
+    if banks is not None:
+        banks.trainable = resolved in ("new", "all")
+    _freeze_roles(model, frozen)
+
+    parameters_of_part: dict[str, int] = {}
+    inside = {id(parameter) for parameter in layers.parameters()}
+    training = [index for index, layer in enumerate(layers) if _num_training(layer)]
+    for index in training:
+        for part, module in layers[index].named_children():
+            if _num_training(module):
+                count = parameters_of_part.get(f"layers.{part}", 0) + _num_training(module)
+                parameters_of_part[f"layers.{part}"] = count
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            parameters_of_part[name] = whole_numel(parameter)
+    return TrainableReport(
+        trainable=resolved,
+        layers=training,
+        num_layers=len(layers),
+        parameters=sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad),
+        total_parameters=sum(whole_numel(parameter) for parameter in model.parameters()),
+        parameters_of_part=parameters_of_part,
+        frozen=list(frozen),
+        blocks=sum(layout.bank for layout in banks.layouts.values()) if banks is not None and banks.trainable else 0,
+    )
+
+
+def _new_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers and memories that were added to the base."""
+    layers = model.get_decoder().layers
+    attached = attached_modules(model, recorded_new_memories(model.config))
+    return [*(layers[index] for index in _new_layers(model.config)), *attached.values()]
+
+
+def _train_roles(model: PreTrainedModel, roles: list[Role]) -> None:
+    """Let the tensors of some roles train, in the memories that were added to the base."""
+    found = _parameters_of(_new_modules(model), roles) if roles else []
+    if roles and not found:
+        raise ValueError(
+            f"trainable is {roles}, but the new memories of this {model.config.model_type} model have no tensors of these roles; "
+            "expected roles that they have, or trainable: new."
+        )
+    for parameter in found:
+        parameter.requires_grad_(True)
+
+
+def _freeze_roles(model: PreTrainedModel, roles: Sequence[Role]) -> None:
+    """Let the tensors of some roles not train, in any memory."""
+    for role in roles:
+        found = [parameter for parameter in _parameters_of([model], [role]) if parameter.requires_grad]
+        if not found:
+            raise ValueError(
+                f"frozen is {list(roles)}, but of this {model.config.model_type} model no memory tensors of the role {role!r} "
+                "would train; leave it out."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if roles and not _num_training(model):
+        raise ValueError(
+            f"frozen is {list(roles)}, which leaves nothing to train; freeze less, or set trainable: all."
+        )
+
+
+def _parameters_of(modules: Iterable[nn.Module], roles: Sequence[Role]) -> list[nn.Parameter]:
+    """The parameters that have one of the roles in a memory within the modules."""
+    return [
+        memory.get_parameter(name)
+        for module in modules
+        for memory in module.modules()
+        if isinstance(memory, DeclaredModule)
+        for name in memory.names_of(*roles)
+        if name in dict(memory.named_parameters())
+    ]
+
+
+def _num_training(module: nn.Module) -> int:
+    """Parameters of a module that train."""
+    return sum(whole_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _record(config: PreTrainedConfig) -> dict[str, Any]:
+    """What `upscale` recorded in the config; empty if the model is not its work."""
+    record = getattr(config, "upscale", None)
+    return record if isinstance(record, dict) else {}
+
+
+def _recorded_trainable(config: PreTrainedConfig) -> Literal["new", "all"]:
+    recorded = _record(config).get("trainable")
+    if recorded not in ("new", "all"):
+        raise ValueError(
+            f"trainable is 'auto', but upscale.trainable in the config of this {config.model_type} model is "
+            f"{recorded!r}; expected 'new' or 'all' there. Upscale the model first, or set trainable: all, or list "
+            "layers, as in trainable: [3, 7]."
+        )
+    return recorded
+
+
+def _check_listed(config: PreTrainedConfig, layers: list[int]) -> None:
+    if not layers:
+        raise ValueError("trainable is [], no layer; list at least one, or set trainable: all.")
+    repeated = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if repeated:
+        raise ValueError(f"trainable is {layers}, which repeats {repeated}; name each layer once.")
+    outside = _outside(config, layers)
+    if outside:
+        raise ValueError(
+            f"trainable is {layers}, but this {config.model_type} model has no layers {outside}; "
+            f"expected 0 <= layer < {config.num_hidden_layers}."
+        )
+
+
+def _outside(config: PreTrainedConfig, layers: list[int]) -> list[int]:
+    """Those of the indices that are no layers of the model."""
+    return [layer for layer in layers if not 0 <= layer < config.num_hidden_layers]

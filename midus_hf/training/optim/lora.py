@@ -1,0 +1,51 @@
+"""LoRA on the base's layers beside new layers that train whole. Needs PEFT, which is an extra."""
+
+from typing import Any
+
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from midus_hf.training.optim.freezing import attached_modules, new_layers, recorded_new_layers, recorded_new_memories
+
+
+def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **options: Any) -> LoraConfig:
+    """The `LoraConfig` for an upscaled model: adapters on what the base brought, new layers and memories trained whole.
+
+    An adapter on a new layer could not do instead. Where a memory's values are zero, nothing else in its layer has a
+    gradient, and values are no linear layer that an adapter could sit on. So PEFT copies every new layer, trains the
+    copy, saves it with the adapters, and puts it in the layer's place when they are merged.
+
+    Args:
+        model: As `from_pretrained` gives it, not yet wrapped.
+        r: Rank of the adapters. Default: 16.
+        lora_alpha: Their scale, times `r`. Default: 32.
+        options: Whatever else a `LoraConfig` takes. `target_modules` are all linear layers of the base by default;
+            `modules_to_save` are added to the new layers; `task_type` is `"CAUSAL_LM"` by default.
+
+    Raises:
+        ValueError: If the config of the model records no new layers, or the model is wrapped already.
+    """
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model is wrapped by PEFT already; expected it as from_pretrained gives it.")
+    whole = names_of_new_modules(model)
+    if not whole:
+        raise ValueError(
+            f"the config of this {model.config.model_type} model records no new layers in upscale.new_layers, which "
+            "would train whole; upscale the model first, or make a peft.LoraConfig."
+        )
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    options["modules_to_save"] = [*whole, *(options.get("modules_to_save") or [])]
+    return LoraConfig(r=r, lora_alpha=lora_alpha, **options)
+
+
+def names_of_new_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the layers and memories that were added to the base; none if its config records none.
+
+    Args:
+        model: As in `lora_config`.
+    """
+    stack = model.get_decoder().layers
+    name_of_stack = next(name for name, module in model.named_modules() if module is stack)
+    layers = new_layers(model.config) if recorded_new_layers(model.config) else []
+    attached = attached_modules(model, recorded_new_memories(model.config))
+    return [*(f"{name_of_stack}.{layer}" for layer in layers), *attached]

@@ -1,0 +1,172 @@
+"""The optimizer's parameter groups, and the course of each group's learning rate (MIDUS, appendix B.1)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from midus_config.declared_tensors import Role
+from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.training.optim.cut_parameters import whole_shape
+from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
+from midus_hf.training.trainer.trains_blocks import GROUP as BLOCKS_GROUP
+from midus_hf.training.trainer.trains_blocks import banks_that_train
+
+_COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
+
+
+def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
+    """Split the parameters that train into groups for an optimizer.
+
+    Keys and values of memories do not decay and keep one rate throughout, unless values have a decay or a schedule, or keys
+    count as weights; everything else follows the schedule. What decays are its tensors of two or more dimensions: not norms, not
+    biases. Which parameters are keys and values is asked of the memory modules, so a wrapper that renames parameters changes no
+    group.
+
+    Args:
+        model: With `requires_grad` set.
+        rates: The rate and the decay of each kind of tensor.
+
+    Returns:
+        Groups with `params`, `name`, `lr`, `weight_decay` and `course`, in this order: `decay`, `no_decay`, then
+        `memory`, `memory_no_decay` if the rest of memories has a rate of its own, `gates`, `gates_no_decay` if gates have
+        one, and `keys_and_values`, or `keys`,
+        `values` if these differ. Groups without parameters are left out; but where blocks of a bank train, which are no
+        parameters, there is a group `blocks` with the rate, the decay and the course of values. `course` is `"schedule"`,
+        `"constant"` or `"4x-to-1x"`. What is no key or value stands first, since a Trainer logs the rate of the first group.
+
+    Raises:
+        ValueError: If nothing trains.
+    """
+    group_of = _group_namer(model, rates)
+    members: dict[str, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            members.setdefault(group_of(parameter), []).append(parameter)
+    if banks_that_train(model):
+        members[BLOCKS_GROUP] = []
+    if not members:
+        raise ValueError("no parameter requires a gradient; call set_trainable on the model first.")
+    settings = _settings(rates)
+    return [{"params": members[name], "name": name, **settings[name]} for name in settings if name in members]
+
+
+def group_schedules(optimizer: torch.optim.Optimizer, rates: Rates, total_steps: int) -> LambdaLR:
+    """A scheduler under which each group takes its `course`: the schedule, a constant rate, or the schedule from 4x to 1x.
+
+    That is the schedule times a factor that falls linearly from 4 to 1 in the first `value_decay_ratio` of the steps.
+
+    Args:
+        optimizer: Built on `parameter_groups`.
+        rates: Of which warm-up, schedule and `value_decay_ratio` are read.
+        total_steps: Steps of the run.
+    """
+    warmup_steps, options = rates.warmup_steps(total_steps), rates.scheduler_options(total_steps)
+    factor = schedule_factor(rates.scheduler_type, warmup_steps, total_steps, options)
+    return schedule_groups(optimizer, factor, total_steps, rates.value_decay_ratio or VALUE_DECAY_RATIO)
+
+
+def schedule_groups(
+    optimizer: torch.optim.Optimizer,
+    factor: Callable[[int], float],
+    total_steps: int,
+    value_decay_ratio: float = VALUE_DECAY_RATIO,
+) -> LambdaLR:
+    """As `group_schedules`, of any schedule.
+
+    Args:
+        optimizer: Built on `parameter_groups`.
+        factor: The schedule: what the maximum rate is multiplied by at a step.
+        total_steps: Steps of the run.
+        value_decay_ratio: As in `Rates`.
+    """
+
+    def falling(step: int) -> float:
+        return factor(step) * (4 - 3 * min(step / (value_decay_ratio * total_steps), 1))
+
+    courses = {"schedule": factor, "constant": _constant, "4x-to-1x": falling}
+    return LambdaLR(optimizer, [courses[group["course"]] for group in optimizer.param_groups])
+
+
+def schedule_factor(
+    scheduler_type: str, warmup_steps: int, total_steps: int, options: dict[str, Any] | None = None
+) -> Callable[[int], float]:
+    """Transformers' schedule as a function of the step, taken from a scheduler of an optimizer made for that.
+
+    Args:
+        scheduler_type: The name of a schedule that scales the maximum rate, such as `"cosine"`.
+        warmup_steps: Steps in which the rate rises.
+        total_steps: Steps of the run.
+        options: What else the schedule takes. Default: nothing.
+    """
+    probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = get_scheduler(scheduler_type, probe, warmup_steps, total_steps, scheduler_specific_kwargs=options)
+    assert isinstance(scheduler, LambdaLR), f"{scheduler_type} does not scale the maximum rate"
+    return scheduler.lr_lambdas[0]
+
+
+def _group_namer(model: nn.Module, rates: Rates) -> Callable[[nn.Parameter], str]:
+    """A function that names the group of a parameter."""
+    value_roles: tuple[Role, ...] = ("value", "transform") if rates.value_transforms == "values" else ("value",)
+    keys, values = _ids_of(model, "key"), _ids_of(model, *value_roles)
+    gates = _ids_of(model, "gate")
+    norms = _ids_of(model, "norm")  # they have a row per head, and still do not decay
+    rest = _ids_of(model, "projection", "norm", "gate", "router", "transform") - values
+    if rates.memory_keys == "weights":
+        keys, rest = set(), rest | keys
+    together = (
+        rates.memory_keys == "constant"
+        and rates.value_learning_rate is None
+        and rates.value_schedule == "constant"
+        and not rates.value_weight_decay
+    )
+
+    def name_of(parameter: nn.Parameter) -> str:
+        if id(parameter) in keys | values:
+            return "keys_and_values" if together else "values" if id(parameter) in values else "keys"
+        decays = len(whole_shape(parameter)) > 1 and id(parameter) not in norms
+        if rates.gate_learning_rate is not None and id(parameter) in gates:
+            return "gates" if decays else "gates_no_decay"
+        if rates.memory_learning_rate is not None and id(parameter) in rest:
+            return "memory" if decays else "memory_no_decay"
+        return "decay" if decays else "no_decay"
+
+    return name_of
+
+
+def _settings(rates: Rates) -> dict[str, dict[str, Any]]:
+    """What each group is trained with, in the order of groups."""
+    memory_rate = rates.learning_rate if rates.memory_learning_rate is None else rates.memory_learning_rate
+    gate_rate = memory_rate if rates.gate_learning_rate is None else rates.gate_learning_rate
+    key_rate = rates.learning_rate if rates.key_value_learning_rate is None else rates.key_value_learning_rate
+    value_rate = key_rate if rates.value_learning_rate is None else rates.value_learning_rate
+    value_course = _COURSE_OF_VALUES[rates.value_schedule]
+    return {
+        "decay": {"lr": rates.learning_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
+        "no_decay": {"lr": rates.learning_rate, "weight_decay": 0.0, "course": "schedule"},
+        "memory": {"lr": memory_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
+        "memory_no_decay": {"lr": memory_rate, "weight_decay": 0.0, "course": "schedule"},
+        "gates": {"lr": gate_rate, "weight_decay": rates.weight_decay, "course": "schedule"},
+        "gates_no_decay": {"lr": gate_rate, "weight_decay": 0.0, "course": "schedule"},
+        "keys_and_values": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
+        "keys": {"lr": key_rate, "weight_decay": 0.0, "course": "constant"},
+        "values": {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
+        BLOCKS_GROUP: {"lr": value_rate, "weight_decay": rates.value_weight_decay, "course": value_course},
+    }
+
+
+def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
+    """Ids of the parameters that have one of the roles in a memory."""
+    return {
+        id(module.declared_tensor(name))
+        for module in model.modules()
+        if isinstance(module, DeclaredModule)
+        for name in module.names_of(*roles)
+    }
+
+
+def _constant(step: int) -> float:
+    return 1.0

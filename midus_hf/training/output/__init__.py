@@ -1,0 +1,1 @@
+"""What a run writes: its folder, checkpoints, model card, and how it goes on from these."""

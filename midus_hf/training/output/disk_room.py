@@ -1,0 +1,190 @@
+"""How much a run will write, and whether its disk has room for that: seen before training, not after it."""
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
+
+from midus_config.checkpoint_files import TRAINER_STATE
+from midus_hf.training.output.run_checkpoints import checkpoints
+from midus_hf.training.run_options import RunOptions
+
+_MARGIN = 1.02
+"""For what stands beside the weights: tokenizer, code, log."""
+
+_MOMENTS = 2
+"""Tensors that AdamW keeps for each that trains, of its shape and dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoomNeeded:
+    """Bytes that a run adds to its disk.
+
+    Args:
+        model: Of the trained model.
+        checkpoint: Of one checkpoint: the weights as they are held while training, and the optimizer's state of those
+            that train.
+        written: Checkpoints on the disk, beyond those that lie there now, while one is being written: the oldest is
+            removed only afterwards.
+        kept: The same between two of them, and when the trained model is written.
+    """
+
+    model: int
+    checkpoint: int
+    written: int
+    kept: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the worst moment: a checkpoint being written, or at the end the model beside those that are kept."""
+        return max(self.written * self.checkpoint, self.kept * self.checkpoint + self.model)
+
+
+def check_room_of_run(
+    config: RunOptions,
+    model: PreTrainedModel,
+    dtypes: dict[str, torch.dtype],
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    checkpoint: Path | None,
+) -> RoomNeeded:
+    """See that the disks of a run's folders have room for what it will write; nothing is written yet.
+
+    Args:
+        config: The options of the run.
+        model: As in `room_needed`.
+        dtypes: As in `room_needed`.
+        arguments: Of the run's Trainer.
+        dataset: What the run draws sequences from.
+        checkpoint: The one that is resumed, if any.
+
+    Raises:
+        ValueError: If one of them has not.
+    """
+    steps = _steps(arguments, dataset)
+    output = Path(config.output)
+    steps_before = (
+        0 if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE)).global_step
+    )
+    intervals = [config.save_every, config.eval_every if config.keep_best else None]
+    saves = sum(math.ceil(max(steps - steps_before, 0) / interval) for interval in intervals if interval is not None)
+    existing = {} if config.overwrite else checkpoints(output)
+    room = room_needed(model, dtypes, config, saves, len(existing), arguments.deepspeed_plugin is not None)
+    _check_room("output", config.output, room, size_of(output) if config.overwrite else 0)
+    if config.output_on_failure is not None:
+        _check_room("output_on_failure", config.output_on_failure, dataclasses.replace(room, written=0, kept=0))
+    return room
+
+
+def room_needed(
+    model: PreTrainedModel,
+    dtypes: dict[str, torch.dtype],
+    config: RunOptions,
+    saves: int,
+    existing: int = 0,
+    by_deepspeed: bool = False,
+) -> RoomNeeded:
+    """Count the bytes that a run will write. Of a model with adapters, checkpoints hold these and what trains whole alone.
+
+    Args:
+        model: As it trains: with `requires_grad` set and every parameter in the dtype it is held in.
+        dtypes: Dtypes in which the trained model is saved, by name, as `hold_for_training` returned them.
+        config: The options of the run.
+        saves: Checkpoints that the run will write.
+        existing: Checkpoints of the run that are on the disk already. Default: 0.
+        by_deepspeed: Whether checkpoints are DeepSpeed's as well: weights once more, and of those that train copies and moments in
+            float32. Default: false.
+    """
+    final = held = 0
+    wrapped: Any = model
+    adapters = wrapped.base_model.prefix if hasattr(model, "peft_config") else None
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:  # tied weights are saved once
+            continue
+        seen.add(id(tensor))
+        beside = _is_beside_the_weights(name, adapters)
+        if not beside:
+            final += tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
+        if beside or adapters is None:
+            weights, state = tensor.nbytes, _MOMENTS * tensor.nbytes
+            if by_deepspeed:
+                weights, state = 2 * tensor.nbytes, (1 + _MOMENTS) * tensor.numel() * torch.float32.itemsize
+            held += weights + state * tensor.requires_grad
+    kept = written = saves
+    if config.keep_checkpoints is not None:
+        free_places = max(config.keep_checkpoints + config.keep_best - existing, 0)
+        kept, written = min(saves, free_places), min(saves, free_places + 1)
+    return RoomNeeded(model=int(final * _MARGIN), checkpoint=int(held * _MARGIN), written=written, kept=kept)
+
+
+def _is_beside_the_weights(name: str, adapters: str | None) -> bool:
+    """Whether a tensor of a model that PEFT has wrapped is none of its weights: an adapter's, or a copy that trains.
+
+    Args:
+        name: Of the tensor.
+        adapters: What names of tensors of adapters hold; None if there are none.
+    """
+    return adapters is not None and (adapters in name or ".modules_to_save." in name)
+
+
+def _check_room(name: str, folder: str, needed: RoomNeeded, to_be_removed: int = 0) -> None:
+    """See that the disk of a folder has room for what a run will write to it.
+
+    Args:
+        name: The option that names the folder.
+        folder: It need not exist.
+        needed: From `room_needed`.
+        to_be_removed: Bytes in the folder that the run will remove first. Default: 0.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    free = free_bytes(folder) + to_be_removed
+    if free < needed.peak:
+        checkpoints = f" and {needed.written} checkpoints of {_gigabytes(needed.checkpoint)}" * bool(needed.written)
+        fewer = " Save less often (save_every), keep fewer (keep_checkpoints)," * bool(needed.written)
+        raise ValueError(
+            f"the run needs {_gigabytes(needed.peak)} on the disk of {name} {folder!r}, for a model of "
+            f"{_gigabytes(needed.model)}{checkpoints}, but {_gigabytes(free)} are free there.{fewer or ' Make room,'} "
+            "or choose a folder on another disk."
+        )
+
+
+def free_bytes(folder: str | os.PathLike) -> int:
+    """Bytes that may still be written on the disk of a folder.
+
+    Args:
+        folder: It need not exist.
+    """
+    path = Path(folder).expanduser().absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def size_of(folder: str | os.PathLike) -> int:
+    """Bytes that the files of a folder, with those of its subfolders, take on their disk.
+
+    Args:
+        folder: It need not exist.
+    """
+    return sum(path.lstat().st_blocks * 512 for path in Path(folder).rglob("*"))
+
+
+def _gigabytes(number: int) -> str:
+    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.3g} MB"
+
+
+def _steps(arguments: TrainingArguments, dataset: Dataset) -> int:
+    """Optimizer steps of a run."""
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    assert isinstance(dataset, Sized), "what has no length has max_steps"
+    sequences_a_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    return math.ceil(arguments.num_train_epochs * math.ceil(len(dataset) / sequences_a_step))

@@ -1,0 +1,68 @@
+"""What the card of a trained model says about its training."""
+
+from pathlib import Path
+
+import yaml
+
+from midus_hf.training.output.output_folder import as_yaml
+from midus_hf.training.run_options import RunOptions
+
+
+def add_training(
+    card: bytes, config: RunOptions, steps: int, tokens: int, loss: float | None, best_step: int | None = None
+) -> bytes:
+    """Append the section "Trained with" to a model card.
+
+    Of local paths the card tells the last part alone: it is made to be shared.
+
+    Args:
+        card: The `README.md` of the model that was trained, in UTF-8.
+        config: The options of the run.
+        steps: Optimizer steps.
+        tokens: Tokens trained on.
+        loss: Mean loss of the last log event, if there was one.
+        best_step: The step whose model it is, chosen by held-out text. Default: the last.
+    """
+    final_loss = "not logged" if loss is None else f"{loss:.4f}"
+    chosen = ""
+    if best_step is not None and best_step != steps:
+        text = f"the held-out text {name}" if (name := next(iter(config.eval_texts), "")) else "held-out text"
+        chosen = f"\nThe weights are those after step {best_step:,}, where {text} was predicted best.\n"
+    section = f"""
+
+## Trained with
+
+| steps | tokens | final loss |
+|---|---|---|
+| {steps:,} | {tokens:,} | {final_loss} |
+{chosen}
+```yaml
+{as_yaml(config.to_share(_label))}```
+"""
+    return card.rstrip() + section.encode()
+
+
+def new_card(config: RunOptions) -> bytes:
+    """The card of a model that is made from a config, before the section on its training; it names no base, as there is none.
+
+    Args:
+        config: The options of the run.
+    """
+    assert config.model_config is not None
+    metadata = yaml.safe_dump(
+        {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["midus_hf"]}, sort_keys=False
+    )
+    text = f"""---
+{metadata}---
+
+# {Path(config.output).name}
+
+Trained from the beginning: the weights were made at random by seed {config.seed}, for the config `{_label(config.model_config)}`. The
+model is based on no other.
+"""
+    return text.encode()
+
+
+def _label(name: str) -> str:
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name

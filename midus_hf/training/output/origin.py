@@ -1,0 +1,78 @@
+"""What a run starts from: a saved model, or a config whose weights are made at random."""
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from midus_hf import saved_models
+from midus_hf.saved_models import refusing
+from midus_hf.training.optim.freezing import resolve_trainable
+from midus_hf.training.output.model_card import new_card
+from midus_hf.training.run.loading import load_accompanying_files, load_config, load_model, load_tokenizer
+from midus_hf.training.run_options import RunOptions, Trainable
+
+
+def config_of_run(config: RunOptions, trainable: Trainable) -> PreTrainedConfig:
+    """The config of the model, which must have the layers that are to train.
+
+    Args:
+        config: The options of the run.
+        trainable: What trains, as in `RunOptions`.
+
+    Raises:
+        ValueError: If it cannot be read, does not say what trains, or has no such layers.
+    """
+    if config.model is not None:
+        return load_config(config.model, trainable)
+    assert config.model_config is not None
+    path = Path(config.model_config).expanduser()
+    if path.suffix == ".json" and not path.exists():
+        raise ValueError(f"model_config is {config.model_config!r}, which does not exist; give another file.")
+    with refusing(_not_a_config(config), OSError, ValueError):
+        source = path if path.exists() else config.model_config
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if hasattr(model_config, "upscale"):
+        del model_config.upscale  # it tells of a base, whose weights this model does not have
+    resolve_trainable(model_config, trainable)
+    return model_config
+
+
+def tokenizer_of_run(config: RunOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer that is saved with the model, or named beside a config.
+
+    Args:
+        config: The options of the run.
+
+    Raises:
+        ValueError: If it cannot be loaded.
+    """
+    if config.model is not None:
+        return load_tokenizer(config.model)
+    assert config.tokenizer is not None
+    with refusing(f"tokenizer is {config.tokenizer!r}; expected the folder or Hub id of one", OSError, ValueError):
+        return saved_models.load_tokenizer(config.tokenizer)
+
+
+def model_of_run(config: RunOptions, model_config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, bytes]]:
+    """The model before its first step, and the contents, by name, of the files that go with it.
+
+    A model that is made has weights that follow from the state of torch's generator, and a card that says so.
+
+    Args:
+        config: The options of the run.
+        model_config: From `config_of_run`.
+
+    Raises:
+        ValueError: If the weights of a saved model cannot be read, or no model can be made from the config.
+    """
+    if config.model is not None:
+        return load_model(config.model, config.attn_implementation), load_accompanying_files(config.model)
+    with refusing(_not_a_config(config), ValueError, ImportError):
+        model = AutoModelForCausalLM.from_config(
+            model_config, attn_implementation=config.attn_implementation, trust_remote_code=False
+        )
+    return model, {"README.md": new_card(config)}
+
+
+def _not_a_config(config: RunOptions) -> str:
+    return f"model_config is {config.model_config!r}; expected the file, folder or Hub id of a language model's config"

@@ -1,0 +1,176 @@
+"""The folder of a run: when it may be written, and how the trained model lands there."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from midus_config.checkpoint_files import CONFIG_FILE, PARTIAL_MODEL, RUN_CONFIG
+from midus_config.fetched_blocks import BANK_DESCRIPTION
+from midus_config.locks import Lock
+from midus_config.whole_files import move_into_place, whole_file
+from midus_config.wording import first_few
+from midus_hf.training.output.output_lock import check_not_held, hold_output
+from midus_hf.training.output.resumption import check_same_run, find_checkpoint, settle_resumption, tell_passed_over
+from midus_hf.training.output.written_files import RUN_MARK, foreign_files, is_of_a_run, remove_written
+from midus_hf.training.run_options import RunOptions
+
+_NAMED = 5
+"""Files that a message names."""
+
+
+def check_output(config: RunOptions) -> Path | None:
+    """See that the run may write its output, and tell which checkpoints it passes over; nothing is written yet.
+
+    Returns:
+        The checkpoint to resume from, or None for a new run.
+
+    Raises:
+        ValueError: If another run is writing the output, if it exists and is neither resumed nor overwritten, if it holds an input
+            or lies in one, or if there is no checkpoint to resume from, or one of a different run.
+    """
+    output = Path(config.output)
+    inputs = config.sources()
+    _check_place("output", config.output, inputs)
+    check_not_held(output)
+    if config.output_on_failure is not None:
+        _check_place("output_on_failure", config.output_on_failure, [*inputs, ("output", config.output)])
+        if any(Path(config.output_on_failure).glob("*")):
+            raise ValueError(
+                f"output_on_failure is {config.output_on_failure!r}, which exists; choose another folder."
+            )
+    if config.resume:
+        checkpoint, passed_over = find_checkpoint(config)
+        tell_passed_over(passed_over)
+        check_same_run(config, checkpoint)
+        return checkpoint
+    if output.exists() and any(output.iterdir()):
+        if not config.overwrite:
+            raise ValueError(_exists(config.output))
+        _check_overwritable(output, config.output)
+    return None
+
+
+def _check_overwritable(output: Path, name: str) -> None:
+    if not is_of_a_run(output):
+        has = (
+            f"its {RUN_CONFIG} is not one that runs write"
+            if (output / RUN_CONFIG).exists()
+            else f"it has no {RUN_CONFIG}"
+        )
+        raise ValueError(
+            f"output is {name!r}, which no run of ours wrote: {has}. Choose another folder, or remove it yourself."
+        )
+    foreign = foreign_files(output)
+    if foreign:
+        raise ValueError(
+            f"output is {name!r}, which also holds what no run of ours wrote: {first_few(foreign, _NAMED)}. Move that away, or "
+            "choose another folder."
+        )
+
+
+@contextlib.contextmanager
+def made_for_nothing(output: Path) -> Iterator[None]:
+    """If the work fails, a folder that was made in the meantime goes again if it is empty, and so do those around it."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def start_output(config: RunOptions, asked: RunOptions | None = None, checkpoint: Path | None = None) -> Lock | None:
+    """Create the output, without what an earlier run wrote unless that is resumed, and record the options in it.
+
+    The main process of a run does so.
+
+    Args:
+        config: One that `check_output` has seen.
+        asked: The options as they were given, which `settle_resumption` made those of. Default: the same.
+        checkpoint: That `check_output` has found.
+
+    Returns:
+        What holds the output until the run has ended; None where the file system has no locks.
+
+    Raises:
+        ValueError: If another run has begun to write the output since, or left there what leads to another decision than that
+            which was made before anybody held the output.
+    """
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    lock = hold_output(output)
+    if settle_resumption(asked or config) != config or (config.resume and find_checkpoint(config)[0] != checkpoint):
+        raise ValueError(
+            f"output is {config.output!r}, in which another run has begun or gone on since this one was asked for; start it again to "
+            "go on from what is there now, or choose another folder."
+        )
+    if (output / RUN_CONFIG).exists() and not (config.resume or config.overwrite):
+        raise ValueError(_exists(config.output))  # another run has come and gone since
+    if config.overwrite and any(output.iterdir()):
+        _check_overwritable(output, config.output)  # again, now that no other run can change what it sees
+        remove_written(output, output)
+    remove_written(output, output / PARTIAL_MODEL)
+    write_options(output, config)
+    return lock
+
+
+def write_options(folder: Path, config: RunOptions) -> None:
+    """Record the options of a run in a folder that it writes, which is known as a run's by them."""
+    with whole_file(folder / RUN_CONFIG) as partial:
+        partial.write_text(RUN_MARK + as_yaml(config), encoding="utf-8")
+
+
+def _exists(output: str) -> str:
+    return f"output is {output!r}, which exists; choose another, or set resume or overwrite: true."
+
+
+def as_yaml(config: RunOptions) -> str:
+    """The options of a run as a config file.
+
+    Args:
+        config: The options.
+    """
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def publish(partial: Path, output: Path, extra_files: Mapping[str, bytes]) -> None:
+    """Move a model that was saved in `partial` to `output`, its config last: without one, no folder is a model.
+
+    The config is on the disk after all else, whenever the power fails. Of folders that are replaced, such as those of banks, what a
+    person put there stays.
+
+    Args:
+        partial: A folder inside `output`, gone afterwards.
+        output: The folder of the run.
+        extra_files: Contents, by name, of more files to put beside the model.
+    """
+    for name, content in extra_files.items():
+        (partial / name).write_bytes(content)
+    move_into_place(
+        partial, output, last=(CONFIG_FILE, BANK_DESCRIPTION), clear=lambda folder: remove_written(output, folder)
+    )
+
+
+def _check_place(name: str, value: str, others: Iterable[tuple[str, str]]) -> None:
+    """See that a folder can be made or written, and neither holds one of the others nor lies in it."""
+    place = Path(value)
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{name} is {value!r}, a file; expected a folder.")
+    ancestor = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise ValueError(f"{name} is {value!r}, but {str(ancestor)!r} is no folder to write in; choose another.")
+    for other_name, other in others:
+        # What is no path is the id of a model or dataset; an output need not exist yet.
+        if other_name != "output" and not Path(other).exists():
+            continue
+        for outer, inner, verb in ((place, Path(other), "holds"), (Path(other), place, "lies in")):
+            if inner.resolve().is_relative_to(outer.resolve()):
+                raise ValueError(
+                    f"{name} is {value!r}, which {verb} the {other_name} {other!r}; choose another folder."
+                )

@@ -1,0 +1,1 @@
+"""A run of continual pretraining, from its options to its summary."""

@@ -1,0 +1,166 @@
+"""Adapters of PEFT on a model that trains: where they are put, what trains beside them, and what is told of them. Needs PEFT."""
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.models.fetching import Banks
+from midus_hf.training.optim.freezing import new_layers
+from midus_hf.training.optim.lora import names_of_new_modules
+from midus_hf.training.run.adapter_options import AdapterChoice, read_adapters, refusal_of_unmerged
+from midus_hf.training.trainer.trains_blocks import banks_that_train
+
+_WHERE = {"base": "the base", "new": "the new layers alone", "all": "all layers"}
+
+
+def add_adapters(model: PreTrainedModel, options: Mapping[str, Any]) -> PeftModel:
+    """Put adapters on a model.
+
+    Args:
+        model: As `from_pretrained` gives it.
+        options: As `RunOptions.adapters`.
+
+    Raises:
+        ValueError: If the model cannot have them, or what they train could not be merged into its weights.
+    """
+    choice = read_adapters(options)
+    changes: dict[str, Any] = {}
+    if choice.layers == "base":
+        whole = names_of_new_modules(model)
+        if whole and "modules_to_save" not in choice.takes:
+            raise ValueError(
+                f"adapters.method is {choice.method!r}, beside which PEFT trains nothing whole, but what is new in this "
+                f"{model.config.model_type} model has to; expected another method, or adapters.layers: all."
+            )
+        if whole:
+            changes["modules_to_save"] = [*whole, *(choice.given.get("modules_to_save") or [])]
+    elif choice.layers == "new":
+        changes["target_modules"] = _targets_in_new_layers(model, choice)
+    try:
+        adapted = get_peft_model(model, choice.config(**changes))
+    except ValueError as error:
+        raise ValueError(f"adapters of method {choice.method!r} cannot be put on this model: {error}") from error
+    assert isinstance(adapted, PeftModel)
+    banks: Banks | None = getattr(model, "banks", None)
+    if banks is not None:
+        banks.trainable = choice.layers == "base"
+    _check_merging(adapted, choice)
+    for name, parameter in adapted.named_parameters():
+        # Of some methods PEFT leaves adapters in the dtype of the weights; they are no part of what is saved in it.
+        if parameter.requires_grad and ".modules_to_save." not in name:
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def describe_adapters(model: PeftModel, options: Mapping[str, Any]) -> str:
+    """What trains, in a sentence.
+
+    Args:
+        model: With adapters.
+        options: As `RunOptions.adapters`.
+    """
+    choice = read_adapters(options)
+    training, total = model.get_nb_trainable_parameters()
+    whole = getattr(model.peft_config["default"], "modules_to_save", None)
+    beside = ", and what is new in the model whole" if whole and choice.layers == "base" else ""
+    blocks = sum(layout.bank for banks in banks_that_train(model) for layout in banks.layouts.values())
+    fetched = f"; and the blocks of the bank, {blocks:,} parameters, as texts fetch them" if blocks else ""
+    return (
+        f"Training adapters of method {choice.method} on {_WHERE[choice.layers]}{beside}: {training:,} of {total:,} parameters "
+        f"({training / total:.2%}){fetched}"
+    )
+
+
+def merge_adapters(model: PeftModel) -> PreTrainedModel:
+    """The model without adapters that computes the same: they are merged into its weights, and what trained whole is in its place.
+
+    Args:
+        model: With adapters; not to be used afterwards.
+    """
+    base: Any = model.get_base_model()
+    for name, module in list(base.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            # Of most methods PEFT can unwrap what has a weight of its own alone, and not a layer.
+            trained = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            base.set_submodule(name, trained)
+    tuner: Any = model
+    return tuner.merge_and_unload()
+
+
+def _targets_in_new_layers(model: PreTrainedModel, choice: AdapterChoice) -> list[str]:
+    """Names of the modules of new layers that are to have adapters."""
+    stack = model.get_decoder().layers
+    names = {module: name for name, module in model.named_modules()}
+    layers = [stack[index] for index in new_layers(model.config)]
+    if any(isinstance(module, DeclaredModule) for layer in layers for module in layer.modules()):
+        raise ValueError(
+            f"adapters.layers is 'new', but the new layers of this {model.config.model_type} model hold memory, whose values "
+            "adapters cannot train; set adapters.layers: base, where they train whole."
+        )
+    targets = choice.given["target_modules"]
+    inside = [module for layer in layers for module in layer.modules()]
+    if targets == "all-linear":
+        return [names[module] for module in inside if isinstance(module, nn.Linear)]
+    found = [
+        names[module]
+        for module in inside
+        if (
+            re.fullmatch(targets, names[module])
+            if isinstance(targets, str)
+            else any(f".{names[module]}".endswith(f".{target}") for target in targets)
+        )
+    ]
+    if not found:
+        raise ValueError(
+            f"adapters.target_modules is {targets!r}, which no modules of the new layers {new_layers(model.config)} match; expected "
+            "names in them, such as q_proj."
+        )
+    return found
+
+
+def _check_merging(model: PeftModel, choice: AdapterChoice) -> None:
+    """Merge a copy of one layer, since for some methods and keys PEFT cannot; if there are weights of zero, one of those.
+
+    What multiplies weights of zero does not train them, and what divides by their norm gives no number.
+    """
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
+    assert layers, "PEFT refuses a model without modules to adapt"
+    name = next((name for name, layer in layers.items() if _is_zero(layer)), next(iter(layers)))
+    try:
+        untrained, trained = _merged_copy(layers[name], acts=False), _merged_copy(layers[name], acts=True)
+    except (NotImplementedError, ValueError) as error:
+        raise refusal_of_unmerged(choice.method, str(error).rstrip(".")) from error
+    if _is_zero(layers[name]) and (_is_zero(trained) or not untrained.get_base_layer().weight.isfinite().all()):
+        raise ValueError(
+            f"adapters.method is {choice.method!r}, which with these options cannot train {name.removeprefix('base_model.model.')}, "
+            "whose weights are zero at first; expected one that adds to weights, such as osf or lora without use_dora, or other "
+            "adapters.layers."
+        )
+
+
+def _merged_copy(layer: Any, acts: bool) -> Any:
+    """A copy of a layer with its adapter merged into its weights: the adapter as it is, or as it might be once trained."""
+    merged = copy.deepcopy(layer)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for parameter in merged.parameters():
+            if acts and parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape))
+        merged.merge()
+    return merged
+
+
+def _is_zero(layer: Any) -> bool:
+    """Whether the weights that an adapter sits on are all zero."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    return weight is not None and not weight.any()

@@ -1,0 +1,375 @@
+"""Check what is asked of a run, cheapest checks first, and make it ready to start."""
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from rich.console import Console, RenderableType
+from rich.table import Table
+from safetensors import SafetensorError
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
+
+from midus_config.checkpoint_files import RUN_LOG
+from midus_config.locks import Lock
+from midus_hf.banks.level_file import BankError
+from midus_hf.saved_models import refusing
+from midus_hf.training.data.held_out import HeldOut, check_held_out
+from midus_hf.training.optim.freezing import set_trainable
+from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.precision import hold_for_training
+from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
+from midus_hf.training.output.disk_room import check_room_of_run
+from midus_hf.training.output.origin import config_of_run, model_of_run, tokenizer_of_run
+from midus_hf.training.output.output_folder import check_output, made_for_nothing, start_output
+from midus_hf.training.output.resumption import (
+    describe_resumption,
+    find_checkpoint,
+    passes_of_a_step,
+    tell_passed_over,
+)
+from midus_hf.training.run.loading import check_sequence_length
+from midus_hf.training.run.run_trainer import InRun
+from midus_hf.training.run.training_log import TrainingLog
+from midus_hf.training.run.training_run import TrainingRun
+from midus_hf.training.run_options import RunOptions
+from midus_hf.training.trainer.trains_blocks import GROUP as BLOCKS_GROUP
+from midus_hf.training.trainer.trains_blocks import banks_that_train
+from midus_hf.training.trainer.trains_tables import check_reads_few_rows
+
+Chosen = tuple[Any, RenderableType]
+"""A model that knows what trains, wrapped by PEFT if it has adapters, and what a person is told of that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRequest:
+    """What a request names, as far as it is loaded before any data is read.
+
+    Args:
+        checkpoint: To resume from; None for a new run.
+        model_config: Of the model.
+        tokenizer: Of the model.
+        passes: Forward passes of each process in a step.
+    """
+
+    checkpoint: Path | None
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    passes: int
+
+
+def check_request(config: RunOptions, sequence_length: int) -> CheckedRequest:
+    """Check what can be checked before data and weights are read.
+
+    Args:
+        config: The options of the run.
+        sequence_length: Tokens that the model must have positions for.
+
+    Raises:
+        ValueError: If the request is wrong.
+    """
+    checkpoint = check_output(config)
+    check_held_out(config)
+    check_reporting(config.report_to)
+    adapters = config.chosen_adapters
+    model_config = config_of_run(config, config.trainable if adapters is None else "all")
+    if adapters is not None:
+        _check_has_peft()
+        from midus_hf.training.run.adapter_options import check_adapters
+
+        check_adapters(adapters, model_config)
+    check_sequence_length(sequence_length, model_config)
+    _check_has_memory(config, model_config)
+    check_attention(config.attn_implementation, model_config)
+    return CheckedRequest(checkpoint, model_config, tokenizer_of_run(config), passes_of_a_step(config, checkpoint))
+
+
+def choose_what_trains(config: RunOptions, model: PreTrainedModel) -> Chosen:
+    """Set what trains in the model, or put adapters on it, as the options say.
+
+    Args:
+        config: The options of the run, as `check_request` has seen them.
+        model: As it was loaded.
+
+    Raises:
+        ValueError: If the model has nothing of what is to train, or cannot have these adapters.
+    """
+    if config.chosen_adapters is None:
+        return model, set_trainable(model, config.trainable, config.frozen)
+    from midus_hf.training.run.adapters import add_adapters, describe_adapters
+
+    adapted = add_adapters(model, config.chosen_adapters)
+    return adapted, describe_adapters(adapted, config.chosen_adapters)
+
+
+def make_run(
+    config: RunOptions,
+    asked: RunOptions,
+    rates: Rates,
+    request: CheckedRequest,
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    *,
+    data_lines: Sequence[str],
+    held_out: Mapping[str, HeldOut],
+    choose: Callable[[PreTrainedModel], Chosen],
+    trainer_class: Callable[..., InRun],
+    **trainer_options: Any,
+) -> TrainingRun:
+    """Load the model, make the Trainer, open the output, and say what trains.
+
+    Args:
+        config: The options of the run.
+        asked: The same as they were given, before `settle_resumption`.
+        rates: Of the run.
+        request: From `check_request`.
+        arguments: The Trainer's own.
+        dataset: What the run draws sequences from.
+        data_lines: What a person is told of it, a sentence each.
+        held_out: From `prepare_held_out`.
+        choose: Sets what trains in the model, which it may put adapters into.
+        trainer_class: Makes the Trainer.
+        trainer_options: What this takes beside the options of a run.
+
+    Raises:
+        ValueError: If the request is wrong; nothing but cached tokens has been written then.
+    """
+    if config.chosen_adapters is not None and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "adapters are merged into weights at the end, which DeepSpeed's ZeRO-3 cuts; expected processes that hold whole models. "
+            "Start it with configs/accelerate/ddp.yaml."
+        )
+    set_seed(config.seed)
+    with loaded_whole():
+        model, accompanying_files = model_of_run(config, request.model_config)
+    use_cache = model.config.use_cache
+    for option in ("sparse_values", "shard_values"):
+        if getattr(config, option):
+            check_reads_few_rows(model, option)
+    model, report = choose(model)
+    dtypes = hold_for_training(model, config.precision)
+    room = check_room_of_run(config, model, dtypes, arguments, dataset, request.checkpoint)
+    with made_for_nothing(Path(config.output)) if arguments.process_index == 0 else contextlib.nullcontext():
+        trainer = trainer_class(
+            model=model,
+            args=arguments,
+            train_dataset=dataset,
+            callbacks=[TrainingLog(Path(config.output, RUN_LOG))],
+            tokenizer=request.tokenizer,
+            keep_checkpoints=config.keep_checkpoints,
+            held_out=held_out,
+            eval_every=config.eval_every,
+            keep_best=config.keep_best,
+            early_stop=config.early_stop,
+            max_seconds=config.max_seconds,
+            rates=rates,
+            balance_loss=config.balance_loss,
+            sparse_values=config.sparse_values,
+            shard_values=config.shard_values,
+            usage_every=config.usage_every,
+            **trainer_options,
+        )
+        checkpoint = None if request.checkpoint is None else _finite_checkpoint(config, trainer)
+        # Last, as it removes what is to be overwritten: a Trainer has refusals of its own.
+        lock = _open_output(config, asked, request.checkpoint)
+    if PartialState().is_main_process:
+        resumption_lines = describe_resumption(config, checkpoint, request.passes)
+        print_start(rates, report, model, [*data_lines, *resumption_lines])
+    return TrainingRun(
+        config,
+        checkpoint,
+        model,
+        request.tokenizer,
+        trainer,
+        dtypes,
+        use_cache,
+        accompanying_files,
+        room,
+        lock,
+    )
+
+
+def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
+    """Return the checkpoint to resume from: the latest that is whole and in which all that trains is finite.
+
+    Raises:
+        ValueError: If there is none, or the run cannot go on from it.
+    """
+    not_finite: dict[Path, str] = {}
+    while True:
+        checkpoint, _ = find_checkpoint(config, not_finite)
+        try:
+            found = trainer.first_not_finite_in(checkpoint)
+        except (BankError, SafetensorError) as error:  # it was damaged before its manifest was written
+            found = str(error)
+        if found is None:
+            break
+        not_finite[checkpoint] = found
+    tell_passed_over(not_finite)
+    trainer.check_checkpoint(checkpoint)
+    return checkpoint
+
+
+def _open_output(config: RunOptions, asked: RunOptions, checkpoint: Path | None) -> Lock | None:
+    """Let the main process open the output, once no process reads what lies there; all refuse what it refuses.
+
+    Returns:
+        The lock that the main process holds.
+    """
+    state = PartialState()
+    state.wait_for_everyone()
+    lock: Lock | None = None
+    refusal: list[str | None] = [None]
+    if state.is_main_process:
+        try:
+            lock = start_output(config, asked, checkpoint)
+        except ValueError as error:
+            refusal = [str(error)]
+    broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        raise ValueError(refusal[0])
+    return lock
+
+
+def _check_has_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            "adapters need peft, which is not installed here; pip install 'midus-hf[train]', or leave adapters out."
+        )
+
+
+def _check_has_memory(config: RunOptions, model_config: PreTrainedConfig) -> None:
+    for name, is_set in (("balance_loss", config.balance_loss), ("usage_every", config.usage_every)):
+        if is_set and not getattr(model_config, "memory", None):
+            raise ValueError(
+                f"{name} is {is_set}, but this {model_config.model_type} model has no memory layers; train one that has, "
+                f"or leave {name} out."
+            )
+
+
+_ERRORS = (OSError, ValueError, ImportError)
+"""What transformers raises of models that cannot be made."""
+
+
+def check_attention(attn_implementation: str | None, model_config: PreTrainedConfig) -> None:
+    """See that a model can be made with an implementation of attention; it is made without memory for its weights.
+
+    A model that cannot be made at all passes: what is wrong with it is told where it is loaded.
+
+    Args:
+        attn_implementation: As in `from_pretrained`; None leaves the choice to transformers.
+        model_config: Of the model.
+
+    Raises:
+        ValueError: If it is not installed, unknown, or none of the model's.
+    """
+    if attn_implementation is None:
+        return
+    try:
+        _make(model_config, None)
+    except _ERRORS:
+        return
+    words = (
+        f"attn_implementation is {attn_implementation!r}; expected one that is installed and that a {model_config.model_type} "
+        "model has, such as sdpa or eager"
+    )
+    with refusing(words, *_ERRORS):
+        _make(model_config, attn_implementation)
+
+
+def _make(model_config: PreTrainedConfig, attn_implementation: str | None) -> None:
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config), attn_implementation=attn_implementation, trust_remote_code=False
+        )
+
+
+@contextlib.contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Load, or make, models of which each process has all; DeepSpeed cuts them when it takes them for training.
+
+    Else transformers has ZeRO-3 cut parameters as a model is loaded, once `TrainingArguments` have been made, and what is asked
+    of them before training, such as their dtype and how many there are, is asked of nothing.
+    """
+    before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+def check_reporting(report_to: str | list[str]) -> None:
+    """See that every tracker is known and installed.
+
+    Args:
+        report_to: As in `RunOptions`.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    names = [report_to] if isinstance(report_to, str) else report_to
+    if names == ["none"]:
+        return
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to is {report_to!r}; expected none, or one or more of {known}.")
+        if name not in get_available_reporting_integrations():
+            raise ValueError(
+                f"report_to is {name!r}, which is not installed; pip install {name}, or set report_to: none."
+            )
+
+
+def print_start(rates: Rates, report: RenderableType, model: PreTrainedModel, data: Sequence[str]) -> None:
+    """Print it.
+
+    Args:
+        rates: Of the run.
+        report: What trains.
+        model: With `requires_grad` set.
+        data: What was read and what it makes, a sentence each.
+    """
+    console = Console()
+    console.print(report)
+    groups = Table("group", "tensors", "parameters", "maximum rate", "course", "decay")
+    courses = {
+        "schedule": rates.schedule,
+        "constant": "constant",
+        "4x-to-1x": f"{rates.schedule}, 4x to 1x in {rates.value_decay_ratio or VALUE_DECAY_RATIO:.0%}",
+    }
+    for group in parameter_groups(model, rates):
+        tensors, parameters = str(len(group["params"])), sum(parameter.numel() for parameter in group["params"])
+        if group["name"] == BLOCKS_GROUP:
+            layouts = [layout for banks in banks_that_train(model) for layout in banks.layouts.values()]
+            tensors, parameters = "as fetched", sum(layout.bank for layout in layouts)
+        groups.add_row(
+            group["name"].replace("_", " "),
+            tensors,
+            f"{parameters:,}",
+            f"{group['lr']:g}",
+            courses[group["course"]],
+            f"{group['weight_decay']:g}",
+        )
+    console.print(groups)
+    for line in data:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

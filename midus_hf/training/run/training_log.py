@@ -1,0 +1,88 @@
+"""The log of a run: one JSON object per line, one line per log event."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from midus_config.whole_files import whole_file
+from midus_hf.training.output.saving import say
+
+
+class TrainingLog(TrainerCallback):
+    """Write every log event of a Trainer to a file; a resumed run continues the file from the step it resumes at.
+
+    Events also fall on the steps that save a checkpoint. A logged loss is the mean since the event before, so the
+    losses of a resumed run are those of the uninterrupted one, event for event.
+
+    Where the file cannot be written, as on a full disk, events wait until it can, and a line on standard error says so.
+
+    Args:
+        path: The file, in a folder that exists.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self._waiting = ""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            kept = [event for event in read_log(self.path) if event["step"] <= state.global_step]
+            text = "".join(json.dumps(event) + "\n" for event in kept)
+            with whole_file(self.path) as partial:
+                partial.write_text(text, encoding="utf-8")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_save:
+            control.should_log = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            first = not self._waiting
+            self._waiting += json.dumps(state.log_history[-1]) + "\n"
+            try:
+                append_whole(self.path, self._waiting)
+                self._waiting = ""
+            except OSError as error:
+                if first:
+                    say(f"{self.path} cannot be written: {error.strerror}. Its events wait until it can.")
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Add text to the end of a file, all of it or, if that fails, none.
+
+    Args:
+        path: The file; created if need be.
+        text: Written in UTF-8.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = text.encode()
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def read_log(path: str | os.PathLike) -> list[dict]:
+    """The events of a log, `[]` if there is none; a last line that was cut short is left out.
+
+    Args:
+        path: The file that a `TrainingLog` writes.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in whole_lines]

@@ -1,0 +1,200 @@
+"""A run that is ready to start, and its way to the trained model."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+from midus_config.checkpoint_files import PARTIAL_MODEL, TRAINER_STATE
+from midus_config.locks import Lock
+from midus_hf.library_bars import without_library_bars
+from midus_hf.training.data.held_out import held_out_losses, is_stopped_early
+from midus_hf.training.optim.precision import restore_dtypes
+from midus_hf.training.output.disk_room import RoomNeeded
+from midus_hf.training.output.model_card import add_training
+from midus_hf.training.output.output_folder import publish, write_options
+from midus_hf.training.output.run_checkpoints import last_checkpoint
+from midus_hf.training.output.saving import SaveError, save_where_possible, say
+from midus_hf.training.output.written_files import remove_written
+from midus_hf.training.run.interruption import RunInterrupted
+from midus_hf.training.run.run_trainer import InRun
+from midus_hf.training.run_options import RunOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run did.
+
+    Args:
+        output: Folder of the trained model: that of the run, unless it could not be saved there.
+        steps: Optimizer steps, those before a resumption included.
+        tokens: Tokens that all processes trained on, likewise.
+        loss: Mean loss of the last log event; None if there was none.
+        seconds: Wall time of the training loop, without what came before a resumption.
+        tokens_per_second: Tokens of all processes per second of these; None if the loop took no step.
+        best_step: The step whose model was saved, chosen by held-out text; None if that is simply the last one.
+    """
+
+    output: str
+    steps: int
+    tokens: int
+    loss: float | None
+    seconds: float
+    tokens_per_second: float | None
+    best_step: int | None = None
+
+
+@dataclasses.dataclass
+class TrainingRun:
+    """A run that is ready to start: everything a request can get wrong has been checked.
+
+    Its main process holds a lock on the output, until the run has ended.
+    """
+
+    config: RunOptions
+    checkpoint: Path | None
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    trainer: InRun
+    dtypes: dict[str, torch.dtype]
+    use_cache: bool
+    accompanying_files: dict[str, bytes]
+    room: RoomNeeded
+    lock: Lock | None
+
+    def execute(self) -> TrainResult:
+        """Train, save the model, and say what was done.
+
+        Raises:
+            FloatingPointError: If the loss, a gradient or what trains stops being finite; nothing is saved of it.
+            RunInterrupted: If a signal ended training early; a checkpoint has been saved then.
+            SaveError: If the trained model could not be saved anywhere.
+        """
+        try:
+            return self._execute()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _execute(self) -> TrainResult:
+        with self.trainer.interruption as interruption, without_library_bars():
+            try:
+                result = self._train()
+            finally:
+                self.trainer.progress.close()
+            if interruption.signal_number:
+                self._stop(interruption.signal_number)
+            if self.config.keep_best:
+                result = dataclasses.replace(result, best_step=self.trainer.load_best())
+            place = self._save(result)
+            return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
+
+    def _train(self) -> TrainResult:
+        trainer, before = self.trainer, TrainerState()
+        if self.checkpoint is not None:
+            before = TrainerState.load_from_json(str(self.checkpoint / TRAINER_STATE))
+        ended = is_stopped_early(held_out_losses(before.log_history, self.config.eval_texts), self.config.early_stop)
+        trainer.clock.resume(before)
+        ended = ended or trainer.clock.is_over
+        if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
+            # A Trainer that resumes at the last step takes another one.
+            trainer.load_checkpoint(self.checkpoint)
+            trainer.state, seconds = before, 0.0
+            if trainer.held_out and before.global_step not in trainer.held_out_losses():
+                trainer.evaluate()  # it ends here since it was resumed with less patience or fewer seconds
+            trainer.log_costs()
+        else:
+            output = trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+            seconds = output.metrics["train_runtime"]
+        tokens, tokens_before = trainer.state.num_input_tokens_seen, before.num_input_tokens_seen
+        losses = [event["loss"] for event in trainer.state.log_history if "loss" in event]
+        return TrainResult(
+            output=self.config.output,
+            steps=trainer.state.global_step,
+            tokens=tokens,
+            loss=losses[-1] if losses else None,
+            seconds=seconds,
+            tokens_per_second=(tokens - tokens_before) / seconds if tokens > tokens_before else None,
+        )
+
+    def _stop(self, signal_number: int) -> NoReturn:
+        """End an interrupted run, whose checkpoint is in the output unless that failed."""
+        step, output = self.trainer.state.global_step, Path(self.config.output)
+        place = output
+        if self.trainer.save_failure is not None:
+            try:
+                place = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
+            except SaveError as error:
+                latest = last_checkpoint(output)
+                raise RunInterrupted(
+                    f"interrupted after step {step:,}, without a checkpoint ({error}); "
+                    f"{f'resume=true goes on from {latest.name}' if latest else 'there is no earlier one'}",
+                    signal_number,
+                ) from error
+        saved = place / f"checkpoint-{step}"
+        hint = "resume=true" if place == output else f"resume={saved}"
+        raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
+
+    def _save_interrupted(self, folder: Path) -> None:
+        self.trainer.save_checkpoint_in(folder)
+        if self.trainer.is_world_process_zero():
+            write_options(folder, self.config)
+
+    def _save(self, result: TrainResult) -> Path:
+        """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
+        output = Path(self.config.output)
+        if self.trainer.shares_parameters:
+            self.trainer.saved_dtypes = self.dtypes
+        else:
+            restore_dtypes(self.model, self.dtypes)
+        self.trainer.refuse_not_finite()
+        self.trainer.merge_adapters()
+        self.model.config.use_cache = self.use_cache
+        try:
+            place = self._save_where_possible(partial(self._save_in, result), self.room.model)
+        except SaveError as error:
+            latest = last_checkpoint(output)
+            rest = f"resume=true goes on from {latest.name}" if latest else "no checkpoint was saved"
+            raise SaveError(f"the trained model could not be saved ({error}); {rest}") from error
+        if place != output:
+            say(
+                f"The trained model is in {place}, not in {output}. Move it there once there is room: "
+                f"cp -a {place}/. {output}/ && rm -r {place}"
+            )
+        return place
+
+    def _save_in(self, result: TrainResult, folder: Path) -> None:
+        partial_model = folder / PARTIAL_MODEL
+        try:
+            self.trainer.save_model(str(partial_model))
+            if self.trainer.is_world_process_zero():
+                (partial_model / "training_args.bin").unlink(missing_ok=True)
+                self.tokenizer.save_pretrained(partial_model)
+                files = dict(self.accompanying_files)
+                if "README.md" in files:
+                    files["README.md"] = add_training(
+                        files["README.md"],
+                        self.config,
+                        result.steps,
+                        result.tokens,
+                        result.loss,
+                        result.best_step,
+                    )
+                publish(partial_model, folder, files)
+        finally:
+            if self.trainer.is_world_process_zero():
+                remove_written(folder, partial_model)
+
+    def _save_where_possible(self, write: Callable[[Path], None], num_bytes: int) -> Path:
+        on_failure = self.config.output_on_failure
+        return save_where_possible(
+            write,
+            Path(self.config.output),
+            None if on_failure is None else Path(on_failure),
+            num_bytes,
+            self.trainer.interruption.lifted,
+        )

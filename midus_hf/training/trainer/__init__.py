@@ -1,0 +1,1 @@
+"""Transformers' Trainer for memories."""
