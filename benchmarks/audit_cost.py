@@ -30,7 +30,7 @@ from midus_hf.banks.trained_bank import TrainedBank
 from midus_hf.documents import RowPlace
 from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit
-from midus_hf.training.trainer.trains_blocks import draw_generic
+from midus_hf.training.trainer.blocks import draw_generic
 
 AUDIT_RESULTS = RESULTS / "audit.csv"
 DOCUMENTS, SEQUENCE_LENGTH, SEQUENCES_A_STEP = 200_000, 2048, 128

@@ -39,7 +39,7 @@ def midus_train(
 
 def _keys() -> dict[str, str]:
     """What the docstrings of the options say of their keys."""
-    keys = documented_keys("training/options.py", "training/run_options.py", "training/rates.py")
+    keys = documented_keys("training/options.py", "training/run_options.py", "training/optim/rates.py")
     return {
         "keys of CONFIG": f"{keys['RunOptions']}\n{keys['TrainConfig']}",
         "rates, which are keys of CONFIG too": keys["Rates"],

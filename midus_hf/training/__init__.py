@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from midus_hf.training.optim.lora import lora_config
     from midus_hf.training.run.train import train
     from midus_hf.training.run.training_run import TrainResult
-    from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-    from midus_hf.training.trainer.trains_memory import TrainsMemory
+    from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
 
 _MODULE_OF = {
     "MemoryTrainer": "trainer.memory_trainer",
     "TrainResult": "run.training_run",
-    "TrainsMemory": "trainer.trains_memory",
+    "TrainsMemory": "trainer.memory_trainer",
     "lora_config": "optim.lora",
     "train": "run.train",
 }

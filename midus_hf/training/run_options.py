@@ -46,8 +46,8 @@ class RunOptions:
         balance_loss: Coefficient of a loss that is small when tokens spread over all keys of a memory; see
             `memory.balance.balance_loss`. Default: 0, none.
         sparse_values: Whether gradients of large value tables are of the rows that a step has read, and AdamW updates these alone;
-            see `TrainsTables`. Default: false.
-        shard_values: Whether each of several processes holds some columns of these tables, in place of all; see `TrainsTables`.
+            see `Tables`. Default: false.
+        shard_values: Whether each of several processes holds some columns of these tables, in place of all; see `Tables`.
             Default: false.
         adam_beta2: Share that AdamW keeps of its mean of squared gradients at a step. Default: 0.999.
         max_grad_norm: Gradients are scaled down to this norm; 0 leaves them. Default: 1.

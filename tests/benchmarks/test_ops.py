@@ -9,14 +9,13 @@ import torch
 
 from benchmarks.ops import peers, providers  # noqa: F401 - fill the table
 from benchmarks.ops.gate import Expected
-from benchmarks.ops.names import COMPILED, OURS
+from benchmarks.ops.names import COMPILED
 from benchmarks.ops.providers import expand_then_gather
 from benchmarks.ops.registry import OPS, PROVIDERS, Provider, Unavailable, make_inputs, roofline_microseconds
 from benchmarks.ops.row import FILE, Row
 from benchmarks.ops.run import run
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.tracked import threads
-from midus_hf.ops.dispatch.choices import resolve
 
 SLOW = set(COMPILED)
 """Minutes of C compiler; the benchmark itself judges it before it is timed."""
@@ -75,12 +74,6 @@ def test_exact_kernels_are_not_timed_where_everything_is_exact():
         case = Case("headwise_memory", SHAPES["tiny"], 1, "uniform", dtype, device)
         with pytest.raises(Unavailable, match="nothing but kernels of half precision selects otherwise than exactly"):
             PROVIDERS["headwise_memory"]["exact"].build(case, {})
-
-
-def test_ours_is_what_ops_choose_by_themselves():
-    query = make_inputs(Case("headwise_memory", SHAPES["tiny"], 1, "uniform", "float32", "cpu"))["query"]
-    assert resolve("auto", "auto", "auto", query).backward == OURS
-    assert OURS in PROVIDERS["headwise_memory"]
 
 
 def test_a_run_appends_one_row_a_provider_and_mode(ops_arguments, tmp_path):

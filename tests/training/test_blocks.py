@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.run.train import prepare, train
+from midus_hf.training.trainer.blocks import draw_generic
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-from midus_hf.training.trainer.trains_blocks import draw_generic
 from upscalers.banks.editing import BankRequest
 from upscalers.banks.merging import merge
 
@@ -42,7 +42,7 @@ def test_what_is_reported_trains(models, assigned, tmp_path, capsys):
     )
     assert f"as fetched │ {bank:,}" in told
     assert "18 documents, 558 tokens, packed within 3 leaves" in told
-    assert [bank.layout.bank for bank in run.trainer.trained_banks] == [bank]
+    assert [bank.layout.bank for bank in run.trainer.blocks.banks] == [bank]
 
 
 def test_a_share_of_sequences_trains_the_generic_memory(models, assigned, tmp_path):

@@ -180,7 +180,7 @@ def test_what_is_frozen_may_be_what_it_is(upscaled, corpus, tmp_path):
 
 def test_blocks_of_banks_are_looked_at_too(models, assigned, tmp_path):
     run = prepare(config_of(models / "hier-ffn", assigned, tmp_path / "out", save_every=2, trainable="new"))
-    (bank,) = run.trainer.trained_banks
+    (bank,) = run.trainer.blocks.banks
     leaves, left = bank.leaves, [3]
 
     def spoiled():
@@ -207,7 +207,7 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
         bank._states[level, index].master.data[5] = math.nan
 
     run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2))
-    spoiled += run.trainer.trained_banks
+    spoiled += run.trainer.blocks.banks
     run.trainer.add_callback(Spoil(4, spoil, after=True))
     with pytest.raises(
         FloatingPointError, match=r"block \d+ of level \d holds nan at step 4; expected a finite number"
@@ -215,7 +215,7 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
         run.execute()
     assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
     run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2, resume=True))
-    spoiled[:] = run.trainer.trained_banks
+    spoiled[:] = run.trainer.blocks.banks
     monkeypatch.setattr(type(run.trainer), "refuse_not_finite", lambda self: None)
     run.trainer.add_callback(Spoil(4, spoil, after=True))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):

@@ -16,8 +16,7 @@ from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.lora import lora_config
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-from midus_hf.training.trainer.trains_memory import TrainsMemory
+from midus_hf.training.trainer.memory_trainer import MemoryTrainer, TrainsMemory
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from training.tiny_run import tiny_config
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from midus_hf.config_file import from_mapping
 from midus_hf.training.options import TrainConfig
@@ -42,7 +43,7 @@ def test_what_is_unknown_or_missing_is_named(report_to, message, installed):
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
 def test_the_trainer_knows_the_trackers_that_are_documented(name):
-    assert name in reporting.INTEGRATION_TO_CALLBACK
+    assert name in INTEGRATION_TO_CALLBACK
 
 
 def test_a_run_sees_to_its_trackers_first(upscaled, corpus, tmp_path, installed):

@@ -31,7 +31,7 @@ from midus_hf.training.optim.rates import Rates
 from midus_hf.training.output.written_files import RUN_MARK
 from midus_hf.training.run.run_setup import loaded_whole
 from midus_hf.training.run.train import prepare
-from midus_hf.training.trainer.trains_sharded import TrainsSharded
+from midus_hf.training.trainer.shards import Shards
 
 SHARDING = Path(__file__).with_name("sharding_rank.py")
 ENVIRONMENT = launched_environment("fsdp2")
@@ -155,7 +155,7 @@ def test_the_first_kind_of_fsdp_is_refused(upscaled, corpus, tmp_path):
     with pytest.raises(
         ValueError, match=r"fsdp_version is 1, which flattens parameters, .* expected 2, as in configs/acc"
     ):
-        trainer._prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1))
+        trainer.shards._prepare_fsdp(FullyShardedDataParallelPlugin(fsdp_version=1))
 
 
 @pytest.mark.parametrize(("kind", "is_there"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
@@ -201,8 +201,9 @@ class ToldOfDeepSpeed:
         self.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
-class Sharding(TrainsSharded, ToldOfDeepSpeed):
-    """The mixin before it."""
+def sharding(model, bf16: bool, settings=None) -> tuple[ToldOfDeepSpeed, Shards]:
+    trainer = ToldOfDeepSpeed(model, bf16, settings)
+    return trainer, Shards(trainer)
 
 
 SAVED = {
@@ -219,33 +220,33 @@ def test_with_deepspeed_a_run_goes_on_from_a_checkpoint_of_its_stage_alone(tmp_p
     """A Trainer without it would find no moments in its checkpoint, and go on without a word."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
-    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings={"zero_optimization": {"stage": stage}})
+    trainer, shards = sharding(torch.nn.Linear(2, 2), bf16=False, settings={"zero_optimization": {"stage": stage}})
     here = "share parameters by DeepSpeed" if stage == 3 else "share moments by DeepSpeed"
     if SAVED[file] == here:
         parts = [tmp_path / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
         for part in parts:
             part.write_text("")
-        trainer.check_checkpoint(tmp_path)
+        shards.check_checkpoint(tmp_path)
         parts[1].unlink()
         with pytest.raises(
             ValueError,
             match="saved by DeepSpeed in 1 processes, and it goes on in no other number; there are 2; start 1, or a new",
         ):
-            trainer.check_checkpoint(tmp_path)
+            shards.check_checkpoint(tmp_path)
         trainer.is_deepspeed_enabled, here = False, "hold whole models"
     with pytest.raises(
         ValueError, match=f"was saved by processes that {SAVED[file]}, and these {here}; go on with it as it"
     ):
-        trainer.check_checkpoint(tmp_path)
+        shards.check_checkpoint(tmp_path)
 
 
 def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_saved_under_one_name(tmp_path):
     settings = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
     model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
     model["head"].weight = model["embed"].weight
-    trainer = Sharding(model, bf16=False, settings=settings)
+    trainer, shards = sharding(model, bf16=False, settings=settings)
     assert settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-    trainer.saved_dtypes = {"embed.weight": torch.bfloat16}
+    shards.saved_dtypes = {"embed.weight": torch.bfloat16}
     trainer.deepspeed, saved = object(), []
     (tmp_path / "config.json").write_text('{"dtype": "float32", "vocab_size": 8}')
     given = {name: torch.ones(2) for name in ("embed.weight", "embed.bias", "head.weight", "head.bias")}
@@ -253,7 +254,7 @@ def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_sa
     trainer._save = lambda folder, state: saved.append({name: tensor.dtype for name, tensor in state.items()})
     for process in (given, None):  # as DeepSpeed tells the first and the others
         trainer.accelerator.get_state_dict = lambda model, found=process: found if model is trainer.deepspeed else {}
-        trainer.save_model(str(tmp_path))
+        shards.save_model(str(tmp_path), is_checkpoint=False)
     assert json.loads((tmp_path / "config.json").read_text()) == {"dtype": "bfloat16", "vocab_size": 8}
     of_first = {"embed.weight": torch.bfloat16, "embed.bias": torch.float32, "head.bias": torch.float32}
     assert saved == [of_first, {}]
@@ -263,38 +264,38 @@ def test_of_the_third_stage_a_model_is_put_together_once_and_its_tied_tensors_sa
 def test_rates_of_deepspeeds_file_are_refused(section):
     message = f"the file of DeepSpeed has a section '{section}', which would stand in place of the run's own groups and rates"
     with pytest.raises(ValueError, match=message):
-        Sharding(torch.nn.Linear(2, 2), bf16=False, settings={section: {"type": "AdamW"}})
+        sharding(torch.nn.Linear(2, 2), bf16=False, settings={section: {"type": "AdamW"}})
 
 
 def test_a_run_that_was_over_is_saved_as_the_whole_model_that_was_loaded(tmp_path):
     """DeepSpeed never had it."""
-    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings={"zero_optimization": {"stage": 3}})
+    trainer, shards = sharding(torch.nn.Linear(2, 2), bf16=False, settings={"zero_optimization": {"stage": 3}})
     trainer.args.should_save, trainer.args.push_to_hub, saved = True, False, []
     trainer._save = saved.append
-    trainer.save_model("out")
+    shards.save_model("out", is_checkpoint=False)
     trainer.args.should_save = False  # the other processes
-    trainer.save_model("out")
-    assert saved == ["out"] and not trainer.shares_parameters
+    shards.save_model("out", is_checkpoint=False)
+    assert saved == ["out"] and not shards.shares_parameters
     trainer.model.weight.ds_shape = torch.Size([2, 2])
     with pytest.raises(
         ValueError, match=r"the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it .* train"
     ):
-        trainer.save_model("out")
+        shards.save_model("out", is_checkpoint=False)
     assert saved == ["out"]
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(0, False), (1, False), (2, False), (3, True)])
 def test_parameters_are_shared_from_the_third_stage_on(stage, shared):
     settings = {"zero_optimization": {"stage": stage}}
-    trainer = Sharding(torch.nn.Linear(2, 2), bf16=False, settings=settings)
-    assert not trainer.shares_parameters  # before DeepSpeed has the model
+    trainer, shards = sharding(torch.nn.Linear(2, 2), bf16=False, settings=settings)
+    assert not shards.shares_parameters  # before DeepSpeed has the model
     trainer.deepspeed = object()
-    assert trainer.shares_parameters is shared
+    assert shards.shares_parameters is shared
     assert settings["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save", False) is shared
     trainer.is_deepspeed_enabled = False
-    assert not trainer.shares_parameters
+    assert not shards.shares_parameters
     trainer.is_fsdp_enabled = True
-    assert trainer.shares_parameters
+    assert shards.shares_parameters
 
 
 class ZeroThree:
@@ -345,9 +346,9 @@ def test_deepspeed_rounds_nothing_that_is_frozen():
         match=r"bf16 is asked for, and DeepSpeed casts a whole model to bfloat16: 0\.weight, which is frozen in float32, would be "
         r"rounded; expected fp32, or a model in bfloat16\. Start it with configs/accelerate/fsdp2\.yaml\.",
     ):
-        Sharding(model, bf16=True)
-    Sharding(model, bf16=False)
-    Sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), bf16=True)
+        sharding(model, bf16=True)
+    sharding(model, bf16=False)
+    sharding(torch.nn.ModuleList([model[0].to(torch.bfloat16), model[1]]), bf16=True)
 
 
 @pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")], ids=["bf16", "fp16"])
@@ -359,5 +360,5 @@ def test_nor_where_its_own_file_asks_for_half_precision_and_the_run_does_not(key
         match=rf"the file of DeepSpeed asks for {dtype}, and DeepSpeed casts a whole model to {dtype}: weight, which is frozen in "
         rf"float32, would be rounded; expected fp32, or a model in {dtype}\. Start it with configs/accelerate/fsdp2\.yaml\.",
     ):
-        Sharding(frozen, bf16=False, settings={key: {"enabled": True}})
-    Sharding(frozen, bf16=False, settings={key: {"enabled": False}})
+        sharding(frozen, bf16=False, settings={key: {"enabled": True}})
+    sharding(frozen, bf16=False, settings={key: {"enabled": False}})

@@ -10,12 +10,15 @@ from transformers import get_scheduler
 
 from midus_config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
+from midus_hf.models.fetching import Banks
+from midus_hf.models.host import MemoryModel
 from midus_hf.training.optim.cut_parameters import whole_shape
 from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
-from midus_hf.training.trainer.trains_blocks import GROUP as BLOCKS_GROUP
-from midus_hf.training.trainer.trains_blocks import banks_that_train
 
 _COURSE_OF_VALUES = {"constant": "constant", "fixed": "schedule", "4x-to-1x": "4x-to-1x"}
+
+BLOCKS_GROUP = "blocks"
+"""The name of the optimizer's group that has no parameters, but the rate and the decay of blocks."""
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, Any]]:
@@ -170,3 +173,9 @@ def _ids_of(model: nn.Module, *roles: Role) -> set[int]:
 
 def _constant(step: int) -> float:
     return 1.0
+
+
+def banks_that_train(model: torch.nn.Module) -> list[Banks]:
+    """Return the banks of a model, PEFT's wrapper aside, whose blocks are to be trained."""
+    modules = (module for module in model.modules() if isinstance(module, MemoryModel))
+    return [module.own_banks for module in modules if module.own_banks.layouts and module.own_banks.trainable]

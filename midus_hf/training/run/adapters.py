@@ -16,8 +16,8 @@ from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.training.optim.freezing import new_layers
 from midus_hf.training.optim.lora import names_of_new_modules
+from midus_hf.training.optim.parameter_groups import banks_that_train
 from midus_hf.training.run.adapter_options import AdapterChoice, read_adapters, refusal_of_unmerged
-from midus_hf.training.trainer.trains_blocks import banks_that_train
 
 _WHERE = {"base": "the base", "new": "the new layers alone", "all": "all layers"}
 

@@ -35,7 +35,7 @@ from midus_hf.banks.level_file import BankError
 from midus_hf.saved_models import refusing
 from midus_hf.training.data.held_out import HeldOut, check_held_out
 from midus_hf.training.optim.freezing import set_trainable
-from midus_hf.training.optim.parameter_groups import parameter_groups
+from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_train, parameter_groups
 from midus_hf.training.optim.precision import hold_for_training
 from midus_hf.training.optim.rates import VALUE_DECAY_RATIO, Rates
 from midus_hf.training.output.disk_room import check_room_of_run
@@ -52,9 +52,7 @@ from midus_hf.training.run.run_trainer import InRun
 from midus_hf.training.run.training_log import TrainingLog
 from midus_hf.training.run.training_run import TrainingRun
 from midus_hf.training.run_options import RunOptions
-from midus_hf.training.trainer.trains_blocks import GROUP as BLOCKS_GROUP
-from midus_hf.training.trainer.trains_blocks import banks_that_train
-from midus_hf.training.trainer.trains_tables import check_reads_few_rows
+from midus_hf.training.trainer.tables import check_reads_few_rows
 
 Chosen = tuple[Any, RenderableType]
 """A model that knows what trains, wrapped by PEFT if it has adapters, and what a person is told of that."""
@@ -225,7 +223,7 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
             break
         not_finite[checkpoint] = found
     tell_passed_over(not_finite)
-    trainer.check_checkpoint(checkpoint)
+    trainer.shards.check_checkpoint(checkpoint)
     return checkpoint
 
 

@@ -16,6 +16,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from midus_config.checkpoint_files import BLOCK_STATES
 from midus_hf.evaluation.fetching import fetches_blocks
+from midus_hf.models.fetching import Banks
+from midus_hf.models.host import MemoryModel
 from midus_hf.training.data.held_out import (
     HeldOut,
     HeldOutEvents,
@@ -44,13 +46,12 @@ from midus_hf.training.output.written_files import remove_written
 from midus_hf.training.run.interruption import Interruption
 from midus_hf.training.run.progress import ProgressTable
 from midus_hf.training.run.training_clock import TrainingClock
-from midus_hf.training.trainer.memory_aids import AidsMemory
-from midus_hf.training.trainer.trains_blocks import open_banks
+from midus_hf.training.trainer.memory_trainer import TrainsMemory
 
 _OF_ANOTHER_PROCESS = "another process could not write its part"
 
 
-class InRun(AidsMemory):
+class InRun(TrainsMemory):
     """Mixin for a Trainer that prints a table, measures held-out text, and goes on if a checkpoint cannot be written.
 
     Held-out texts are measured whole by every process; where the first is best, a checkpoint can be kept. The tokenizer is
@@ -238,7 +239,7 @@ class InRun(AidsMemory):
                 None,
                 (
                     first_not_finite(trained_tensors(self.model)),
-                    *(bank.first_not_finite() for bank in self.trained_banks),
+                    *(bank.first_not_finite() for bank in self.blocks.banks),
                 ),
             ),
             None,
@@ -255,7 +256,7 @@ class InRun(AidsMemory):
         assert isinstance(self.model, nn.Module)
         frozen = (name for name, parameter in self.model.named_parameters() if not parameter.requires_grad)
         found = first_not_finite_in(checkpoint, frozen)
-        states = ((bank, checkpoint / BLOCK_STATES / str(number)) for number, bank in enumerate(self.trained_banks))
+        states = ((bank, checkpoint / BLOCK_STATES / str(number)) for number, bank in enumerate(self.blocks.banks))
         return found or next(filter(None, (bank.first_not_finite_in(folder) for bank, folder in states)), None)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
@@ -274,7 +275,7 @@ class InRun(AidsMemory):
         beside: list[Path] = []
         earlier = self._frozen_weights.earlier(folder)
         assert isinstance(self.model, nn.Module)
-        banks = open_banks(self.model)
+        banks = _open_banks(self.model)
 
         def begin() -> None:
             beside.extend(begin_checkpoint(folder))
@@ -311,7 +312,7 @@ class InRun(AidsMemory):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As `Trainer._save`; of a checkpoint whose frozen weights lie in an earlier one as well, these are linked."""
-        whole = state_dict is None and self.columns is None and not _has_adapters(self.model)
+        whole = state_dict is None and self.tables.columns is None and not _has_adapters(self.model)
         if not (self._is_writing_checkpoint and self.args.should_save and whole):
             super()._save(output_dir, state_dict)
             return
@@ -361,6 +362,12 @@ class InRun(AidsMemory):
             return int(number)
         numbers = self.accelerator.gather(torch.tensor([int(number)], device=self.args.device))
         return int(numbers.max())
+
+
+def _open_banks(model: torch.nn.Module) -> list[Banks]:
+    """Return the banks of a model, PEFT's wrapper aside, that are open."""
+    modules = (module for module in model.modules() if isinstance(module, MemoryModel))
+    return [module.own_banks for module in modules if module.own_banks.are_open]
 
 
 def _nothing() -> None:

@@ -147,8 +147,8 @@ class TrainingRun:
     def _save(self, result: TrainResult) -> Path:
         """Save model and tokenizer, in the dtypes and with the cache setting and the files that the model came with."""
         output = Path(self.config.output)
-        if self.trainer.shares_parameters:
-            self.trainer.saved_dtypes = self.dtypes
+        if self.trainer.shards.shares_parameters:
+            self.trainer.shards.saved_dtypes = self.dtypes
         else:
             restore_dtypes(self.model, self.dtypes)
         self.trainer.refuse_not_finite()

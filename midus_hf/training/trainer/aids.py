@@ -1,8 +1,9 @@
-"""What any Trainer of memories may do beside: a balance loss, a log of usage, and an end to what is not finite."""
+"""What a Trainer of memories may do besides: a balance loss, a log of usage, and an end to what is not finite."""
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,117 +13,118 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from midus_hf.analysis.usage import Usage, record_usage, summarise
 from midus_hf.training.optim.balance import record_readings
 from midus_hf.training.optim.finite import error_of, first_gradient_not_finite
-from midus_hf.training.trainer.trains_memory import TrainsMemory
 
 
-class AidsMemory(TrainsMemory):
-    """Mixin for a `Trainer` of any kind, as `TrainsMemory`, which it includes.
+class Aids:
+    """What a Trainer of memories may do besides: a balance loss, a log of usage, and an end to what is not finite.
 
     Args:
+        trainer: That has its model and its accelerator.
         balance_loss: Coefficient of the balance loss of the memories, which is added to the loss in training alone.
             Default: 0.
         usage_every: Steps between log events that tell how memory slots are used. Default: none.
-        kwargs: What `TrainsMemory` and the Trainer take.
 
     Raises:
         ValueError: If `balance_loss` is set where parameters are sharded: the loss reads keys outside the forward
             pass. If `usage_every` is set and `args.torch_compile`: what is counted runs uncompiled.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        balance_loss: float = 0.0,
-        usage_every: int | None = None,
-        **kwargs: Any,
-    ):
-        self.balance_loss = balance_loss
-        super().__init__(*args, **kwargs)
-        if balance_loss and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+    def __init__(self, trainer: Any, balance_loss: float = 0.0, usage_every: int | None = None):
+        self._trainer, self.balance_loss = trainer, balance_loss
+        if balance_loss and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError(
                 f"balance_loss is {balance_loss}, which needs whole parameters; set it to 0, or train without sharding."
             )
-        if usage_every is not None and self.args.torch_compile:
+        if usage_every is not None and trainer.args.torch_compile:
             raise ValueError(
                 f"usage_every is {usage_every}, for which a model has to run uncompiled; leave it out, or torch_compile."
             )
         self._balance_losses: list[torch.Tensor] = []
         self._usage_events = None if usage_every is None else UsageEvents(usage_every)
         if self._usage_events is not None:
-            self.add_callback(self._usage_events)
+            trainer.add_callback(self._usage_events)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; the usage of memory slots is counted if it is to be logged."""
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Count the usage of memory slots, if it is to be logged, for as long as training runs."""
         self._balance_losses.clear()
         if self._usage_events is None:
-            return super().train(*args, **kwargs)
-        model: Any = self.model
-        with record_usage(model, training_only=True) as usage:
+            yield
+            return
+        with record_usage(self._trainer.model, training_only=True) as usage:
             self._usage_events.usage = usage
             try:
-                return super().train(*args, **kwargs)
+                yield
             finally:
                 self._usage_events.usage = None
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor | Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """As `Trainer.compute_loss`, and in training the balance loss times its coefficient."""
+    def with_balance(self, model: nn.Module, compute: Callable[[], Any], is_per_token: bool, returns: bool) -> Any:
+        """Return the result of computing a loss, with the balance loss times its coefficient added in training.
+
+        Args:
+            model: That computes.
+            compute: Returns the loss, or a tuple that begins with it.
+            is_per_token: Whether the loss is divided by the tokens of all passes of a step.
+            returns: Whether `compute` returns a tuple.
+        """
         if not self.balance_loss or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return compute()
         with record_readings(model) as readings:
-            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        balance = readings.balance_loss(self._mean_over_processes if self.args.world_size > 1 else None)
+            result = compute()
+        trainer = self._trainer
+        balance = readings.balance_loss(self._mean_over_processes if trainer.args.world_size > 1 else None)
         self._balance_losses.append(balance.detach())
         # Where the loss is divided by the tokens of all passes of a step, what is a mean per pass has to be divided too.
-        by_tokens = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        passes = self.current_gradient_accumulation_steps if by_tokens or self.compute_loss_func is not None else 1
+        by_tokens = trainer.model_accepts_loss_kwargs and is_per_token
+        passes = (
+            trainer.current_gradient_accumulation_steps if by_tokens or trainer.compute_loss_func is not None else 1
+        )
         added = self.balance_loss / passes * balance
-        return (result[0] + added, *result[1:]) if return_outputs else result + added
+        return (result[0] + added, *result[1:]) if returns else result + added
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """As `Trainer._get_grad_norm`, which is the last that is looked at before the optimizer's step.
+    def check_norm(self, model: nn.Module, norm: Any) -> None:
+        """Look at the norm of all gradients, which is the last that is looked at before the optimizer's step.
 
         Where gradients are scaled for float16, those that are not finite are for the scaler to see, which leaves such a step out.
 
         Raises:
-            FloatingPointError: If the norm of all gradients is not finite: the step would spoil all that trains.
+            FloatingPointError: If the norm is not finite: the step would spoil all that trains.
         """
-        norm: Any = super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
-        scales = self.accelerator.scaler is not None or self._dtype_of_deepspeed() == "float16"
+        trainer = self._trainer
+        scales = trainer.accelerator.scaler is not None or trainer.shards.dtype_of_deepspeed() == "float16"
         if norm is None or scales or math.isfinite(norm):
-            return norm
-        step, loss = self.state.global_step + 1, self._tr_loss.item()  # of all steps since the last event
+            return
+        step, loss = trainer.state.global_step + 1, trainer._tr_loss.item()  # of all steps since the last event
         if not math.isfinite(loss):
             raise error_of(f"loss is {loss}", step)
         name = first_gradient_not_finite(model)
         raise error_of(f"gradient norm is {float(norm)}{f' (that of {name} is)' if name else ''}", step)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer.log`, with the rates of keys, values and memories; `learning_rate` is that of the first group.
+    def measures(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return what a log event tells besides: `balance_loss`, the mean since the last event, and how slots were used.
 
-        With them stand, if asked for, `balance_loss`, the mean since the last event and without its coefficient, and
-        how memory slots were used.
+        Args:
+            logs: What the event tells already.
 
         Raises:
             FloatingPointError: If the loss is not finite: what follows could only waste time and spoil checkpoints.
         """
         if not math.isfinite(logs.get("loss", 0.0)):
-            raise error_of(f"loss is {logs['loss']}", self.state.global_step)
-        if "loss" in logs and self._balance_losses:
+            raise error_of(f"loss is {logs['loss']}", self._trainer.state.global_step)
+        if "loss" not in logs:
+            return {}
+        measures: dict[str, float] = {}
+        if self._balance_losses:
             balance = torch.stack(self._balance_losses).mean()
-            logs["balance_loss"] = self._mean_over_processes(balance).item()
+            measures["balance_loss"] = self._mean_over_processes(balance).item()
             self._balance_losses.clear()
-        if "loss" in logs and self._usage_events is not None:
-            logs |= self._usage_events.measures(lambda counts: self.accelerator.reduce(counts, reduction="sum"))
-        super().log(logs, start_time)
+        if self._usage_events is not None:
+            accelerator = self._trainer.accelerator
+            measures |= self._usage_events.measures(lambda counts: accelerator.reduce(counts, reduction="sum"))
+        return measures
 
     def _mean_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        mean: Any = self.accelerator.reduce(tensor, reduction="mean")
+        mean: Any = self._trainer.accelerator.reduce(tensor, reduction="mean")
         return mean
 
 

@@ -1,10 +1,10 @@
-"""What a Trainer needs where accelerate shards parameters: a model that is saved whole, and no run that is not sharded after all."""
+"""Parameters that accelerate shards: a model that is saved whole, and no run that is not sharded after all."""
 
 import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
@@ -13,44 +13,39 @@ from transformers.utils import CONFIG_NAME
 from midus_hf.training.optim.cut_parameters import is_cut
 from midus_hf.training.optim.tied_tensors import other_names
 
-if TYPE_CHECKING:
-    # What the mixin stands before, for all that it asks of itself.
-    from transformers import Trainer as AnyTrainer
-else:
-    AnyTrainer = object
-
-
 _WHOLE, _FSDP = "hold whole models", "share parameters by FSDP"
 _ZERO, _ZERO_3 = "share moments by DeepSpeed", "share parameters by DeepSpeed"
 
 
-class TrainsSharded(AnyTrainer):
-    """Mixin for a `Trainer` of any kind whose parameters FSDP or DeepSpeed may shard.
+class Shards:
+    """What a Trainer of any kind does where FSDP or DeepSpeed may shard its parameters.
 
     FSDP2 is told which layers a model is made of, unless a person has told it, and to compute in lower precision but not to add
     gradients, or give losses, in it. With `SHARDED_STATE_DICT`, and with DeepSpeed's ZeRO-3 unless its file says otherwise, a
     Trainer's `save_model` writes no model; here it does. Checkpoints are the Trainer's own.
 
     Args:
-        args: What the Trainer takes.
-        kwargs: What the Trainer takes.
+        trainer: That has its model and its accelerator.
 
     Raises:
         ValueError: If accelerate is told to shard and does not, as on CPUs, or by the first kind of FSDP; if DeepSpeed would round
             what is frozen.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
         self.saved_dtypes: dict[str, torch.dtype] = {}
         """Of a model whose parameters are shared: in which dtypes it is saved, by name; what is not named stays as it is."""
-        for name, enabled in (("FSDP", self.is_fsdp_enabled), ("DeepSpeed", self.is_deepspeed_enabled)):
+        for name, enabled in (
+            ("FSDP", self._trainer.is_fsdp_enabled),
+            ("DeepSpeed", self._trainer.is_deepspeed_enabled),
+        ):
             if _is_told(name.upper()) and not enabled:
                 raise ValueError(
-                    f"accelerate was started with {name}, which does not shard on {self.args.device.type}: all processes would hold "
-                    "whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
+                    f"accelerate was started with {name}, which does not shard on {trainer.args.device.type}: all processes would "
+                    "hold whole models. Start it with configs/accelerate/ddp.yaml, or on accelerators."
                 )
-        if self.is_deepspeed_enabled and (dtype := self._dtype_of_deepspeed()) is not None:
+        if trainer.is_deepspeed_enabled and (dtype := self.dtype_of_deepspeed()) is not None:
             self._check_frozen(dtype)
         for section in ("optimizer", "scheduler"):
             if section in self._deepspeed_settings():
@@ -60,32 +55,32 @@ class TrainsSharded(AnyTrainer):
                 )
         if self._is_zero_3():
             self._zero_options()["stage3_gather_16bit_weights_on_model_save"] = True  # in the dtype that they have
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        plugin = getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             self._prepare_fsdp(plugin)
 
     @property
     def shares_parameters(self) -> bool:
         """Whether each process holds a share of every parameter: by FSDP, or by DeepSpeed's ZeRO-3 once it has the model."""
-        return self.is_fsdp_enabled or (self._is_zero_3() and self._has_engine())
+        return self._trainer.is_fsdp_enabled or (self._is_zero_3() and self._has_engine())
 
     def _has_engine(self) -> bool:
         """Whether DeepSpeed has the model, as it has from the first step or the first evaluation on."""
-        return getattr(self, "deepspeed", None) is not None
+        return getattr(self._trainer, "deepspeed", None) is not None
 
     def _is_zero_3(self) -> bool:
-        return self.is_deepspeed_enabled and self._zero_options().get("stage") == 3
+        return self._trainer.is_deepspeed_enabled and self._zero_options().get("stage") == 3
 
     def _zero_options(self) -> dict[str, Any]:
         return self._deepspeed_settings().get("zero_optimization", {})
 
     def _deepspeed_settings(self) -> dict[str, Any]:
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        plugin = getattr(self._trainer.accelerator.state, "deepspeed_plugin", None)
         return {} if plugin is None else plugin.deepspeed_config
 
-    def _dtype_of_deepspeed(self) -> str | None:
+    def dtype_of_deepspeed(self) -> str | None:
         """What DeepSpeed casts a whole model to: as the run asks, or DeepSpeed's own file does; None for neither."""
-        if self.args.bf16:
+        if self._trainer.args.bf16:
             return "bfloat16"
         settings = self._deepspeed_settings()
         dtypes = {"bf16": "bfloat16", "fp16": "float16"}
@@ -93,10 +88,10 @@ class TrainsSharded(AnyTrainer):
 
     def _check_frozen(self, dtype: str) -> None:
         """DeepSpeed computes with a model that is of half precision as a whole, and that is what it saves."""
-        model: Any = self.model
+        model: Any = self._trainer.model
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad and parameter.dtype is torch.float32:
-                asked = "bf16 is asked for" if self.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
+                asked = "bf16 is asked for" if self._trainer.args.bf16 else f"the file of DeepSpeed asks for {dtype}"
                 raise ValueError(
                     f"{asked}, and DeepSpeed casts a whole model to {dtype}: {name}, which is frozen in float32, would be "
                     f"rounded; expected fp32, or a model in {dtype}. Start it with configs/accelerate/fsdp2.yaml."
@@ -108,7 +103,7 @@ class TrainsSharded(AnyTrainer):
                 f"fsdp_version is {plugin.fsdp_version}, which flattens parameters, so that matrices and norms cannot be told apart; "
                 "expected 2, as in configs/accelerate/fsdp2.yaml."
             )
-        model: Any = self.model
+        model: Any = self._trainer.model
         if plugin.transformer_cls_names_to_wrap is None:
             # A model whose layers all host memories has none of the family's own, which its class names all the same.
             names = {type(module).__name__ for module in model.modules()}
@@ -131,69 +126,74 @@ class TrainsSharded(AnyTrainer):
         """
         saved = _how_saved(checkpoint)
         of_deepspeed = _ZERO_3 if self._is_zero_3() else _ZERO
-        here = _FSDP if self.is_fsdp_enabled else of_deepspeed if self.is_deepspeed_enabled else _WHOLE
+        here = (
+            _FSDP if self._trainer.is_fsdp_enabled else of_deepspeed if self._trainer.is_deepspeed_enabled else _WHOLE
+        )
         if saved != here:
             raise ValueError(
                 f"{checkpoint} was saved by processes that {saved}, and these {here}; go on with it as it was begun, or start a new "
                 "run."
             )
         processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
-        if self.is_deepspeed_enabled and processes not in (0, self.args.world_size):
+        if self._trainer.is_deepspeed_enabled and processes not in (0, self._trainer.args.world_size):
             raise ValueError(
                 f"{checkpoint} was saved by DeepSpeed in {processes} processes, and it goes on in no other number; there are "
-                f"{self.args.world_size}; start {processes}, or a new run from the trained model."
+                f"{self._trainer.args.world_size}; start {processes}, or a new run from the trained model."
             )
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As the Trainer's; what ZeRO-3 has cut is for DeepSpeed to load. Before that, a checkpoint has the whole model."""
-        if self._is_zero_3() and self._has_engine():
-            deepspeed_load_checkpoint(self.model_wrapped, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def load(self, checkpoint: str) -> bool:
+        """Return whether a checkpoint was loaded here: what ZeRO-3 has cut is for DeepSpeed to load. Before, a checkpoint has all."""
+        if not (self._is_zero_3() and self._has_engine()):
+            return False
+        deepspeed_load_checkpoint(self._trainer.model_wrapped, checkpoint)
+        return True
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer.save_model`; parameters that are shared are put together in the first process. All processes call it.
+    def save_model(self, output_dir: str | None, is_checkpoint: bool) -> bool:
+        """Return whether the model was saved here: parameters that are shared are put together in the first process. All call it.
+
+        Args:
+            output_dir: Folder. Default: that of the run.
+            is_checkpoint: Whether the model is a part of a checkpoint, where `FULL_STATE_DICT` has it.
 
         Raises:
             ValueError: If ZeRO-3 cut the model when it was loaded, and it has not been trained.
         """
         # So it is at the end of a run that was over before it went on.
-        waits_for_engine = self.is_deepspeed_enabled and not self._has_engine()
-        if _internal_call or not (self.shares_parameters or waits_for_engine):
-            # What is a part of a checkpoint is there where `FULL_STATE_DICT` has it.
-            super().save_model(output_dir, _internal_call)
-            return
+        waits_for_engine = self._trainer.is_deepspeed_enabled and not self._has_engine()
+        if is_checkpoint or not (self.shares_parameters or waits_for_engine):
+            return False
         if waits_for_engine:
-            model: Any = self.model
+            model: Any = self._trainer.model
             if any(is_cut(parameter) for parameter in model.parameters()):
                 raise ValueError(
                     "the model was cut by ZeRO-3 when it was loaded, and DeepSpeed cannot put it together before it has trained it; "
                     "train first, or load the model before TrainingArguments are made."
                 )
-            if self.args.should_save:
-                self._save(output_dir)
+            if self._trainer.args.should_save:
+                self._trainer._save(output_dir)
         else:
             self._save_whole(output_dir)
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        if self._trainer.args.push_to_hub:
+            self._trainer.push_to_hub(commit_message="Model save", revision=self._trainer.args.hub_revision)
+        return True
 
     def _save_whole(self, output_dir: str | None) -> None:
         """Save what processes share. Nothing waits for the first of them, whose disk may be full."""
         # Where all processes call, DeepSpeed gives the model to the first, and nothing to the others.
-        state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(
-            self.model if self.is_fsdp_enabled else self.deepspeed
+        state: dict[str, torch.Tensor] | None = self._trainer.accelerator.get_state_dict(
+            self._trainer.model if self._trainer.is_fsdp_enabled else self._trainer.deepspeed
         )
-        model: Any = self.model
+        model: Any = self._trainer.model
         spare = other_names(model)  # which a cast would make tensors of their own
         saved = {
             name: tensor.to(self.saved_dtypes.get(name, tensor.dtype))
             for name, tensor in (state or {}).items()
             if name not in spare
         }
-        self._save(output_dir, saved)
+        self._trainer._save(output_dir, saved)
         first = next((name for name, tensor in model.named_parameters() if tensor.is_floating_point()), None)
-        if self.args.should_save and first in saved:
-            _tell_dtype(Path(output_dir or str(self.args.output_dir)) / CONFIG_NAME, saved[first].dtype)
+        if self._trainer.args.should_save and first in saved:
+            _tell_dtype(Path(output_dir or str(self._trainer.args.output_dir)) / CONFIG_NAME, saved[first].dtype)
 
 
 def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
