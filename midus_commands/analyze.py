@@ -63,7 +63,7 @@ def heads(
         with working():
             from tqdm import tqdm
 
-            from midus_hf.analysis.head_importance import HeadImportance, head_importance
+            from midus_hf.analysis.inside.head_importance import HeadImportance, head_importance
             from midus_hf.analysis.task_answers import task_answers
             from midus_hf.evaluation.harness import Tasks
             from midus_hf.evaluation.quiet import quiet_libraries
@@ -81,7 +81,7 @@ def heads(
             raise
         words = f"tasks need lm-evaluation-harness ({error.name} is missing): pip install 'midus-hf[eval]'"
         raise Ending(WRONG_REQUEST, words) from error
-    from midus_hf.analysis.head_report import as_json, draw_heads, layers_table
+    from midus_hf.analysis.inside.head_report import as_json, draw_heads, layers_table
     from midus_hf.short_names import short_names
 
     report = {"tasks": names, "limit": limit, "models": as_json(found)}

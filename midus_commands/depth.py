@@ -79,10 +79,10 @@ def midus_depth(
         if place is not None and picture is None and page is None:
             raise ValueError(f"map is {map_!r}, and nothing to draw it on; expected --picture or --page as well.")
         documents = _documents(text, column, encoding, limit)
-        from midus_hf.analysis.depth_map import depth_map
-        from midus_hf.analysis.depth_readers import readers_of_depth
-        from midus_hf.analysis.depth_reading import depth_readings, writers
-        from midus_hf.analysis.depth_records import record_depth
+        from midus_hf.analysis.depth.map import depth_map
+        from midus_hf.analysis.depth.readers import readers_of_depth
+        from midus_hf.analysis.depth.reading import depth_readings, writers
+        from midus_hf.analysis.depth.records import record_depth
         from midus_hf.analysis.text_rows import read_rows
 
         loaded, tokenizer = load_to_read(model, dtype, device)
@@ -95,7 +95,7 @@ def midus_depth(
             losses = read_rows(loaded, rows, batch_size=batch_size, progress=adding(show, rows.num_tokens))
         readings = depth_readings(records)
         found = writers(readings)
-    from midus_hf.analysis.depth_tables import as_json, layers_table, writers_table
+    from midus_hf.analysis.depth.tables import as_json, layers_table, writers_table
 
     report = {
         "model": model,
@@ -104,11 +104,11 @@ def midus_depth(
     }
     show_report(report, [layers_table(readings), writers_table(found, _MOST_WRITERS)], json_)
     if picture is not None:  # last, so that a picture that cannot be written costs nothing else
-        from midus_hf.analysis.depth_pictures import draw_depth
+        from midus_hf.analysis.depth.pictures import draw_depth
 
         picture.write_bytes(draw_depth(readings, of_head))
     if page is not None:
-        from midus_hf.analysis.depth_page import write_depth_page
+        from midus_hf.analysis.depth.page import write_depth_page
 
         write_depth_page(page, report, readings, found, of_head)
 

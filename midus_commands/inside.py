@@ -33,9 +33,9 @@ from midus_commands.reading import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from midus_hf.analysis.drift import LogitsOfBase
+    from midus_hf.analysis.inside.drift import LogitsOfBase
+    from midus_hf.analysis.slots.usage import Usage
     from midus_hf.analysis.text_rows import TextRows
-    from midus_hf.analysis.usage import Usage
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model that upscale made.")]
 
@@ -66,15 +66,15 @@ def layers(
         check_picture("picture", picture, ".png")
         check_file("csv", csv, ".csv")
         documents = named_documents(text, column, encoding, limit)
-        from midus_hf.analysis.added_parts import added_parts
-        from midus_hf.analysis.layer_effects import layer_effects
+        from midus_hf.analysis.inside.added_parts import added_parts
+        from midus_hf.analysis.inside.layer_effects import layer_effects
 
         loaded, tokenizer = load_to_read(model, dtype, device)
         added_parts(loaded)
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             found = layer_effects(loaded, rows, with_base=all_, batch_size=batch_size, progress=show)
-    from midus_hf.analysis.layer_report import as_csv, as_json, draw_layers, layers_table
+    from midus_hf.analysis.inside.layer_report import as_csv, as_json, draw_layers, layers_table
 
     show_report({"model": model, **as_json(found)}, [layers_table(found)], json_)
     if csv is not None:
@@ -115,13 +115,13 @@ def drift(
             raise ValueError(f"top is {top}; expected at least 1.")
         documents = named_documents(text, column, encoding, limit)
         loaded, tokenizer, of_base = load_with_base(model, base, dtype, device)
-        from midus_hf.analysis import drift as found_drift
+        from midus_hf.analysis.inside import drift as found_drift
 
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar() as show:
             told = adding(show, sum(of_text.num_tokens for of_text in rows))
             found = found_drift.drift(loaded, of_base, rows, most_shown=top, batch_size=batch_size, progress=told)
-    from midus_hf.analysis.drift_report import as_json, drift_table, moved_table, write_drift_page
+    from midus_hf.analysis.inside.drift_report import as_json, drift_table, moved_table, write_drift_page
 
     compared = {"model": model, "base": base}
     tables = [drift_table(found), moved_table(found, tokenizer)]
@@ -166,7 +166,7 @@ def values(
                 "neither text nor slot is given; expected one: slots by number, or a text to see which are used."
             )
         documents = named_documents(text or [], column, encoding, limit)
-        from midus_hf.analysis.slot_tokens import memory_of_slots, slot_tokens, slots_table
+        from midus_hf.analysis.slots.slot_tokens import memory_of_slots, slot_tokens, slots_table
         from upscalers.chapters.numbers import parse_numbers
 
         loaded, tokenizer = load_to_read(model, dtype, device)
@@ -204,7 +204,7 @@ def load_with_base(
     """
     if base == "self":
         _check_base_within(model)
-    from midus_hf.analysis.drift import base_within
+    from midus_hf.analysis.inside.drift import base_within
 
     loaded, tokenizer = load_to_read(model, dtype, device)
     of_base = base_within(loaded) if base == "self" else _load_other(base, loaded, tokenizer, dtype, device)
@@ -218,8 +218,8 @@ def in_words(base: str) -> str:
 
 def usage_of_slots(model: "PreTrainedModel", rows: "Sequence[TextRows]", batch_size: int) -> "Usage":
     """Let a model read texts, and count which slots of its memories it reads."""
+    from midus_hf.analysis.slots.usage import record_usage
     from midus_hf.analysis.text_rows import read_rows
-    from midus_hf.analysis.usage import record_usage
 
     with token_bar() as show, record_usage(model) as usage:
         told = adding(show, sum(of_text.num_tokens for of_text in rows))
@@ -260,7 +260,7 @@ def _load_other(
     Raises:
         ValueError: If it cannot be loaded, or reads text as other tokens.
     """
-    from midus_hf.analysis.drift import other_base
+    from midus_hf.analysis.inside.drift import other_base
 
     base, of_base = load_to_read(name, dtype, device, "base")
     if of_base.get_vocab() != tokenizer.get_vocab():

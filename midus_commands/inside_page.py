@@ -30,8 +30,8 @@ from midus_commands.reading import (
 if TYPE_CHECKING:
     import torch
 
-    from midus_hf.analysis.drift import LogitsOfBase
-    from midus_hf.analysis.usage import Usage
+    from midus_hf.analysis.inside.drift import LogitsOfBase
+    from midus_hf.analysis.slots.usage import Usage
 
 _MOST_SLOTS = 3
 """Of each memory, that are told."""
@@ -61,11 +61,12 @@ def page(
         loaded, tokenizer, of_base = load_with_base(model, base, dtype, device)
         from tqdm import tqdm
 
-        from midus_hf.analysis import drift, inside_page
-        from midus_hf.analysis.block_usage import bank_layouts, usage_by_rows
-        from midus_hf.analysis.layer_effects import layer_effects
-        from midus_hf.analysis.slot_tokens import memories_of_slots, slot_tokens, slots_table
-        from midus_hf.analysis.usage import record_usage
+        from midus_hf.analysis.inside import drift
+        from midus_hf.analysis.inside import page as inside_page
+        from midus_hf.analysis.inside.layer_effects import layer_effects
+        from midus_hf.analysis.slots.block_usage import bank_layouts, usage_by_rows
+        from midus_hf.analysis.slots.slot_tokens import memories_of_slots, slot_tokens, slots_table
+        from midus_hf.analysis.slots.usage import record_usage
 
         rows = rows_of(loaded, tokenizer, documents, sequence_length, max_tokens, retriever)
         with token_bar("layers") as show:

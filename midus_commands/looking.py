@@ -68,9 +68,9 @@ def stats(
     """Let the model read texts, and say which chapters are read, how evenly and steadily, and for which text."""
     with working():
         documents = _documents(text, column, encoding, limit, output)
-        from midus_hf.analysis.chapter_memories import memories_of_chapters
-        from midus_hf.analysis.chapter_records import record_chapters
-        from midus_hf.analysis.chapter_stats import chapter_stats
+        from midus_hf.analysis.chapters.memories import memories_of_chapters
+        from midus_hf.analysis.chapters.records import record_chapters
+        from midus_hf.analysis.chapters.stats import chapter_stats
         from midus_hf.analysis.text_rows import read_rows
 
         loaded, tokenizer = load_to_read(model, dtype, device)
@@ -89,11 +89,11 @@ def stats(
         "texts": {of_text.name: {**sizes_of(of_text), "loss": losses[of_text.name].mean} for of_text in rows},
         "layers": [dataclasses.asdict(of_layer) for of_layer in found],
     }
-    from midus_hf.analysis.chapter_tables import reading_table, typical_table
+    from midus_hf.analysis.chapters.tables import reading_table, typical_table
 
     show_report(report, [reading_table(found), typical_table(found, _MOST_LAYERS)], json_)
     if output is not None:  # last, so that a picture that cannot be written costs nothing else
-        from midus_hf.analysis.chapter_report import write_stats
+        from midus_hf.analysis.chapters.report import write_stats
 
         write_stats(output, report, found)
 
@@ -125,7 +125,7 @@ def ablate(
     """Measure what each text loses without each chapter: the loss without it, minus the loss as it is."""
     with working():
         documents = _documents(text, column, encoding, limit, output)
-        from midus_hf.analysis import chapter_ablation
+        from midus_hf.analysis.chapters import ablation as chapter_ablation
 
         loaded, tokenizer = load_to_read(model, dtype, device)
         numbers, of_layers = _numbers(loaded, memory, chapters, layers)
@@ -149,11 +149,11 @@ def ablate(
         "texts": {of_text.name: {**sizes_of(of_text), "loss": ablation.losses[of_text.name]} for of_text in rows},
         **{key: found[key] for key in ("mode", "memory", "layers", "chapters")},
     }
-    from midus_hf.analysis.chapter_tables import ablation_table
+    from midus_hf.analysis.chapters.tables import ablation_table
 
     show_report(report, [ablation_table(ablation)], json_)
     if output is not None:
-        from midus_hf.analysis.chapter_report import write_ablation
+        from midus_hf.analysis.chapters.report import write_ablation
 
         write_ablation(output, report, ablation)
 
@@ -171,7 +171,7 @@ def nearest(
 ) -> None:
     """Show the tokens nearest to what chapters hold, read through the model's own head: a probe, and no proof."""
     with working():
-        from midus_hf.analysis.chapter_tokens import nearest_tokens
+        from midus_hf.analysis.chapters.tokens import nearest_tokens
 
         loaded, tokenizer = load_to_read(model, dtype, device)
         numbers, of_layers = _numbers(loaded, memory, chapters, layers)
@@ -179,7 +179,7 @@ def nearest(
             loaded, tokenizer, chapters=numbers, layers=of_layers, top=top, each_row=rows, memory=memory
         )
     report = {"model": model, "chapters": [dataclasses.asdict(of_chapter) for of_chapter in near]}
-    from midus_hf.analysis.chapter_tables import nearest_table
+    from midus_hf.analysis.chapters.tables import nearest_table
 
     show_report(report, [nearest_table(near)], json_)
 
@@ -190,7 +190,7 @@ def _documents(
     """The documents of each text. What can be checked without them is checked first."""
     check_limit(limit)
     if output is not None:
-        from midus_hf.analysis.chapter_report import check_output
+        from midus_hf.analysis.chapters.report import check_output
 
         check_output(output)
     return named_documents(texts, column, encoding, limit)
@@ -200,7 +200,7 @@ def _numbers(
     model: "PreTrainedModel", memory: str | None, chapters: str, layers: str | None
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """The chapters and layers that are meant; None for all of them."""
-    from midus_hf.analysis.chapter_memories import one_memory
+    from midus_hf.analysis.chapters.memories import one_memory
     from upscalers.chapters.numbers import parse_numbers
 
     hosts = one_memory(model, memory)

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from midus_hf.analysis.block_usage import BankLevel
-from midus_hf.analysis.memory_place import MemoryPlace
-from midus_hf.analysis.usage import MemoryUsage, Place
+from midus_hf.analysis.slots.block_usage import BankLevel
+from midus_hf.analysis.slots.memory_place import MemoryPlace
+from midus_hf.analysis.slots.usage import MemoryUsage, Place
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_hf.analysis.head_importance import Answer
+from midus_hf.analysis.inside.head_importance import Answer
 from midus_hf.evaluation.harness import MidusLM, Tasks
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from midus_hf.evaluation.perplexity import DEFAULT_SEQUENCE_LENGTH, automatic_bos
 
 if TYPE_CHECKING:
-    from midus_hf.analysis.chapter_records import ChapterRecords
+    from midus_hf.analysis.chapters.records import ChapterRecords
 
 
 @dataclass(frozen=True)

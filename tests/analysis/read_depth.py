@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from midus_hf.analysis.depth_reading import DepthReading, depth_readings
-from midus_hf.analysis.depth_records import record_depth
+from midus_hf.analysis.depth.reading import DepthReading, depth_readings
+from midus_hf.analysis.depth.records import record_depth
 from midus_hf.analysis.text_rows import TextRows, read_rows
 
 

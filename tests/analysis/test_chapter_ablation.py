@@ -4,9 +4,9 @@ import pytest
 import torch
 from analysis.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
 
-from midus_hf.analysis.chapter_ablation import ablate
-from midus_hf.analysis.chapter_edits import zero_chapters
-from midus_hf.analysis.chapter_interventions import close_chapters, swap_in_layers, zero_in_layers
+from midus_hf.analysis.chapters.ablation import ablate
+from midus_hf.analysis.chapters.edits import zero_chapters
+from midus_hf.analysis.chapters.interventions import close_chapters, swap_in_layers, zero_in_layers
 from midus_hf.analysis.text_rows import read_rows
 
 TEXTS = [rows_of("a"), rows_of("b")]

@@ -11,7 +11,7 @@ from tiny import prompt, tiny_model
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-from midus_hf.analysis.chapter_edits import swap_chapters, zero_chapters
+from midus_hf.analysis.chapters.edits import swap_chapters, zero_chapters
 from midus_hf.memory import kept_values
 from midus_hf.models import FAMILIES
 

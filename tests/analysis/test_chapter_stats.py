@@ -8,8 +8,8 @@ from analysis.chapter_models import CHAPTERS, LAYERS, LOGITS, READ, SHARED, rout
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from midus_hf.analysis.chapter_records import record_chapters
-from midus_hf.analysis.chapter_stats import chapter_stats
+from midus_hf.analysis.chapters.records import record_chapters
+from midus_hf.analysis.chapters.stats import chapter_stats
 from midus_hf.analysis.text_rows import read_rows
 
 

@@ -6,7 +6,7 @@ from analysis.chapter_models import LAYERS, TOKENS, routed_model
 from peft import LoraConfig, get_peft_model
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.analysis.chapter_tokens import nearest_tokens
+from midus_hf.analysis.chapters.tokens import nearest_tokens
 
 
 def memory_of(model, layer=0):

@@ -5,8 +5,8 @@ import torch
 from analysis.chapter_models import CHAPTERS, LAYERS, READ, SHARED, routed_model, rows_of
 from tiny import FAMILIES
 
-from midus_hf.analysis.chapter_usage import record_chapter_usage
-from midus_hf.analysis.memory_place import MemoryPlace
+from midus_hf.analysis.chapters.usage import record_chapter_usage
+from midus_hf.analysis.slots.memory_place import MemoryPlace
 from midus_hf.analysis.text_rows import read_rows
 
 

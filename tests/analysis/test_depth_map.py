@@ -5,7 +5,7 @@ import torch
 from analysis.read_depth import read, rows
 from models.depth_models import depth_model
 
-from midus_hf.analysis.depth_map import depth_map
+from midus_hf.analysis.depth.map import depth_map
 from midus_hf.memory.sequence_heads import SequenceHeads
 
 

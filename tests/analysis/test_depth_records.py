@@ -7,9 +7,9 @@ from models.depth_models import depth_model
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from midus_hf.analysis.depth_readers import ReadSlot, readers_of_depth
-from midus_hf.analysis.depth_reading import depth_readings, writers
-from midus_hf.analysis.depth_records import record_depth
+from midus_hf.analysis.depth.readers import ReadSlot, readers_of_depth
+from midus_hf.analysis.depth.reading import depth_readings, writers
+from midus_hf.analysis.depth.records import record_depth
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.memory.depth_attention import DepthAttention
 

@@ -9,9 +9,9 @@ from tiny import prompt, save_tiny_model, tiny_model
 from torch.nn import functional as F
 from training.tiny_run import tiny_tokenizer
 
-from midus_hf.analysis.drift import base_within, drift, other_base
-from midus_hf.analysis.drift_report import as_json, drift_table, moved_table, write_drift_page
-from midus_hf.analysis.loss_effects import Effect
+from midus_hf.analysis.inside.drift import base_within, drift, other_base
+from midus_hf.analysis.inside.drift_report import as_json, drift_table, moved_table, write_drift_page
+from midus_hf.analysis.inside.loss_effects import Effect
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from upscalers import upscale
 from upscalers.request.errors import RequestError
@@ -61,7 +61,7 @@ def test_divergence_is_that_of_the_definition(family, tmp_path):
 def test_long_rows_are_compared_in_parts(monkeypatch, tmp_path):
     model = acting(loaded(saved_pair("llama", "midus-hml", tmp_path)[1]))
     (whole,) = drift(model, base_within(model), [TEXT])
-    monkeypatch.setattr("midus_hf.analysis.drift._POSITIONS", 7)
+    monkeypatch.setattr("midus_hf.analysis.inside.drift._POSITIONS", 7)
     (parts,) = drift(model, base_within(model), [TEXT])
     assert parts.divergence == pytest.approx(whole.divergence) and parts.changed == whole.changed
     assert torch.equal(parts.worst[0].choice, whole.worst[0].choice)

@@ -8,8 +8,8 @@ import torch
 from tiny import FAMILIES, save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.head_importance import Answer, head_importance
-from midus_hf.analysis.head_report import as_json, draw_heads, layers_table
+from midus_hf.analysis.inside.head_importance import Answer, head_importance
+from midus_hf.analysis.inside.head_report import as_json, draw_heads, layers_table
 from upscalers import upscale
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]

@@ -13,11 +13,11 @@ from peft import LoraConfig, get_peft_model
 from tiny import prompt, save_tiny_model, tiny_model
 from training.tiny_run import save_native
 
-from midus_hf.analysis.added_parts import Part, added_parts, switched_off
-from midus_hf.analysis.drift import base_within, drift
-from midus_hf.analysis.layer_effects import layer_effects
-from midus_hf.analysis.layer_report import as_csv, as_json, draw_layers, layers_table
-from midus_hf.analysis.loss_effects import effect_between
+from midus_hf.analysis.inside.added_parts import Part, added_parts, switched_off
+from midus_hf.analysis.inside.drift import base_within, drift
+from midus_hf.analysis.inside.layer_effects import layer_effects
+from midus_hf.analysis.inside.layer_report import as_csv, as_json, draw_layers, layers_table
+from midus_hf.analysis.inside.loss_effects import effect_between
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.banks.memory_bank import MemoryBank
 from upscalers import upscale

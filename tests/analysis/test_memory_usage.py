@@ -14,9 +14,9 @@ from training.tiny_run import NEW_LAYERS, save_upscaled
 from transformers import AutoModelForCausalLM
 
 from midus_commands.usage import main
-from midus_hf.analysis.counted_types import counted_types
 from midus_hf.analysis.report import draw_usage, usage_curves
-from midus_hf.analysis.usage import record_usage
+from midus_hf.analysis.slots.counted_types import counted_types
+from midus_hf.analysis.slots.usage import record_usage
 from upscalers import upscale
 
 REPOSITORY = Path(__file__).parents[2]

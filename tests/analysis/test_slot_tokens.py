@@ -10,9 +10,9 @@ from training.tiny_run import tiny_tokenizer
 
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.analysis.memory_place import MemoryPlace
-from midus_hf.analysis.slot_tokens import memory_of_slots, slot_tokens, slots_table
-from midus_hf.analysis.usage import record_usage
+from midus_hf.analysis.slots.memory_place import MemoryPlace
+from midus_hf.analysis.slots.slot_tokens import memory_of_slots, slot_tokens, slots_table
+from midus_hf.analysis.slots.usage import record_usage
 from midus_hf.memory.registry import build_memory
 
 

@@ -10,8 +10,8 @@ from analysis.memory_models import ENTRIES, enable_checkpointing, has_hooks, mem
 from pairs import by_default
 from tiny import FAMILIES, prompt, tiny_model
 
-from midus_hf.analysis.memory_place import MemoryPlace, place_of
-from midus_hf.analysis.usage import MemoryUsage, Usage, record_usage, summarise
+from midus_hf.analysis.slots.memory_place import MemoryPlace, place_of
+from midus_hf.analysis.slots.usage import MemoryUsage, Usage, record_usage, summarise
 
 
 def read_inputs(model, tokens) -> dict[int, torch.Tensor]:

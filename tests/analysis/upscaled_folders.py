@@ -7,7 +7,7 @@ import torch
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from midus_hf.analysis.added_parts import added_parts
+from midus_hf.analysis.inside.added_parts import added_parts
 from upscalers import upscale
 
 METHODS: dict[str, dict[str, Any]] = {

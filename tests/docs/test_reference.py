@@ -24,7 +24,7 @@ def test_arguments_are_those_of_the_signature():
     assert kept.arguments == {"model": "A model, a part of one, or a wrapper of one."}
     assert list(document("midus_hf.training", "set_trainable").arguments) == ["model", "trainable", "frozen"]
     assert document("upscalers", "RequestError").signature == "class RequestError(ValueError)"
-    assert [method.name for method in document("midus_hf.analysis.usage", "Usage").methods] == [
+    assert [method.name for method in document("midus_hf.analysis.slots.usage", "Usage").methods] == [
         "count",
         "summary",
         "reset",
@@ -36,6 +36,6 @@ def test_what_has_no_docstring_or_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"neither defines nor imports absent"):
         document("midus_hf.memory", "absent")
     with pytest.raises(ValueError, match=r"module midus_hf\.analysis\.usage has no __all__; name what is documented"):
-        public_names("midus_hf.analysis.usage")
+        public_names("midus_hf.analysis.slots.usage")
     with pytest.raises(ValueError, match=r"has no docstring; expected one"):
         document("scripts.reference", "_parse")

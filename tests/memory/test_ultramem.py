@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.memories.ultramem_statistics import best_scores
 from midus_config.model_sizes import ModelSizes
-from midus_hf.analysis.usage import Usage, summarise
+from midus_hf.analysis.slots.usage import Usage, summarise
 from midus_hf.memory.protocols import ReadsFewRows, RetrievesSlots
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.tucker_losses import core_penalty, key_balance

@@ -8,7 +8,7 @@ from pairs import by_default
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.usage import record_usage
+from midus_hf.analysis.slots.usage import record_usage
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,8 +12,8 @@ from peft.utils import constants
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_hf.analysis.memory_place import MemoryPlace
-from midus_hf.analysis.usage import record_usage
+from midus_hf.analysis.slots.memory_place import MemoryPlace
+from midus_hf.analysis.slots.usage import record_usage
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.lora import lora_config

@@ -10,7 +10,7 @@ from training.test_run import as_it_was_at
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
-from midus_hf.analysis.usage import record_usage
+from midus_hf.analysis.slots.usage import record_usage
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.run.training_log import read_log
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from midus_hf.analysis.usage import Usage, record_usage, summarise
+from midus_hf.analysis.slots.usage import Usage, record_usage, summarise
 from midus_hf.training.optim.balance import record_readings
 from midus_hf.training.optim.finite import error_of, first_gradient_not_finite
 

@@ -5,7 +5,7 @@ import torch
 from models.fresh_process import run_python
 from tiny import prompt
 
-from midus_hf.analysis.chapter_edits import swap_chapters, zero_chapters
+from midus_hf.analysis.chapters.edits import swap_chapters, zero_chapters
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from tests.upscalers.checkpoints import file_digests, load, logits, read_tensors, save_base, write_tensors
 from upscalers import strip, upscale

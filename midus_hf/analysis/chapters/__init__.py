@@ -1,0 +1,1 @@
+"""Which chapters texts read, and what a model computes without one."""

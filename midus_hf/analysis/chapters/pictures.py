@@ -1,0 +1,120 @@
+"""Pictures of what chapters are read for and what they do, as PNG. All of them need matplotlib."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from midus_hf.analysis.chapters.ablation import Ablation
+from midus_hf.analysis.chapters.stats import ChapterStats
+from midus_hf.analysis.chapters.tables import where
+
+
+def draw_shares(stats: Sequence[ChapterStats]) -> bytes:
+    """The share of each text's tokens that read each routed chapter: a panel per text, a row per layer.
+
+    Args:
+        stats: Of one memory.
+    """
+    maps = {
+        text: [of_layer.texts[text].read_shares[of_layer.shared_chapters :] for of_layer in stats]
+        for text in stats[0].texts
+    }
+    most = max(max(map(max, of_text)) for of_text in maps.values())
+    return _panels(
+        {f"{text}: share of tokens that read a chapter": of_text for text, of_text in maps.items()},
+        stats,
+        {"cmap": "viridis", "vmin": 0, "vmax": most or 1},
+    )
+
+
+def draw_specialisation(stats: Sequence[ChapterStats]) -> bytes:
+    """How much more each text reads each routed chapter than the mean text, as powers of 2: a panel per text, a row per layer.
+
+    Args:
+        stats: Of one memory, with lifts.
+    """
+    most = max(1.0, math.log2(len(stats[0].lifts)))
+    maps = {
+        f"{text}: log2 of the lift of a chapter": [
+            [math.nan if lift is None else math.log2(max(lift, 2**-most)) for lift in of_layer.lifts[text]]
+            for of_layer in stats
+        ]  # what is no number stays blank
+        for text in stats[0].lifts
+    }
+    return _panels(maps, stats, {"cmap": "RdBu_r", "vmin": -most, "vmax": most})
+
+
+def draw_entropies(stats: Sequence[ChapterStats]) -> bytes:
+    """The entropy of each layer's router on each text, and the greatest that there could be.
+
+    Args:
+        stats: Of one memory.
+    """
+    from matplotlib.figure import Figure
+
+    texts = list(stats[0].texts)
+    figure = Figure(figsize=(max(6.0, 0.35 * len(stats) * len(texts)), 3.6), dpi=120)
+    axes = figure.subplots()
+    width = 0.8 / len(texts)
+    for number, text in enumerate(texts):
+        places = [layer - 0.4 + width * (number + 0.5) for layer in range(len(stats))]
+        axes.bar(places, [of_layer.texts[text].entropy or 0.0 for of_layer in stats], width, label=text)
+    axes.axhline(stats[0].greatest_entropy, color="#888888", linewidth=1, linestyle="--", label="all alike")
+    axes.set_xticks(range(len(stats)), [str(of_layer.layer) for of_layer in stats])
+    axes.set_xlabel("layer")
+    axes.set_ylabel("entropy of the router (nats)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small", ncols=1 + len(texts), loc="lower left", bbox_to_anchor=(0, 1))
+    return _png(figure)
+
+
+def draw_ablation(ablation: Ablation) -> bytes:
+    """What each text loses without each chapter, in thousandths of a nat: a row per text.
+
+    Args:
+        ablation: Of one chapter at least.
+    """
+    from matplotlib.figure import Figure
+
+    texts = list(ablation.losses)
+    effects = [[1000 * row.effects[text].difference for row in ablation.chapters] for text in texts]
+    most = max(max(map(abs, of_text)) for of_text in effects) or 1.0
+    columns = len(ablation.chapters)
+    figure = Figure(figsize=(min(24.0, max(6.0, 2.5 + 0.3 * columns)), 1.4 + 0.4 * len(texts)), dpi=120)
+    axes = figure.subplots()
+    image = axes.imshow(effects, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+    step = math.ceil(columns / 64)
+    axes.set_xticks(range(0, columns, step), [str(row.chapter) for row in ablation.chapters[::step]], fontsize="small")
+    axes.set_yticks(range(len(texts)), texts)
+    axes.set_xlabel("chapter")
+    figure.colorbar(image, ax=axes, label="loss gained\n(1/1000 nat per token)")
+    return _png(figure)
+
+
+def _panels(maps: dict[str, list[list[float]]], stats: Sequence[ChapterStats], colours: dict[str, Any]) -> bytes:
+    """Heat maps `[layers, C - S]`, one below another, with one scale of colours."""
+    from matplotlib.figure import Figure
+
+    shared, layers = stats[0].shared_chapters, len(stats)
+    figure = Figure(figsize=(9, len(maps) * (1.1 + 0.16 * layers) + 0.4), dpi=120, layout="constrained")
+    panels = figure.subplots(len(maps), squeeze=False)[:, 0]
+    step = math.ceil(layers / 16)
+    image: Any = None
+    for axes, (title, rows) in zip(panels, maps.items(), strict=True):
+        extent = (shared - 0.5, shared + len(rows[0]) - 0.5, layers - 0.5, -0.5)
+        image = axes.imshow(rows, aspect="auto", interpolation="nearest", extent=extent, **colours)
+        axes.set_title(title, fontsize="medium", loc="left")
+        axes.set_yticks(
+            range(0, layers, step), [where(of_layer, stats) for of_layer in stats[::step]], fontsize="small"
+        )
+        axes.set_ylabel("layer")
+    panels[-1].set_xlabel("chapter")
+    figure.colorbar(image, ax=list(panels))
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", bbox_inches="tight")
+    return image.getvalue()

@@ -1,0 +1,91 @@
+"""Which tokens of the vocabulary memory tokens are nearest to, by the way from a bank to the model's own head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from midus_hf.analysis.chapters.interventions import hosts_of
+from midus_hf.analysis.inside.vocabulary_head import NearToken, VocabularyHead, check_top
+
+
+@dataclass(frozen=True)
+class NearChapter:
+    """The tokens nearest to a chapter in one layer.
+
+    Args:
+        layer: Index of the decoder layer, whose projections were used.
+        chapter: Its number.
+        norm: Of what the memory would add for one memory token, the mean over those of the chapter.
+        tokens: Those with the highest logits, the mean over the memory tokens of the chapter. Empty where all of them add zero.
+        rows: The same of each memory token alone, if asked for.
+    """
+
+    layer: int
+    chapter: int
+    norm: float
+    tokens: list[NearToken]
+    rows: list[list[NearToken]]
+
+
+def nearest_tokens(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chapters: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    top: int = 10,
+    each_row: bool = False,
+    memory: str | None = None,
+) -> list[NearChapter]:
+    """Read what memory tokens would add, were each attended to alone and the last thing that is added: a probe, and no proof.
+
+    What a memory token adds goes through the model's final norm and its head. Later layers change what is added and react to it,
+    attention mixes many memory tokens, and the residual stream that they are added to is left out here: names of tokens suggest
+    what a chapter is about, and `ablate` shows what it does.
+
+    Args:
+        model: As for `memories_of_chapters`.
+        tokenizer: Of the model.
+        chapters: Their numbers. Default: all.
+        layers: Indices of decoder layers. Default: all that read chapters.
+        top: Tokens per chapter. Default: 10.
+        each_row: Whether to tell those of each memory token as well. Default: false.
+        memory: Name of one of several memories of chapters. Default: the only one.
+
+    Raises:
+        ValueError: As `hosts_of`, or if `top` is less than 1.
+    """
+    check_top(top)
+    hosts = hosts_of(model, chapters or (), layers, memory)
+    bare: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    decoder = bare.get_decoder()
+    tables = {id(reader): shared for reader, shared in decoder.table_readers()}
+    numbers = list(range(hosts[0].num_chapters)) if chapters is None else list(chapters)
+    head = VocabularyHead.of(model, tokenizer, top)
+    return [
+        _near(hosted.layer, chapter, hosted.memory, tables.get(id(hosted.memory), {}), head, each_row)
+        for hosted in hosts
+        for chapter in numbers
+    ]
+
+
+@torch.no_grad()
+def _near(
+    layer: int, chapter: int, memory: Any, tables: Mapping[str, torch.Tensor], head: VocabularyHead, each_row: bool
+) -> NearChapter:
+    device = next(memory.parameters()).device
+    added = memory.token_outputs(torch.tensor([chapter], device=device), tables=tables)[0]  # [M, D]
+    norms = added.float().norm(dim=-1)
+    if not norms.any():
+        return NearChapter(layer, chapter, 0.0, [], [[] for _ in added] if each_row else [])
+    sums: list[torch.Tensor] = []
+    rows: list[list[NearToken]] = []
+    for logits in head.logits(added):
+        sums.append(logits.sum(0))
+        rows += [head.nearest(of_row) for of_row in logits] if each_row else []
+    return NearChapter(layer, chapter, norms.mean().item(), head.nearest(torch.stack(sums).sum(0) / len(added)), rows)

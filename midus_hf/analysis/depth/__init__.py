@@ -1,0 +1,1 @@
+"""What heads read of the depth."""

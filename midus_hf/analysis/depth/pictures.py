@@ -1,0 +1,171 @@
+"""Pictures of what heads read of the depth, as PNG. All of them need matplotlib."""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from midus_hf.analysis.depth.map import DepthMap
+from midus_hf.analysis.depth.readers import ReadSlot
+from midus_hf.analysis.depth.reading import DepthReading
+
+_WIDTH = 12.0
+_MOST_LABELS = 16
+_COLUMNS = 2
+_BOUNDARY = {"color": "#d62728", "linestyle": "--", "linewidth": 1}
+"""Between the sequence and the depth."""
+
+_LEGEND = "seq: the sequence; 2a: what attention of layer 2 wrote; 2f: what was projected from the input of its feed-forward network"
+
+
+class _Part(NamedTuple):
+    """Part of a picture.
+
+    Args:
+        height: In inches.
+        draw: Draws it on a figure.
+    """
+
+    height: float
+    draw: Callable[[Any], None]
+
+
+def draw_writers(readings: Sequence[DepthReading]) -> bytes:
+    """What each layer reads of each earlier one, the mean over heads: a map per kind of slot, a row per reader.
+
+    Args:
+        readings: From `depth_readings`.
+    """
+    return _png([_writers_part(readings)])
+
+
+def draw_heads(readings: Sequence[DepthReading]) -> bytes:
+    """What each head reads of the sequence and of each slot: a map per layer, a row per head.
+
+    Args:
+        readings: From `depth_readings`.
+    """
+    return _png([_heads_part(readings)])
+
+
+def draw_map(of_head: DepthMap) -> bytes:
+    """What each token reads of each key of the sequence and each slot, in one head.
+
+    Args:
+        of_head: From `depth_map`.
+    """
+    return _png([_map_part(of_head)])
+
+
+def draw_depth(readings: Sequence[DepthReading], of_head: DepthMap | None = None) -> bytes:
+    """All of these pictures, one below another.
+
+    Args:
+        readings: From `depth_readings`.
+        of_head: From `depth_map`. Default: none is drawn.
+    """
+    parts = [_writers_part(readings), _heads_part(readings)]
+    return _png(parts if of_head is None else [*parts, _map_part(of_head)])
+
+
+def _writers_part(readings: Sequence[DepthReading]) -> _Part:
+    slots = list(dict.fromkeys(slot for reading in readings for slot in reading.slots))
+    by_source: dict[str, list[ReadSlot]] = {}
+    for slot in slots:
+        by_source.setdefault(slot.source, []).append(slot)
+
+    def draw(figure: Any) -> None:
+        maps = {
+            source: [[_or_blank(reading.share_of(slot)) for slot in of_source] for reading in readings]
+            for source, of_source in by_source.items()
+        }
+        most = max(share for rows in maps.values() for row in rows for share in row if not math.isnan(share))
+        panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
+        image: Any = None
+        for axes, (source, rows) in zip(panels, maps.items(), strict=True):
+            image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=most or 1)
+            axes.set_title(f"slots of {source}", fontsize="medium")
+            _label(axes.set_xticks, [str(slot.layer) for slot in by_source[source]])
+            axes.set_xlabel("written by layer")
+        _label(panels[0].set_yticks, [str(reading.layer) for reading in readings])
+        panels[0].set_ylabel("read by layer")
+        figure.colorbar(image, ax=list(panels), label="share of attention,\nmean over heads")
+
+    return _Part(1.6 + 0.2 * len(readings), draw)
+
+
+def _heads_part(readings: Sequence[DepthReading]) -> _Part:
+    lines = math.ceil(len(readings) / _COLUMNS)
+
+    def draw(figure: Any) -> None:
+        panels = list(figure.subplots(lines, _COLUMNS, squeeze=False).flat)
+        image: Any = None
+        for axes, reading in zip(panels, readings, strict=False):
+            rows = [
+                [sequence, *of_head] for sequence, of_head in zip(reading.sequence_shares, reading.shares, strict=True)
+            ]
+            image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="magma", norm=_norm())
+            axes.axvline(0.5, **_BOUNDARY)
+            axes.set_title(f"layer {reading.layer}: heads by the sequence and slots", fontsize="small", loc="left")
+            _label(axes.set_xticks, ["seq", *map(_short, reading.slots)])
+            _label(axes.set_yticks, list(map(str, reading.heads)))
+        for axes in panels[len(readings) :]:
+            axes.set_axis_off()
+        figure.supxlabel(_LEGEND, fontsize="small")
+        figure.colorbar(image, ax=panels, label="share of attention")
+
+    return _Part(0.3 + lines * (1.0 + 0.09 * len(readings[0].heads)), draw)
+
+
+def _map_part(of_head: DepthMap) -> _Part:
+    def draw(figure: Any) -> None:
+        tokens, slots = of_head.depth.shape
+        sequence, depth = figure.subplots(1, 2, sharey=True, width_ratios=[4, min(4.0, max(1.0, 4 * slots / tokens))])
+        norm = _norm(max(of_head.sequence.max().item(), of_head.depth.max().item()))
+        image = sequence.imshow(
+            of_head.sequence.tolist(), aspect="auto", interpolation="nearest", cmap="magma", norm=norm
+        )
+        depth.imshow(of_head.depth.tolist(), aspect="auto", interpolation="nearest", cmap="magma", norm=norm)
+        sequence.set_title(f"layer {of_head.layer}, head {of_head.head}: the sequence", fontsize="medium", loc="left")
+        depth.set_title("the depth", fontsize="medium", loc="left")
+        sequence.set_ylabel("query")
+        sequence.set_xlabel("key")
+        _label(depth.set_xticks, list(map(_short, of_head.slots)), _MOST_LABELS // 2)
+        depth.axvline(-0.5, **_BOUNDARY)
+        figure.colorbar(image, ax=[sequence, depth], label="share of attention")
+
+    return _Part(6.0, draw)
+
+
+def _norm(most: float = 1) -> Any:
+    """Of colours: by the root of a share, for one of many slots has little of what there is."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(0.5, vmin=0, vmax=most)
+
+
+def _label(ticks: Callable[..., Any], names: Sequence[str], most: int = _MOST_LABELS) -> None:
+    step = math.ceil(len(names) / most)
+    ticks(range(0, len(names), step), names[::step], fontsize="small")
+
+
+def _short(slot: ReadSlot) -> str:
+    return f"{slot.layer}{slot.source[0]}"
+
+
+def _or_blank(share: float | None) -> float:
+    return math.nan if share is None else share
+
+
+def _png(parts: Sequence[_Part]) -> bytes:
+    from matplotlib.figure import Figure
+
+    heights = [part.height for part in parts]
+    figure = Figure(figsize=(_WIDTH, sum(heights)), dpi=120, layout="constrained")
+    for part, own in zip(
+        parts, figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0], strict=True
+    ):
+        part.draw(own)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", bbox_inches="tight")
+    return image.getvalue()

@@ -1,0 +1,76 @@
+"""What was found of attention to the depth, as tables of words and as what JSON holds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from midus_hf.analysis.depth.reading import DepthReading, WriterReading
+from midus_hf.analysis.table_of_words import TableOfWords
+
+_MOST_SLOTS = 3
+"""Which are named of each layer."""
+
+
+def layers_table(readings: Sequence[DepthReading]) -> TableOfWords:
+    """What each layer reads of the depth, of which kind, and from where most."""
+    sources = list(dict.fromkeys(slot.source for reading in readings for slot in reading.slots))
+    rows = []
+    for reading in readings:
+        head, share = reading.most_depth
+        by_slot = sorted(zip(reading.mean_shares, map(str, reading.slots), strict=True), key=lambda pair: -pair[0])
+        rows.append(
+            [
+                str(reading.layer),
+                f"{reading.mean_depth_share:.1%}",
+                f"{share:.1%} ({head})",
+                f"{reading.mean_sequence_share:.1%}",
+                f"{min(reading.gates):.3g} to {max(reading.gates):.3g}",
+                *(f"{reading.share_of_source(source):.1%}" for source in sources),
+                ", ".join(f"{slot} {share:.1%}" for share, slot in by_slot[:_MOST_SLOTS] if share) or "nothing",
+            ]
+        )
+    head_row = ["layer", "depth", "largest (head)", "sequence", "gate", *sources, "reads most"]
+    return TableOfWords("Shares of the depth and of the sequence, the mean over tokens and heads", head_row, rows)
+
+
+def writers_table(found: Sequence[WriterReading], most: int | None = None) -> TableOfWords:
+    """Which slots later layers read most: all of them, or so many."""
+    rows = [
+        [
+            str(writer.slot),
+            str(writer.readers),
+            f"{writer.mean_share:.2%}",
+            f"{writer.most_share:.2%} ({writer.most_layer})",
+        ]
+        for writer in found[:most]
+    ]
+    return TableOfWords("Slots that are read most", ["slot", "layers", "share", "largest (layer)"], rows)
+
+
+def as_json(readings: Sequence[DepthReading], found: Sequence[WriterReading]) -> dict[str, Any]:
+    """The same and all that there is, in words, numbers, lists and dictionaries."""
+    return {
+        "layers": [
+            {
+                "layer": reading.layer,
+                "memory": reading.memory,
+                "tokens": reading.tokens,
+                "heads": list(reading.heads),
+                "gates": reading.gates,
+                "depth_shares": reading.depth_shares,
+                "sequence_shares": reading.sequence_shares,
+                "slots": [slot._asdict() for slot in reading.slots],
+                "shares": reading.shares,
+            }
+            for reading in readings
+        ],
+        "writers": [
+            {
+                **writer.slot._asdict(),
+                "readers": writer.readers,
+                "mean_share": writer.mean_share,
+                "most_layer": writer.most_layer,
+                "most_share": writer.most_share,
+            }
+            for writer in found
+        ],
+    }

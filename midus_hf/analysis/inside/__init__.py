@@ -1,0 +1,1 @@
+"""What added parts do, and how far predictions moved."""

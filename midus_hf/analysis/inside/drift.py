@@ -1,0 +1,231 @@
+"""How far what a model predicts has moved from what its base predicts."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from midus_hf.analysis.inside.added_parts import added_parts, switched_off
+from midus_hf.analysis.inside.loss_effects import Effect, ratio_with_error
+from midus_hf.analysis.text_rows import TextRows, inputs_of
+
+LogitsOfBase = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""Given rows of token ids `[T]`, the logits `[B, T, V]` of the base."""
+
+_POSITIONS = 256
+"""Whose distributions are held in float32 at a time: 256 MB for a vocabulary of 128,000, twice."""
+_FEWEST = 16
+"""Tokens that a row counts as having at least, where rows are ranked: the mean of a few tokens is large by chance."""
+
+
+@dataclass(frozen=True)
+class MovedRow:
+    """A row of a text, and how far each prediction in it moved.
+
+    Args:
+        document: Number of the document that it is of.
+        ids: Its tokens, `[T]`.
+        divergence: KL(base || model) of each prediction, `[T - 1]`, float64, in nats: of tokens 1 to T - 1.
+        base_choice: The token that the base finds likeliest, `[T - 1]`.
+        choice: The token that the model finds likeliest, `[T - 1]`.
+        loss_change: Of each token, `[T - 1]`, float64: loss of the model less that of the base.
+    """
+
+    document: int
+    ids: torch.Tensor
+    divergence: torch.Tensor
+    base_choice: torch.Tensor
+    choice: torch.Tensor
+    loss_change: torch.Tensor
+
+    @property
+    def mean(self) -> float:
+        """Divergence per prediction."""
+        return self.divergence.double().mean().item()
+
+    @property
+    def rank(self) -> float:
+        """What rows are ranked by: the mean, of a short row as if its other predictions had not moved."""
+        return (self.divergence.double().sum() / max(len(self.divergence), _FEWEST)).item()
+
+
+@dataclass(frozen=True)
+class TextDrift:
+    """How far predictions of a text moved.
+
+    Args:
+        text: Its name.
+        tokens: That were predicted.
+        divergence: KL(base || model), the mean over predictions, in nats.
+        divergence_error: Its standard error, from how it varies over rows. None for one row.
+        changed: Share of predictions whose likeliest token is another one.
+        changed_error: Its standard error, likewise.
+        base_loss: Of the base, in nats per token.
+        loss: Of the model.
+        loss_effect: The difference.
+        worst: Rows that moved farthest, the farthest first.
+    """
+
+    text: str
+    tokens: int
+    divergence: float
+    divergence_error: float | None
+    changed: float
+    changed_error: float | None
+    base_loss: float
+    loss: float
+    loss_effect: Effect
+    worst: list[MovedRow] = field(repr=False)
+
+
+def base_within(model: PreTrainedModel) -> LogitsOfBase:
+    """The base as what a model computes without all that was added to it; weights of the base must be as they were.
+
+    Raises:
+        ValueError: If nothing was added, or layers of the base are not there.
+    """
+    added = added_parts(model)
+    if not added.whole_base:
+        raise ValueError(
+            "base is 'self', but the model does not have all layers of its base; expected the base itself. Give its folder."
+        )
+
+    def logits(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        with switched_off(model, added.parts):
+            return model(**inputs_of(model, rows)).logits
+
+    return logits
+
+
+def other_base(model: PreTrainedModel, base: PreTrainedModel) -> LogitsOfBase:
+    """A base that is a model of its own.
+
+    Args:
+        model: That is compared with it.
+        base: In eval mode.
+
+    Raises:
+        ValueError: If the two do not predict as many tokens.
+    """
+    sizes = [each.config.get_text_config().vocab_size for each in (model, base)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the model predicts {sizes[0]:,} tokens and the base {sizes[1]:,}; expected one vocabulary.")
+
+    def logits(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return base(**inputs_of(base, rows)).logits
+
+    return logits
+
+
+def drift(
+    model: PreTrainedModel,
+    logits_of_base: LogitsOfBase,
+    texts: Sequence[TextRows],
+    *,
+    most_shown: int = 5,
+    batch_size: int = 4,
+    progress: Callable[[int], None] | None = None,
+) -> list[TextDrift]:
+    """Compare what a model predicts of texts with what its base predicts.
+
+    Distributions are compared in float32 at least, each from a log-softmax of its own, and summed in float64. Of a text only what is
+    told of it is kept, so it may be as long as there is time for.
+
+    Args:
+        model: Put in eval mode for the while.
+        logits_of_base: From `base_within` or `other_base`.
+        texts: From `text_rows`.
+        most_shown: Rows that are kept whole. Default: 5.
+        batch_size: Rows per forward pass. Default: 4.
+        progress: Called with the tokens of each pass. Default: none.
+
+    Raises:
+        ValueError: If `batch_size` or `most_shown` is less than 1.
+        RuntimeError: If what is predicted is not a finite number.
+    """
+    for name, value in (("batch_size", batch_size), ("most_shown", most_shown)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1.")
+    was_training = model.training
+    model.eval()
+    try:
+        return [_of_text(model, logits_of_base, text, most_shown, batch_size, progress) for text in texts]
+    finally:
+        model.train(was_training)
+
+
+def _of_text(
+    model: PreTrainedModel,
+    logits_of_base: LogitsOfBase,
+    text: TextRows,
+    most_shown: int,
+    batch_size: int,
+    progress: Callable[[int], None] | None,
+) -> TextDrift:
+    sums: list[torch.Tensor] = []
+    worst: list[tuple[float, int, MovedRow]] = []
+    for first in range(0, len(text.rows), batch_size):
+        rows = text.rows[first : first + batch_size]
+        with torch.no_grad():
+            logits = model(**inputs_of(model, rows, text.fetched_by(first, batch_size))).logits
+            compared = list(_compared(rows, logits, logits_of_base(rows)))
+        for number, (row, parts) in enumerate(zip(rows, compared, strict=True), start=first):
+            sums.append(parts.double().sum(-1))
+            divergence, _, base_loss, loss, base_choice, choice = parts
+            moved = MovedRow(
+                text.documents[number], row, divergence, base_choice.long(), choice.long(), loss - base_loss
+            )
+            heapq.heappush(worst, (moved.rank, -number, moved))
+            if len(worst) > most_shown:
+                heapq.heappop(worst)
+        if progress is not None:
+            progress(sum(map(len, rows)))
+    of_rows = torch.stack(sums)  # [R, 6]
+    if not of_rows.isfinite().all():
+        raise RuntimeError(f"what is predicted of text {text.name!r} is not a finite number. Weights are broken.")
+    tokens = torch.tensor([len(row) - 1 for row in text.rows])
+    (divergence_mean, divergence_error), (changed, changed_error) = (
+        ratio_with_error(of_rows[:, column], tokens) for column in (0, 1)
+    )
+    base_loss_sum, loss_sum = of_rows[:, 2], of_rows[:, 3]
+    total = int(tokens.sum())
+    return TextDrift(
+        text.name,
+        total,
+        divergence_mean,
+        divergence_error,
+        changed,
+        changed_error,
+        base_loss_sum.sum().item() / total,
+        loss_sum.sum().item() / total,
+        Effect(*ratio_with_error(loss_sum - base_loss_sum, tokens)),
+        [row for _, _, row in sorted(worst, key=lambda one: one[:2], reverse=True)],
+    )
+
+
+def _compared(rows: Sequence[torch.Tensor], logits: torch.Tensor, of_base: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of each row `[6, T - 1]`: divergence, whether the choice changed, loss of the base, loss, choice of the base, choice."""
+    for row, own, base in zip(rows, logits, of_base.to(logits.device), strict=True):
+        targets = row[1:].to(own.device)
+        parts = [
+            _of_positions(own[first : first + _POSITIONS], base[first : first + _POSITIONS], of_part)
+            for first, of_part in zip(range(0, len(targets), _POSITIONS), targets.split(_POSITIONS), strict=True)
+        ]
+        yield torch.cat(parts, dim=-1).cpu()
+
+
+def _of_positions(own: torch.Tensor, base: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logs: list[Any] = [_log_softmax(logits[: len(targets)]) for logits in (own, base)]
+    of_model, of_base = logs
+    divergence = (of_base.exp() * (of_base - of_model)).sum(-1)
+    choice, base_choice = of_model.argmax(-1), of_base.argmax(-1)
+    losses = [-log.gather(-1, targets[:, None]).squeeze(-1) for log in (of_base, of_model)]
+    columns = (divergence, choice != base_choice, *losses, base_choice, choice)
+    return torch.stack([column.double() for column in columns])
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

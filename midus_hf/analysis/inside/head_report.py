@@ -1,0 +1,90 @@
+"""What was found of the importance of heads: tables, JSON, and pictures as in figure 4 of MIDUS."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from midus_hf.analysis.inside.head_importance import HeadImportance
+from midus_hf.analysis.table_of_words import TableOfWords
+
+
+def layers_table(name: str, found: HeadImportance, absolute: bool) -> TableOfWords:
+    """A row per layer: mean and variance over its heads, and the head that matters most.
+
+    Args:
+        name: Of the model.
+        found: Of it.
+        absolute: Which of the two forms is told.
+    """
+    scores, variances = _form(found, absolute), found.variances(absolute)
+    rows = []
+    for row, layer in enumerate(found.layers):
+        best = int(scores[row].argmax())
+        words = [f"{scores[row].mean():.4g}", f"{variances[row]:.4g}", str(best), f"{scores[row, best]:.4g}"]
+        rows.append([str(layer), str(found.base_layers[row]), *words])
+    title = f"{name}: {found.answers:,} answers, {found.loss:.3f} nats each"
+    return TableOfWords(title, ["layer", "of the base", "mean", "variance", "head", "its importance"], rows)
+
+
+def as_json(found: Mapping[str, HeadImportance]) -> list[dict[str, Any]]:
+    """All numbers, for other programs.
+
+    Args:
+        found: By the name of the model.
+    """
+    return [
+        {
+            "model": name,
+            "answers": one.answers,
+            "loss": one.loss,
+            "layers": one.layers,
+            "base_layers": one.base_layers,
+            "signed": one.signed.tolist(),
+            "absolute": one.absolute.tolist(),
+            "variance_signed": one.variances(False).tolist(),
+            "variance_absolute": one.variances(True).tolist(),
+        }
+        for name, one in found.items()
+    ]
+
+
+def draw_heads(found: Mapping[str, HeadImportance], absolute: bool) -> bytes:
+    """A map of heads by layers for each model on one scale, and the variance of each layer beside, as PNG. Needs matplotlib.
+
+    Layers are those of the base, so that models stand side by side.
+
+    Args:
+        found: By the name of the model, one or more.
+        absolute: Which of the two forms is drawn.
+    """
+    import matplotlib.figure
+
+    maps = {name: _form(one, absolute) for name, one in found.items()}
+    low, high = (
+        min(float(scores.min()) for scores in maps.values()),
+        max(float(scores.max()) for scores in maps.values()),
+    )
+    tallest = max(len(one.layers) for one in found.values())
+    figure = matplotlib.figure.Figure(figsize=(4.2 * (len(maps) + 1), 1.5 + 0.2 * tallest), layout="constrained")
+    all_axes = figure.subplots(1, len(maps) + 1)
+    image: Any = None
+    for axes, (name, scores) in zip(all_axes, maps.items(), strict=False):
+        layers = found[name].base_layers
+        image = axes.imshow(scores.numpy(), aspect="auto", vmin=low, vmax=high, origin="lower", cmap="viridis")
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer of the base")
+        axes.set_yticks(range(0, len(layers), max(1, len(layers) // 10)), layers[:: max(1, len(layers) // 10)])
+    figure.colorbar(image, ax=list(all_axes[:-1]), label="importance")
+    for name, one in found.items():
+        all_axes[-1].plot(one.base_layers, one.variances(absolute).numpy(), marker=".", label=name)
+    all_axes[-1].set_xlabel("layer of the base")
+    all_axes[-1].set_title("variance over heads", fontsize=9)
+    all_axes[-1].legend(fontsize=7)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    return stream.getvalue()
+
+
+def _form(found: HeadImportance, absolute: bool) -> Any:
+    return found.absolute if absolute else found.signed

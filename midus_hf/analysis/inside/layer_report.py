@@ -1,0 +1,108 @@
+"""What was found of the parts that were added to a model: a table, JSON, CSV, and a picture."""
+
+import csv
+import io
+from typing import Any
+
+from midus_hf.analysis.inside.layer_effects import LayerEffects, PartEffect
+from midus_hf.analysis.inside.loss_effects import Effect
+from midus_hf.analysis.table_of_words import TableOfWords
+
+_COLUMNS = ["part", "kind", "memory", "layers", "text", "loss", "difference", "standard_error"]
+_WIDTH, _HEIGHT_OF_ROW = 4.5, 0.24
+
+
+def layers_table(found: LayerEffects) -> TableOfWords:
+    """A row per part: the loss without it, less the loss as it is."""
+    texts = list(found.losses)
+    rows = [["none", *(f"{found.losses[text]:.5f}" for text in texts)]]
+    rows += [[row.name, *(_words(row.effects[text]) for text in texts)] for row in found.rows]
+    rows.append([_last_row(found), *(f"{found.without_all.losses[text]:.5f}" for text in texts)])
+    title = "Loss without a part, less loss as it is (nats per token)"
+    return TableOfWords(title, ["without", *texts], rows)
+
+
+def _last_row(found: LayerEffects) -> str:
+    return "loss of the base's layers" if found.whole_base else "loss of what is left"
+
+
+def _words(effect: Effect) -> str:
+    error = "" if effect.standard_error is None else f" ± {effect.standard_error:.5f}"
+    return f"{effect.difference:+.5f}{error}"
+
+
+def as_json(found: LayerEffects) -> dict[str, Any]:
+    """All numbers, for other programs."""
+    return {
+        "texts": {name: {"tokens": found.tokens[name], "loss": loss} for name, loss in found.losses.items()},
+        "parts": [_row_of_json(row) for row in found.parts],
+        "without_all": _row_of_json(found.without_all),
+        "base": [_row_of_json(row) for row in found.base],
+        "without_all_is_the_base": found.whole_base,
+    }
+
+
+def _row_of_json(row: PartEffect) -> dict[str, Any]:
+    texts = {
+        name: {
+            "loss": row.losses[name],
+            "difference": effect.difference,
+            "standard_error": effect.standard_error,
+        }
+        for name, effect in row.effects.items()
+    }
+    return {**_of_part(row), "texts": texts}
+
+
+def _of_part(row: PartEffect) -> dict[str, Any]:
+    if row.part is None:
+        return {"part": row.name, "kind": "all", "memory": "", "layers": []}
+    kind = row.part.kind if row.part.bank is None else "bank"
+    return {"part": row.name, "kind": kind, "memory": row.part.memory, "layers": list(row.part.layers)}
+
+
+def as_csv(found: LayerEffects) -> str:
+    """A line per part and text."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for row in found.rows:
+        of_part = _of_part(row)
+        words = [of_part["part"], of_part["kind"], of_part["memory"], " ".join(map(str, of_part["layers"]))]
+        for text, effect in row.effects.items():
+            writer.writerow([*words, text, row.losses[text], effect.difference, effect.standard_error])
+    return stream.getvalue()
+
+
+def draw_layers(found: LayerEffects) -> bytes:
+    """A bar per part, in a panel for each text, as PNG: how much is lost without it. Needs matplotlib."""
+    import matplotlib.figure
+
+    colours = {"all": "#888888", "base": "#9bb7d4"}
+    rows = found.rows
+    figure = matplotlib.figure.Figure(
+        figsize=(2 + _WIDTH * len(found.losses), 1.2 + _HEIGHT_OF_ROW * len(rows)), layout="constrained"
+    )
+    panels = figure.subplots(1, len(found.losses), sharey=True, squeeze=False)[0]
+    for axes, (text, loss) in zip(panels, found.losses.items(), strict=True):
+        effects = [row.effects[text] for row in rows]
+        axes.barh(
+            range(len(rows)),
+            [effect.difference for effect in effects],
+            xerr=[effect.standard_error or 0.0 for effect in effects],
+            color=[colours.get(_of_part(row)["kind"], "#c44e52") for row in rows],
+            ecolor="#333333",
+        )
+        if found.base:  # a layer of the base may cost a hundred times as much as one that was added
+            of_added = [abs(row.effects[text].difference) for row in (*found.parts, found.without_all)]
+            axes.set_xscale("symlog", linthresh=max(*of_added, 1e-3))
+        axes.axvline(0, color="#333333", linewidth=0.8)
+        axes.set_title(f"{text}: loss {loss:.4f} as it is", fontsize=9)
+        axes.set_xlabel("loss without it, less loss as it is (nats per token)", fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
+    panels[0].invert_yaxis()
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    return stream.getvalue()

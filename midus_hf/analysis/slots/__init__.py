@@ -1,0 +1,1 @@
+"""Which slots memories retrieve, and which blocks texts fetch."""
