@@ -3,7 +3,7 @@
 from sites.toy_memory import ToyOptions
 
 from upscalers.methods.contract import register_method
-from upscalers.methods.inserted_memory import InsertedMemoryMethod
+from upscalers.methods.memory_methods import InsertedMemoryMethod
 
 
 @register_method("toy-inserted")

@@ -2,8 +2,8 @@
 
 from sites.toy_memory import ToyAttentionOptions, ToyFfnOptions, ToyHeadsOptions, ToyOptions
 
-from upscalers.methods.attached_memory import AttachedMemoryMethod
 from upscalers.methods.contract import register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod
 
 
 @register_method("toy")

@@ -9,7 +9,7 @@ from tiny import FAMILIES as TINY
 from midus_config.memories.headwise import HeadwiseOptions
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.midus_hml import MidusHml
+from upscalers.methods.midus import MidusHml
 from upscalers.plan.layer_config import follow_plan
 from upscalers.request.errors import RequestError
 

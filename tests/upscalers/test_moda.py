@@ -83,7 +83,7 @@ def test_what_is_trained_is_saved_loaded_and_still_comes_off(native_family, kind
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("kind", ["default", "reused"])
 def test_either_check_would_find_what_should_start_at_zero_and_does_not(kind, verify, base, tmp_path, monkeypatch):
-    monkeypatch.setattr("upscalers.methods.attached_memory.initialised", lambda tensor, *_: Fill(tensor.shape, 0.1))
+    monkeypatch.setattr("upscalers.methods.memory_methods.initialised", lambda tensor, *_: Fill(tensor.shape, 0.1))
     with pytest.raises(VerificationError, match="expected"):
         upscale(base=base, method="moda", output=tmp_path / "out", options=KINDS[kind], verify=verify)
     assert not (tmp_path / "out").exists()
@@ -103,7 +103,7 @@ def test_either_check_would_find_values_that_are_added_and_do_not_start_at_zero(
     verify, message, base, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        "upscalers.methods.attached_memory.initialised",
+        "upscalers.methods.memory_methods.initialised",
         lambda tensor, *_: Fill(tensor.shape, 0.1 if tensor.role == "projection" else 0.0),
     )
     with pytest.raises(VerificationError, match=message):

@@ -11,7 +11,7 @@ from tests.upscalers.chosen_families import families
 from tests.upscalers.solvers.recording import Recorder
 from upscalers import RequestError, VerificationError, upscale
 from upscalers.methods.contract import get_method
-from upscalers.methods.midus_hml import MidusHml
+from upscalers.methods.midus import MidusHml
 from upscalers.runs import job, streamed_model
 from upscalers.runs.writing import Writing
 from upscalers.tensors.recipes import Copy, Fill

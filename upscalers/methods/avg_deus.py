@@ -1,9 +1,8 @@
 """Avg-DeUS: the mean of the layers on both sides."""
 
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.contract import register_method
+from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean
-from upscalers.methods.papers import OPT_DEUS
 from upscalers.plan.plan import New
 from upscalers.tensors.recipes import Recipe
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from midus_config.options import option
 from upscalers.architecture.families import MATRIX_ROLES
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.contract import register_method
+from upscalers.methods.contract import LESA, register_method
 from upscalers.methods.dense_block import FusionMethod, FusionOptions, mean, strict_or_warnings
-from upscalers.methods.papers import LESA
 from upscalers.plan.plan import New, Plan
 from upscalers.request.errors import RequestError
 from upscalers.solvers.devices import check_device, workers_on

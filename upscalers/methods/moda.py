@@ -2,9 +2,8 @@
 
 from midus_config.memories.depth_attention import DepthAttentionOptions
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.attached_memory import AttachedMemoryMethod
-from upscalers.methods.contract import register_method
-from upscalers.methods.papers import MODA
+from upscalers.methods.contract import MODA, register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.request.errors import RequestError, refusing_requests
 
 

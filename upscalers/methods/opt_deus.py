@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from midus_config.options import option
 from upscalers.architecture.families import MATRIX_ROLES, LayerTensor
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.contract import register_method
+from upscalers.methods.contract import OPT_DEUS, register_method
 from upscalers.methods.dense_block import (
     IDENTITY_HELP,
     FusionMethod,
@@ -17,7 +17,6 @@ from upscalers.methods.dense_block import (
     mean,
     strict_or_warnings,
 )
-from upscalers.methods.papers import OPT_DEUS
 from upscalers.plan.plan import New
 from upscalers.request.errors import RequestError
 from upscalers.solvers.devices import check_device, check_package, workers_on

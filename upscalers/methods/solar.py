@@ -3,9 +3,8 @@
 from typing import Any
 
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.contract import register_method
+from upscalers.methods.contract import SOLAR, register_method
 from upscalers.methods.dense_block import DenseMethod
-from upscalers.methods.papers import SOLAR
 from upscalers.plan.plan import Base, Plan
 from upscalers.request.errors import RequestError
 

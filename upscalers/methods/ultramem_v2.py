@@ -2,9 +2,8 @@
 
 from midus_config.memories.ultramem import UltraMemOptions
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.attached_memory import AttachedMemoryMethod
-from upscalers.methods.contract import register_method
-from upscalers.methods.papers import ULTRAMEM_V2
+from upscalers.methods.contract import ULTRAMEM_V2, register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 

@@ -1,19 +1,52 @@
-"""What methods share that attach memory to layers of the base: nothing is added to the depth."""
+"""What methods share that give a model memory, attached to layers of the base or inserted in layers of its own."""
 
 import re
+from abc import abstractmethod
 from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
-from midus_config.memory_entries import ATTACHED, TABLES, MemoryEntry
-from midus_config.memory_types import MemoryOptions, Site
+from midus_config.declared_tensors import ZEROS, DeclaredTensor
+from midus_config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_config.memory_types import InsertedOptions, MemoryOptions, Site
 from midus_config.options import option
+from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX, Config
+from upscalers.architecture.layer_tensors import kept_roles
 from upscalers.checkpoint.base_model import BaseModel
-from upscalers.methods.hosted_memory import HostedMemoryMethod, initialised
-from upscalers.plan.plan import Base, Plan
+from upscalers.methods.contract import MIDUS, Method
+from upscalers.plan.plan import Base, New, Plan
 from upscalers.request.errors import RequestError, refusing_requests
-from upscalers.tensors.recipes import Recipe
+from upscalers.tensors.recipes import Copy, Fill, Initialise, Recipe, tensor_seed
 
 _SPAN = 1
+
+
+class HostedMemoryMethod(Method):
+    """A method whose result is a model of the family that hosts memory, with one more entry in its `memory` list."""
+
+    def check(self, base: BaseModel) -> None:
+        if not base.family.hosts_memory:
+            raise RequestError(
+                f"model_type is {base.family.model_type!r}, which cannot host memory; expected one of: "
+                f"{', '.join(name for name, family in FAMILIES.items() if family.hosts_memory)}. Dense methods take it."
+            )
+
+    @abstractmethod
+    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+        """The entry that is added to the config's `memory` list."""
+
+    def config(self, base: BaseModel, plan: Plan) -> Config:
+        config = super().config(base, plan)
+        config["model_type"] = MEMORY_PREFIX + base.family.model_type
+        config["architectures"] = [f"Midus{base.family.class_name}ForCausalLM"]
+        config["memory"] = [*(config.get("memory") or []), self.entry(base, plan).to_dict()]
+        return config
+
+
+def initialised(tensor: DeclaredTensor, full_name: str, seed: int) -> Recipe:
+    """The recipe of a new tensor of a memory: what its declaration says that it starts as; zeros are a hole in the file."""
+    if tensor.initial == ZEROS:
+        return Fill(tensor.shape, 0.0)
+    return Initialise(tensor.shape, tensor.initial.fill, tensor_seed(seed, full_name))
 
 
 class AttachedMemoryMethod(HostedMemoryMethod):
@@ -172,3 +205,56 @@ def _with_places(memory_options: type[MemoryOptions], default_layers: Any) -> ty
             f"memory type {memory_options.type!r} has the option {min(taken)!r}, which says where a memory goes; choose another name."
         )
     return make_dataclass(f"Attached{memory_options.__name__}", places, bases=(memory_options,), kw_only=True)
+
+
+class InsertedMemoryMethod(HostedMemoryMethod):
+    """Inserts `M(x) = x + Mem(Attn'(LN(x)))`; attention and norm are copied from the next layer (MIDUS, section 4.1)."""
+
+    paper = MIDUS
+    identity = True
+    options_class: ClassVar[type[InsertedOptions]]
+    options: InsertedOptions
+
+    def check(self, base: BaseModel) -> None:
+        super().check(base)
+        with refusing_requests():
+            self.options.check(base.family.sizes(base.config))
+
+    def sources(self, base: BaseModel, layer: New, index: int, number: int) -> tuple[int, ...]:
+        """The next base layer of its phase that has all that the block keeps, or the nearest before it: memory blocks may lack
+        some.
+        """
+        wanted = {
+            tensor.role
+            for tensor in base.family.layer_tensors(base.config).values()
+            if tensor.role in kept_roles(self.options)
+        }
+        period = layer.period
+        if layer.next is not None:
+            following = layer.next
+        else:
+            assert layer.previous is not None
+            following = layer.previous + period
+        for source in (*range(following, base.num_layers, period), *range(following - period, -1, -period)):
+            if wanted <= {tensor.role for tensor in base.layer_tensors(source).values()}:
+                return (source,)
+        raise RequestError(
+            f"new layer {index} needs an attention with an output projection, which no layer of the base has; expected one "
+            "to copy. Choose midus-hml without output_projection."
+        )
+
+    def entry(self, base: BaseModel, plan: Plan) -> MemoryEntry:
+        return MemoryEntry(self.options, "inserted", tuple(plan.new_indices))
+
+    def new_layer_recipes(self, base: BaseModel, layer: New, index: int, seed: int) -> dict[str, Recipe]:
+        donor, roles = layer.sources[0], kept_roles(self.options)
+        sources = base.layer_names(donor)
+        recipes: dict[str, Recipe] = {
+            name: Copy(tensor.shape, sources[name])
+            for name, tensor in base.layer_tensors(donor).items()
+            if tensor.role in roles
+        }
+        for name, tensor in self.options.tensors(base.family.sizes(base.config)).items():
+            name = f"{INSERTED}.{name}"
+            recipes[name] = initialised(tensor, base.new_name(index, name), seed)
+        return recipes

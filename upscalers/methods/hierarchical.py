@@ -1,0 +1,66 @@
+"""Hierarchical memories: methods whose memory a text fetches from a bank beside the checkpoint, so that no tensor is new."""
+
+from midus_config.memories.hierarchical import (
+    HierFFNOptions,
+    HierKVOptions,
+    HierLoraFFNOptions,
+    HierLoraQKOptions,
+    HierLoraVOOptions,
+)
+from upscalers.methods.contract import HIERARCHICAL_MEMORIES, register_method
+from upscalers.methods.memory_methods import AttachedMemoryMethod
+
+
+class FetchedMemoryMethod(AttachedMemoryMethod):
+    """Lets layers of the base compute with blocks that each text fetches, one per level of a tree of topics.
+
+    The bank is made beside the checkpoint, its blocks never written: it takes four bytes for each block until it is trained.
+    """
+
+    paper = HIERARCHICAL_MEMORIES
+    identity = True
+    default_layers = "all"
+
+
+@register_method("hier-ffn")
+class HierFFN(FetchedMemoryMethod):
+    """Texts fetch hidden units that widen every feed-forward network."""
+
+    summary = (
+        "hidden units of every feed-forward network, fetched for a text from a bank by its topic (identity at start)"
+    )
+    memory_options = HierFFNOptions
+
+
+@register_method("hier-kv")
+class HierKV(FetchedMemoryMethod):
+    """Texts fetch keys and values that every token attends to beside the sequence."""
+
+    summary = (
+        "keys and values beside those of the sequence, fetched for a text from a bank by its topic (identity at start)"
+    )
+    memory_options = HierKVOptions
+
+
+@register_method("hier-lora-ffn")
+class HierLoraFFN(FetchedMemoryMethod):
+    """Texts fetch low-rank factors that are added to the projections of the feed-forward networks."""
+
+    summary = "low-rank factors of every feed-forward network, fetched for a text from a bank by its topic (identity at start)"
+    memory_options = HierLoraFFNOptions
+
+
+@register_method("hier-lora-qk")
+class HierLoraQK(FetchedMemoryMethod):
+    """Texts fetch low-rank factors that are added to the query and key projections."""
+
+    summary = "low-rank factors of query and key projections, fetched for a text from a bank by its topic (identity at start)"
+    memory_options = HierLoraQKOptions
+
+
+@register_method("hier-lora-vo")
+class HierLoraVO(FetchedMemoryMethod):
+    """Texts fetch low-rank factors that are added to the value and output projections."""
+
+    summary = "low-rank factors of value and output projections, fetched for a text from a bank by its topic (identity at start)"
+    memory_options = HierLoraVOOptions
