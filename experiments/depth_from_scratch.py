@@ -1,7 +1,7 @@
 """Attention over the depth against none, from the beginning: tables 3 and 6 of Mixture-of-Depths Attention, made small.
 
-    python -m benchmarks.depth_from_scratch --work outputs/depth-from-scratch
-    python -m benchmarks.depth_from_scratch --work outputs/depth-from-scratch --layers 24 --seeds 0,1,2 --steps 2000
+    python -m experiments.depth_from_scratch --work outputs/depth-from-scratch
+    python -m experiments.depth_from_scratch --work outputs/depth-from-scratch --layers 24 --seeds 0,1,2 --steps 2000
 
 Three models, with norms in front (Llama) and again with norms behind (OLMo 2): without slots, with those that attention writes, and
 with those that are projected for the feed-forward network as well. OLMo 2 norms what attention and the feed-forward network return,
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import run_command, run_once
-from benchmarks.small_tokenizer import small_tokenizer
-from benchmarks.split_articles import read_texts, split_articles
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
+from experiments.small_tokenizer import small_tokenizer
+from material.articles import articles
 from midus_config.flops.model import estimate_flops
 from midus_config.memories.depth_attention import DepthAttentionOptions
 from midus_config.memory_entries import MemoryEntry
 from midus_config.parameters import count_parameters
 
-DEPTH_FROM_SCRATCH_RESULTS = RESULTS / "depth_from_scratch.csv"
+DEPTH_FROM_SCRATCH_RESULTS = Path(__file__).parent / "results" / "depth_from_scratch.csv"
 _VOCABULARY, _TOKENS, _SEQUENCES = 2048, 128, 8
 _HIDDEN, _INNER, _HEADS, _KEY_VALUE_HEADS = 96, 256, 6, 2
 
@@ -219,3 +219,24 @@ def _seconds(log: Path) -> float:
 
 if __name__ == "__main__":
     main()
+
+
+_SHORTEST = 200  # characters; half of the articles are a title and nothing else
+
+
+def split_articles(folder: Path) -> tuple[Path, Path]:
+    """JSON lines to train on, and every tenth article, which is held out; both are written to a folder."""
+    long_ones = [text for text in read_texts(articles()) if len(text) >= _SHORTEST]
+    held_out = long_ones[::10]
+    train = [text for index, text in enumerate(long_ones) if index % 10]
+    return _write(folder / "train.jsonl", train), _write(folder / "held-out.jsonl", held_out)
+
+
+def read_texts(path: Path) -> list[str]:
+    """What rows of JSON lines have as `text`."""
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path

@@ -1,6 +1,6 @@
 """How long a run waits for the tokens of its corpus: tokenised in memory, at the first start, and at a later one.
 
-    python benchmarks/tokenising.py               # SmolLM2's tokenizer, presidential addresses ten times over
+    python -m experiments.tokenising               # SmolLM2's tokenizer, presidential addresses ten times over
 
 Every start is a process of its own; imports are not counted. Processor time is that of all processes, and says more than
 seconds where other work shares the machine. Memory is what no file backs: pages of a map may be dropped at any time.
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from tracked import MACHINE, RESULTS, append, commit
+from benchmarks.tracked import MACHINE, append, commit
 
-TOKENISING_RESULTS = RESULTS / "tokenising.csv"
-ROOT = Path(__file__).parent.parent
+TOKENISING_RESULTS = Path(__file__).parent / "results" / "tokenising.csv"
 STARTS = ("in memory", "first start", "later start")
 
 
@@ -47,7 +46,6 @@ def main() -> None:
     parser.add_argument("--no-append", action="store_true", help="print the table, leave the CSV alone")
     parser.add_argument("--measure", nargs=4, metavar=("START", "MODEL", "TEXT", "CACHE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     if arguments.measure:
         print(json.dumps(measure(*arguments.measure)))
         return
@@ -62,7 +60,16 @@ def main() -> None:
         size = sum(path.stat().st_size for path in text.rglob("*.txt"))
         rows = []
         for start in STARTS:
-            command = [sys.executable, __file__, "--measure", start, str(model), str(text), str(Path(work, "cache"))]
+            command = [
+                sys.executable,
+                "-m",
+                "experiments.tokenising",
+                "--measure",
+                start,
+                str(model),
+                str(text),
+                str(Path(work, "cache")),
+            ]
             measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
             rows.append(Row(date.today().isoformat(), commit_now, MACHINE, start, size, **measured))
     print(

@@ -1,7 +1,7 @@
 """What a bank learns of facts: meanings of nouns are read once, by blocks of their topic, by a generic memory, or not at all.
 
-    python -m benchmarks.topics --work outputs/topics --tree outputs/glosses-tree
-    python -m benchmarks.topics --work outputs/topics --glosses 40000 --rates 1e-3,3e-4
+    python -m experiments.topics --work outputs/topics --tree outputs/glosses-tree
+    python -m experiments.topics --work outputs/topics --glosses 40000 --rates 1e-3,3e-4
 
 SmolLM2-135M, frozen, with FFN memories (`hier-ffn`): `fetched` reads the blocks of each text's path in a tree of topics, `generic`
 one memory as large as what `fetched` fetches, the same for all texts. Both are trained on meanings of nouns (WordNet), each once.
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import run_command, run_once
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from material.articles import articles
 from material.glosses import glosses
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
-TOPICS_RESULTS = RESULTS / "topics.csv"
+TOPICS_RESULTS = Path(__file__).parent / "results" / "topics.csv"
 ARMS = {"fetched": ("none", 0.0), "generic": ("generic", 1.0)}
 """What is read without a path, and the share of sequences that train the generic memory."""
 

@@ -1,14 +1,14 @@
 """Atomic numbers: what blocks learn of a fact about each of 118 elements, and what is left of it while blocks are blocked.
 
-    python -m benchmarks.atoms --work outputs/atoms --picture outputs/atoms/blocking.png
-    python -m benchmarks.atoms --work outputs/atoms --arms fetched --blocked 1:0,1:1,1:2,1:4,1:8
+    python -m experiments.atoms --work outputs/atoms --picture outputs/atoms/blocking.png
+    python -m experiments.atoms --work outputs/atoms --arms fetched --blocked 1:0,1:1,1:2,1:4,1:8
 
 SmolLM2-135M, frozen, with FFN memories (`hier-ffn`): `fetched` reads the blocks of each text's path in a tree of topics, `generic`
 one memory as large as what `fetched` fetches, the same for all texts. Both are trained on four sentences for each element
 (mendeleev), none of them in the words of the task `atomic_numbers` (appendix B). Measured are its accuracy, and the loss on the
 sentences that its questions and their answers make, while the nodes that a text would fetch first are blocked for that text (figure
-6b). Answers are kept in `WORK/answers`, for `python -m benchmarks.name_counts`. Every step is a command that a person would type, and
-training is skipped where its folder is there.
+6b). Answers are kept in `WORK/answers`, for `python -m experiments.name_counts`. Every step is a command that a person would type,
+and training is skipped where its folder is there.
 
 Without `--tree` a tree is built of one sentence for each element. In the tree of a broad corpus nearly all elements have one path.
 """
@@ -16,18 +16,21 @@ Without `--tree` a tree is built of one sentence for each element. In the tree o
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.commands import run_command, run_once
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from material.elements import FACTS_FILE, QUESTIONS_FILE, elements
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
-ATOMS_RESULTS = RESULTS / "atoms.csv"
+ATOMS_RESULTS = Path(__file__).parent / "results" / "atoms.csv"
 ARMS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
 """What is read without a path, and the share of sequences that train the generic memory; nothing is trained of the base."""
 
@@ -188,3 +191,39 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_PANELS = {"accuracy": "atomic numbers, share that is right", "loss": "loss of the sentence, nats per token"}
+
+
+def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy and loss by the share of the bank that is blocked for each text.
+
+    Args:
+        rows: Each with `arm`, `blocked`, `nodes`, `accuracy` and `loss`. An arm that has one row, since blocking makes no difference
+            to it, is a dashed line.
+        path: The file to write, of a kind that matplotlib knows.
+    """
+    shares = sorted({_share(row) for row in rows})
+    figure = Figure(figsize=(10, 4), dpi=120)
+    for axes, (measure, label) in zip(figure.subplots(1, 2), _PANELS.items(), strict=True):
+        for index, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
+            points = sorted((_share(row), row[measure]) for row in rows if row["arm"] == arm)
+            if len(points) == 1:
+                axes.axhline(points[0][1], linestyle="--", color=f"C{index}", label=arm)
+            else:
+                # As far apart on paper, since shares are powers of the number of children.
+                places = [shares.index(share) for share, _ in points]
+                axes.plot(places, [value for _, value in points], "o-", color=f"C{index}", label=arm)
+        axes.set_xticks(range(len(shares)), [str(share) for share in shares])
+        axes.set_xlabel("share of the tree that is blocked, best nodes first")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _share(row: dict[str, Any]) -> Fraction:
+    return Fraction(row["blocked"], row["nodes"])

@@ -1,8 +1,8 @@
 """How often names occur in a corpus, and how accuracy goes with it.
 
-    python -m benchmarks.name_counts --corpus glosses.jsonl --questions "$(python -m material elements)/atomic_numbers.jsonl" \\
+    python -m experiments.name_counts --corpus glosses.jsonl --questions "$(python -m material elements)/atomic_numbers.jsonl" \\
         --output counts.json
-    python -m benchmarks.name_counts --counts counts.json --answers answers.jsonl
+    python -m experiments.name_counts --counts counts.json --answers answers.jsonl
 
 The first command reads a corpus once, document by document, and counts what stands in each question's `names`, as whole words, in
 lower and upper case; a corpus may be several files and folders. The second puts questions into bins of equal size, the

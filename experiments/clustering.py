@@ -1,6 +1,6 @@
 """Documents per second of embedding, building and assigning as a corpus grows, and the exponent of that growth.
 
-    python -m benchmarks.clustering --work outputs/clustering
+    python -m experiments.clustering --work outputs/clustering
 
 Texts are what WordNet's nouns mean, drawn without replacement; each is a document of one window. `embed` reads, cuts and embeds them
 into a store, `build` makes the tree of that store and keeps every node that is done, and `assign` finds the path of each embedding: a
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from clusters.building import TreeOptions, build_tree, unit_rows
 from clusters.corpus import Corpus, load_fast_tokenizer
 from clusters.finished_nodes import FinishedNodes
@@ -32,7 +32,7 @@ from material.glosses import glosses
 from material.minilm import minilm
 from midus_hf.retrieval import ClusterTree, TextEmbedder
 
-CLUSTERING_RESULTS = RESULTS / "clustering.csv"
+CLUSTERING_RESULTS = Path(__file__).parent / "results" / "clustering.csv"
 SIZES = (1000, 4000, 16000, 64000)
 _STRETCH = 1024
 """Embeddings whose paths are found at a time, as `midus-cluster assign` does."""

@@ -1,7 +1,7 @@
 """How far routers of chapters tell texts apart before any training: SmolLM2-135M with chapters as `upscale --method moc` makes it.
 
-    python -m benchmarks.chapter_routes
-    python -m benchmarks.chapter_routes --no-append
+    python -m experiments.chapter_routes
+    python -m experiments.chapter_routes --no-append
 
 For each layer of the default placement: the share of chosen chapters that texts of different kinds have in common (addresses,
 articles, facts of countries; at tokens 64, 128, ... of 256), against k / C' where routers chose at random; and how many
@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.commands import run_command
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from material.addresses import addresses
 from material.articles import articles
 from material.factbook import factbook
@@ -29,7 +29,7 @@ from midus_hf.analysis.chapters.memories import memories_of_chapters
 from midus_hf.documents.document_reading import read_documents
 from midus_hf.saved_models import load_model
 
-ROUTES_RESULTS = RESULTS / "chapter_routes.csv"
+ROUTES_RESULTS = Path(__file__).parent / "results" / "chapter_routes.csv"
 TEXTS_OF_A_KIND, TOKENS = 12, 256
 SHORT_TEXTS, SHORT_TOKENS = 50, 40
 

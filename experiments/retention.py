@@ -1,7 +1,7 @@
 """What chapters and dense layers keep: a domain is learned, then the model is fine-tuned on chats, and both are measured again.
 
-    python -m benchmarks.retention --work outputs/retention
-    python -m benchmarks.retention --work outputs/retention --seeds 0,1,2 --rates 1e-3,3e-4
+    python -m experiments.retention --work outputs/retention
+    python -m experiments.retention --work outputs/retention --seeds 0,1,2 --rates 1e-3,3e-4
 
 SmolLM2-135M with Mixture of Chapters, and with four blocks of LLaMA-Pro, each behind seven or eight layers, which have as many new
 parameters (14.1 M, within 0.3 %). The new parameters alone are trained on presidential addresses. Each model is then fine-tuned whole
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import run_command, run_once
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from material.addresses import addresses
 from material.articles import articles
 from material.benchmarks import benchmarks
 from material.chats import chats
 from material.smollm2 import smollm2_135m
 
-RETENTION_RESULTS = RESULTS / "retention.csv"
+RETENTION_RESULTS = Path(__file__).parent / "results" / "retention.csv"
 TASKS = ("piqa", "openbookqa")
 _CONFIGS = Path(__file__).parent.parent / "configs"
 

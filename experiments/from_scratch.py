@@ -1,7 +1,7 @@
 """UltraMemV2 against a dense twin, both from the beginning: models of equal computation, trained on the same text in the same order.
 
-    python -m benchmarks.from_scratch --work outputs/from-scratch
-    python -m benchmarks.from_scratch --work outputs/from-scratch --seeds 0,1 --steps 1200
+    python -m experiments.from_scratch --work outputs/from-scratch
+    python -m experiments.from_scratch --work outputs/from-scratch --seeds 0,1 --steps 1200
 
 The twin has a wider feed-forward network, so that a forward pass of both has as many floating-point operations, to one hidden unit
 (`midus-flops`). The text are presidential addresses, with a tokenizer that is trained on them; the loss is that of held-out addresses
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import run_command
-from benchmarks.small_tokenizer import small_tokenizer
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
+from experiments.small_tokenizer import small_tokenizer
 from material.addresses import addresses
 from midus_config.flops.model import estimate_flops
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.memory_entries import MemoryEntry
 from midus_config.parameters import count_parameters
 
-FROM_SCRATCH_RESULTS = RESULTS / "from_scratch.csv"
+FROM_SCRATCH_RESULTS = Path(__file__).parent / "results" / "from_scratch.csv"
 _VOCABULARY, _TOKENS, _SEQUENCES = 4096, 256, 16
 _HIDDEN, _LAYERS, _HEADS, _INNER = 192, 6, 4, 384
 

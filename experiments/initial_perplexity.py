@@ -1,7 +1,7 @@
 """Perplexity right after upscaling, before any training: every method on the same base, side by side.
 
-    python benchmarks/initial_perplexity.py                         # SmolLM2-135M, held-out presidential addresses
-    python benchmarks/initial_perplexity.py --only lesa,solar --no-append
+    python -m experiments.initial_perplexity                         # SmolLM2-135M, held-out presidential addresses
+    python -m experiments.initial_perplexity --only lesa,solar --no-append
 
 Each model is made by the `upscale` command with as many new layers as half the base has, or the nearest number that the
 method can place: once with the method's own placement, and once, where it takes any, in the same gaps as all others. A model
@@ -20,10 +20,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tracked import MACHINE, RESULTS, append, commit
+from benchmarks.tracked import MACHINE, append, commit
 
-PERPLEXITY_RESULTS = RESULTS / "initial_perplexity.csv"
-ROOT = Path(__file__).parent.parent
+PERPLEXITY_RESULTS = Path(__file__).parent / "results" / "initial_perplexity.csv"
 SAME_GAPS = "top-heavy"
 """The last K gaps: every method that inserts layers can fill them, and the papers of most dense ones do."""
 ITS_OWN = "its own"
@@ -132,7 +131,6 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
 
 def measure_of(arguments: argparse.Namespace) -> Measure:
     """What the options of `add_measure` say; the default base and text are fetched."""
-    sys.path.insert(0, str(ROOT))
     base, text = arguments.base, arguments.text
     if base is None:
         from material.smollm2 import smollm2_135m

@@ -1,7 +1,7 @@
 """How much a pretrained model learns in its first steps with attention over the depth, by how that is joined with the sequence.
 
-    python -m benchmarks.depth_start --work outputs/depth-start
-    python -m benchmarks.depth_start --work outputs/depth-start --arms added --rates 5e-3 --gate-rates 1e-4 --steps 100
+    python -m experiments.depth_start --work outputs/depth-start
+    python -m experiments.depth_start --work outputs/depth-start --arms added --rates 5e-3 --gate-rates 1e-4 --steps 100
 
 The six topmost layers of SmolLM2-135M get attention over the depth (method moda) with each `joining`, or LoRA adapters with as many
 parameters, 1.1 million. These alone are trained, on presidential addresses, by `midus-train`: AdamW, a cosine schedule behind 10 %
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import run_once
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from material.addresses import addresses
 from material.smollm2 import smollm2_135m
 
-DEPTH_START_RESULTS = RESULTS / "depth_start.csv"
+DEPTH_START_RESULTS = Path(__file__).parent / "results" / "depth_start.csv"
 ARMS = ("added", "interpolated", "lora")
 _LAYERS, _NUM_LAYERS = 6, 30
 _RANK = 18

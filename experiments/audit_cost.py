@@ -1,6 +1,6 @@
 """What it costs to record which documents train blocks (`audit: true`), beside the step itself.
 
-    python -m benchmarks.audit_cost
+    python -m experiments.audit_cost
 
 200,000 documents of 100 to 999 tokens lie in a tree of four levels of 16, all of which have blocks, and are packed within leaves
 into sequences of 2,048 tokens; an epoch is 128 sequences a step, in a random order. `prepare`: noting where each document is, once
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import Run, append, this_run
 from midus_config.fetched_blocks import BankLayout
 from midus_config.memory_entries import read_memories
 from midus_config.model_sizes import ModelSizes
@@ -32,7 +32,7 @@ from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit
 from midus_hf.training.trainer.blocks import draw_generic
 
-AUDIT_RESULTS = RESULTS / "audit.csv"
+AUDIT_RESULTS = Path(__file__).parent / "results" / "audit.csv"
 DOCUMENTS, SEQUENCE_LENGTH, SEQUENCES_A_STEP = 200_000, 2048, 128
 
 

@@ -1,7 +1,7 @@
 """LESA's weight of the norm loss: perplexity right after upscaling, over weights, seeds and where norms come from.
 
-    python benchmarks/lesa_norm_weight.py
-    python benchmarks/lesa_norm_weight.py --weights 0,5e-4 --seeds 0 --no-append
+    python -m experiments.lesa_norm_weight
+    python -m experiments.lesa_norm_weight --weights 0,5e-4 --seeds 0 --no-append
 
 Base, text and windows are those of `initial_perplexity.py`. What is predicted does not depend on the norms, so each model is
 made once with the norms of layer 0; for `mean` the norms that `avg-deus` gives the same layers, the means of the neighbours',
@@ -19,10 +19,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from initial_perplexity import add_measure, measure_of, upscaled
-from tracked import MACHINE, RESULTS, append, commit
+from benchmarks.tracked import MACHINE, append, commit
+from experiments.initial_perplexity import add_measure, measure_of, upscaled
 
-NORM_WEIGHT_RESULTS = RESULTS / "lesa_norm_weight.csv"
+NORM_WEIGHT_RESULTS = Path(__file__).parent / "results" / "lesa_norm_weight.csv"
 WEIGHTS = "0,5e-6,5e-5,1.5e-4,5e-4"
 SEEDS = "0,1,2"
 

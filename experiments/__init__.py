@@ -1,0 +1,1 @@
+"""Studies that were made once: each is a script, run by hand, and its results."""
