@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.timing import percentile, synchronize
 from benchmarks.tracked import RESULTS, Run, append, this_run
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SERVING_RESULTS = RESULTS / "serving.csv"
 SIZES = [196, 52, 12]

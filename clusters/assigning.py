@@ -12,8 +12,8 @@ from clusters.building import unit_rows
 from clusters.corpus import Document, Window, cut_windows
 from clusters.window_store import StoredWindows
 from midus_config.fetched_blocks import TREE_COLUMN
-from midus_hf.retrieval import ClusterTree, MemoryRetriever
-from midus_hf.retrieval.memory_retriever import paths_near_topics
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.memory_retriever import MemoryRetriever, paths_near_topics
 
 _STRETCH = 1024
 """Windows whose paths are found at a time."""

@@ -10,7 +10,8 @@ import torch
 from clusters.finished_nodes import FinishedNodes
 from clusters.kmeans import kmeans, nearest
 from clusters.window_shards import Embeddings
-from midus_hf.retrieval import ClusterTree, TreeOrigin
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.tree_files import TreeOrigin
 
 _STRETCH = 8192
 """Rows that are read and assigned at a time."""

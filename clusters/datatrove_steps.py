@@ -18,7 +18,8 @@ from clusters.run import assign_windows, build_from_embeddings, cluster_level_fr
 from clusters.window_shards import task_folder
 from clusters.window_writer import WindowWriter, only_run, windows_request
 from midus_config.fetched_blocks import TREE_COLUMN
-from midus_hf.retrieval import MemoryRetriever, TextEmbedder
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import lasting_name
 
 _DOCUMENTS = 256

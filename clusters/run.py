@@ -20,8 +20,9 @@ from clusters.window_store import StoredWindows, open_windows, store_windows
 from clusters.window_writer import only_run, read_record
 from midus_config.whole_files import whole_file
 from midus_hf.documents import find_files
-from midus_hf.retrieval import ClusterTree, TextEmbedder, TreeOrigin
-from midus_hf.retrieval.tree_files import CENTROIDS_FILE, RECORD_FILE, lasting_name
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
 
 WINDOWS = "windows"
 """The folder within a tree's where the embeddings of its corpus are."""

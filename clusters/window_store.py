@@ -14,7 +14,7 @@ from clusters.growing_array import map_array
 from clusters.window_shards import Embeddings, JoinedRows
 from clusters.window_writer import WindowWriter, only_run, read_record, windows_request
 from midus_hf.documents import find_files
-from midus_hf.retrieval import TextEmbedder
+from midus_hf.retrieval.embedding import TextEmbedder
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from clusters.corpus import Document, Window, cut_windows
 from clusters.growing_array import GrowingArray
 from midus_config.json_text import parse_json
 from midus_config.whole_files import whole_file
-from midus_hf.retrieval import TextEmbedder
+from midus_hf.retrieval.embedding import TextEmbedder
 
 DTYPES = ("float16", "float32")
 _STRETCH = 1024

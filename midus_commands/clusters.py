@@ -169,7 +169,8 @@ def assign(
     from midus_config.whole_files import whole_file
     from midus_hf.documents import find_files
     from midus_hf.library_bars import library_bars_on_terminals
-    from midus_hf.retrieval import ClusterTree, MemoryRetriever
+    from midus_hf.retrieval.cluster_tree import ClusterTree
+    from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
     _check_lines(output, overwrite)
     blocked = [_parse_block(words) for words in block or []]

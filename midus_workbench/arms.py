@@ -69,7 +69,7 @@ def upscaled_sizes(base: str, keys: Mapping[str, Any]) -> tuple[int, int]:
     Raises:
         ValueError: If the method refuses the base.
     """
-    from upscalers import upscale
+    from upscalers.runs.upscale import upscale
 
     counts = upscale(base=base, dry_run=True, **keys).parameters
     return counts.new, counts.trainable

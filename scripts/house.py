@@ -156,7 +156,7 @@ def carried() -> dict[str, tuple[int, int]]:
     from transformers import logging
 
     from scripts.pin_cases import METHODS
-    from upscalers import upscale
+    from upscalers.runs.upscale import upscale
 
     logging.disable_progress_bar()
     found = {}

@@ -39,7 +39,7 @@ def made(case: Case, folder: Path) -> Path:
     """Write the base and the checkpoint of a case, and return the checkpoint's folder."""
     from tiny import tiny_model
 
-    from upscalers import upscale
+    from upscalers.runs.upscale import upscale
 
     current = folder / "base"
     tiny_model(case.family, **case.base).save_pretrained(current)

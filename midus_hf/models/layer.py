@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from midus_config.installed import needed_for
-from midus_config.memory_entries import Memories
+from midus_config.memory_entries import Memories, MemoryEntry
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.adapted import Adapter, HeadReader
-from midus_hf.models.carrying import given_at, skips_into, taken_at, taken_last_at
 from midus_hf.models.depth_heads import DepthHeads
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from midus_hf.models.norms import NamesNorms
@@ -230,3 +229,36 @@ def _after(first: Adapter | None, memory: nn.Module, role: str, inputs: Mapping[
         return memory(read, given, projection=role, **inputs)
 
     return adapter
+
+
+def given_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
+    """What a memory gives for later layers at one of its layers."""
+    if layer not in entry.layers:
+        return ()
+    index = entry.layers.index(layer)
+    skips = (Carried(entry.name, layer),) if entry.into and entry.into[index] != layer else ()
+    return (*skips, *(Carried(entry.name, layer, part) for part in entry.options.gives(index, len(entry.layers))))
+
+
+def taken_at(entry: MemoryEntry, layer: int) -> tuple[Carried, ...]:
+    """What a layer takes of what a memory gave at earlier layers."""
+    skips = tuple(Carried(entry.name, read) for read in skips_into(entry, layer) if read != layer)
+    if layer not in entry.layers:
+        return skips
+    taken = entry.options.takes(entry.layers.index(layer))
+    return (*skips, *(Carried(entry.name, entry.layers[index], part) for index, part in taken))
+
+
+def skips_into(entry: MemoryEntry, layer: int) -> tuple[int, ...]:
+    """The layers that a memory reads at, where it adds what it read behind another."""
+    return tuple(read for read, into in zip(entry.layers, entry.into, strict=False) if into == layer)
+
+
+def taken_last_at(memories: Memories, layer: int) -> tuple[Carried, ...]:
+    """What is given or taken at a layer, and by no later one."""
+    return tuple(
+        carried
+        for entry in memories.attached.values()
+        for carried in (*taken_at(entry, layer), *given_at(entry, layer))
+        if not any(carried in taken_at(entry, later) for later in range(layer + 1, memories.sizes.num_layers))
+    )

@@ -20,7 +20,7 @@ from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.training.run.adapter_options import read_adapters
 from midus_hf.training.run.adapters import add_adapters
 from midus_hf.training.run.train import prepare, train
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 METHODS = {
     "lora": {"r": 4},

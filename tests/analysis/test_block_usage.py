@@ -18,8 +18,9 @@ from midus_hf.analysis.report import draw_usage, usage_curves
 from midus_hf.analysis.slots.block_report import as_csv, as_json, blocks_table, draw_blocks
 from midus_hf.analysis.slots.block_usage import BankLevel, bank_layouts, record_block_usage, usage_by_rows
 from midus_hf.analysis.text_rows import TextRows, read_rows
-from midus_hf.retrieval import MemoryRetriever, TreeOrigin
-from upscalers import upscale
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.retrieval.tree_files import TreeOrigin
+from upscalers.runs.upscale import upscale
 
 FIRST, THIRD = BankLevel("hier-ffn", 1), BankLevel("hier-ffn", 3)
 """Levels of `hierarchical_model`; the second has no blocks."""

@@ -13,9 +13,9 @@ from midus_hf.analysis.inside.drift import base_within, drift, other_base
 from midus_hf.analysis.inside.drift_report import as_json, drift_table, moved_table, write_drift_page
 from midus_hf.analysis.inside.loss_effects import Effect
 from midus_hf.analysis.text_rows import TextRows, read_rows
-from upscalers import upscale
 from upscalers.request.errors import RequestError
 from upscalers.runs.base_confirmation import keeps_base
+from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
 

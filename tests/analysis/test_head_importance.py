@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from midus_hf.analysis.inside.head_importance import Answer, head_importance
 from midus_hf.analysis.inside.head_report import as_json, draw_heads, layers_table
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 ANSWERS = [Answer(torch.tensor([5, 9, 33, 60, 7]), 3), Answer(torch.tensor([12, 40, 41]), 1)]
 

@@ -20,7 +20,7 @@ from midus_hf.analysis.inside.layer_report import as_csv, as_json, draw_layers, 
 from midus_hf.analysis.inside.loss_effects import effect_between
 from midus_hf.analysis.text_rows import TextRows, read_rows
 from midus_hf.banks.memory_bank import MemoryBank
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 TEXT = TextRows("text", [prompt(20, 1)[0], prompt(14, 1, seed=2)[0], prompt(9, 1, seed=3)[0]], [0, 1, 2])
 

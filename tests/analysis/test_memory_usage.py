@@ -17,7 +17,7 @@ from midus_commands.usage import main
 from midus_hf.analysis.report import draw_usage, usage_curves
 from midus_hf.analysis.slots.counted_types import counted_types
 from midus_hf.analysis.slots.usage import record_usage
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from midus_hf.analysis.inside.added_parts import added_parts
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 METHODS: dict[str, dict[str, Any]] = {
     "midus-hml": {"n": 4, "k": 2},

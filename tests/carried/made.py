@@ -6,7 +6,7 @@ from typing import Any
 from pairs import by_default
 from tiny import NATIVE_FAMILIES, save_tiny_model
 
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 TREE = {"sizes": [3, 0, 2], "branching": 3}
 METHODS: dict[str, dict[str, Any]] = {

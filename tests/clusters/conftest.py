@@ -6,7 +6,7 @@ import pytest
 from retrieval.tiny_bert import save_tiny_bert
 
 from clusters.corpus import Corpus, load_fast_tokenizer
-from midus_hf.retrieval import TextEmbedder
+from midus_hf.retrieval.embedding import TextEmbedder
 
 WINDOW_TOKENS = 5
 

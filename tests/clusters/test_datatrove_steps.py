@@ -8,7 +8,8 @@ from clusters import run
 from clusters.assigning import document_paths
 from clusters.building import TreeOptions
 from clusters.corpus import read_corpus
-from midus_hf.retrieval import ClusterTree, MemoryRetriever
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 pytest.importorskip("datatrove")
 

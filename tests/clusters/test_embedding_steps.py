@@ -14,7 +14,7 @@ from clusters.corpus import Corpus
 from clusters.run import BuildRequest, build, build_from_embeddings, open_build
 from clusters.window_shards import JoinedRows
 from clusters.window_store import open_windows
-from midus_hf.retrieval import MemoryRetriever
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")

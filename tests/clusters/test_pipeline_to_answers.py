@@ -10,9 +10,11 @@ from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from clusters.building import TreeOptions
-from midus_hf.retrieval import ClusterTree, FetchingPipeline, MemoryRetriever
+from midus_hf.retrieval.answering import FetchingPipeline
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.training.run.train import train
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 pytest.importorskip("datatrove")
 

@@ -12,7 +12,9 @@ from clusters.assigning import document_paths
 from clusters.building import TreeOptions
 from clusters.corpus import read_corpus
 from clusters.run import BuildRequest, build, open_build
-from midus_hf.retrieval import ClusterTree, MemoryRetriever, tree_files
+from midus_hf.retrieval import tree_files
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 

@@ -15,8 +15,9 @@ from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
 from midus_commands import analyze
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.retrieval import MemoryRetriever, TreeOrigin
-from upscalers import upscale
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.retrieval.tree_files import TreeOrigin
+from upscalers.runs.upscale import upscale
 
 QUESTIONS = [
     {"question": "w5 w6", "choices": ["w9 w10", "w11"], "gold": 1},

@@ -308,7 +308,7 @@ def test_what_leaves_only_empty_clusters_is_refused(bert, tmp_path, capsys):
 
 
 def test_a_tree_that_names_no_tokenizer_needs_one(tree, corpus, bert, tmp_path, capsys):
-    from midus_hf.retrieval import MemoryRetriever
+    from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
     loaded = MemoryRetriever.load(tree)
     bare = type(loaded.tree)(loaded.tree.branching, loaded.tree.centroids)

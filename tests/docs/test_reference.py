@@ -35,7 +35,9 @@ def test_arguments_are_those_of_the_signature():
 def test_what_has_no_docstring_or_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"neither defines nor imports absent"):
         document("midus_hf.memory", "absent")
-    with pytest.raises(ValueError, match=r"module midus_hf\.analysis\.slots\.usage has no __all__; name what is documented"):
+    with pytest.raises(
+        ValueError, match=r"module midus_hf\.analysis\.slots\.usage has no __all__; name what is documented"
+    ):
         public_names("midus_hf.analysis.slots.usage")
     with pytest.raises(ValueError, match=r"has no docstring; expected one"):
         document("scripts.reference", "_parse")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers import upscale
 from upscalers.methods.contract import METHODS
+from upscalers.runs.upscale import upscale
 
 PAGE = (Path(__file__).parents[2] / "docs" / "which-method.md").read_text(encoding="utf-8")
 SHIPPED = sorted(name for name, method in METHODS.items() if method.__module__.startswith("upscalers."))

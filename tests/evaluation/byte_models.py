@@ -6,7 +6,7 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 VOCABULARY_SIZE = len(SPECIAL_TOKENS) + 256

@@ -9,8 +9,9 @@ from retrieval.tiny_bert import WIDTH, save_tiny_bert
 from retrieval.trees import random_tree
 
 from midus_commands.evaluate import main
-from midus_hf.retrieval import TextEmbedder, TreeOrigin
+from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.nearest_documents import NearestDocuments
+from midus_hf.retrieval.tree_files import TreeOrigin
 
 pytest.importorskip("lm_eval")
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from midus_commands import evaluate as cli
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 

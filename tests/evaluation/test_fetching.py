@@ -18,8 +18,8 @@ from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
 from midus_hf.evaluation.perplexity import perplexity, prepare_text
 from midus_hf.evaluation.settings import EvaluationSettings
-from midus_hf.retrieval import TreeOrigin
-from upscalers import upscale
+from midus_hf.retrieval.tree_files import TreeOrigin
+from upscalers.runs.upscale import upscale
 
 pytest.importorskip("lm_eval")
 

@@ -13,7 +13,7 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.analysis.slots.usage import Usage, summarise
 from midus_hf.memory.protocols import ReadsFewRows, RetrievesSlots
 from midus_hf.memory.registry import build_memory
-from midus_hf.memory.tucker_losses import core_penalty, key_balance
+from midus_hf.memory.ultramem import core_penalty, key_balance
 
 SIZES = ModelSizes(hidden_size=16, num_heads=2, intermediate_size=40, num_layers=4)
 SMALL = {"n": 4, "k": 3, "key_width": 5, "value_width": 6, "pre_value_width": 2, "zero": "none"}

@@ -15,7 +15,7 @@ from pairs import wanted_by_tests
 from tiny import WINDOW, prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 PLACEMENTS = {"distributed": [1, 4], "top-heavy": [2, 4], "bottom-heavy": [0, 2]}
 MEMORIES = {

@@ -8,8 +8,10 @@ from retrieval.trees import random_tree
 from transformers import AutoModelForCausalLM
 
 from midus_hf.banks.memory_bank import MemoryBank
-from midus_hf.retrieval import FetchingPipeline, MemoryRetriever, TextEmbedder
-from upscalers import upscale
+from midus_hf.retrieval.answering import FetchingPipeline
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from upscalers.runs.upscale import upscale
 
 PROMPTS = ["w1 w2 w3", "w40 w41", "w7 w8 w9 w10 w11"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from retrieval.trees import random_tree
 
-from midus_hf.retrieval.blocking import paths_without_best
+from midus_hf.retrieval.memory_retriever import paths_without_best
 
 EMBEDDINGS = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
 

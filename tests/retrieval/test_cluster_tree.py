@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval.trees import random_tree
 
-from midus_hf.retrieval import ClusterTree
-from midus_hf.retrieval.cluster_tree import squared_distances
+from midus_hf.retrieval.cluster_tree import ClusterTree, squared_distances
 
 
 def leads_to_a_leaf(tree: ClusterTree, level: int, node: int, blocked: set) -> bool:

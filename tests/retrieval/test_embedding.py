@@ -8,7 +8,7 @@ from retrieval.tiny_bert import WIDTH, save_tiny_bert
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
-from midus_hf.retrieval import TextEmbedder
+from midus_hf.retrieval.embedding import TextEmbedder
 
 TEXTS = ["w1 w2 w3", "w7", " ".join(f"w{index}" for index in range(50)), "w4 w4", "", "nothing known"]
 

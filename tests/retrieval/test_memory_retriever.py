@@ -7,7 +7,10 @@ import torch
 from retrieval.tiny_bert import WIDTH, save_tiny_bert
 from retrieval.trees import random_tree
 
-from midus_hf.retrieval import ClusterTree, MemoryRetriever, TextEmbedder, TreeOrigin
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
+from midus_hf.retrieval.tree_files import TreeOrigin
 
 TEXTS = [f"w{index} w{index + 1} w{index // 2}" for index in range(30)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from retrieval.tiny_bert import save_tiny_bert
 
-from midus_hf.retrieval import TextEmbedder
+from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.nearest_documents import NearestDocuments
 
 DOCUMENTS = [f"w{index} w{index + 2} w{index // 3}" for index in range(40)]

@@ -7,7 +7,8 @@ import torch
 from retrieval.trees import counted_tree, random_tree
 from safetensors.torch import load_file, save_file
 
-from midus_hf.retrieval import ClusterTree, TreeOrigin
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.tree_files import TreeOrigin
 
 
 @pytest.fixture

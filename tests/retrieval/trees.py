@@ -2,7 +2,8 @@
 
 import torch
 
-from midus_hf.retrieval import ClusterTree, TreeOrigin
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.tree_files import TreeOrigin
 
 
 def random_tree(branching: int = 3, levels: int = 3, width: int = 5, seed: int = 0, empty: tuple = (), **given):

@@ -11,7 +11,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from midus_hf.sft.options import DataOptions, SftConfig
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 

@@ -13,8 +13,8 @@ from midus_config.memory_types import MEMORY_TYPES
 from midus_hf.memory.registry import MEMORY_MODULES
 from tests.upscalers.checkpoints import load
 from tests.upscalers.conftest import base, command, in_process, shared_base  # noqa: F401 - fixtures
-from upscalers import upscale
 from upscalers.methods.contract import METHODS
+from upscalers.runs.upscale import upscale
 
 _REGISTRIES = (MEMORY_TYPES, MEMORY_MODULES, METHODS)
 

@@ -7,7 +7,7 @@ from sites.cases import CASES, give_values
 from tiny import prompt
 
 from tests.upscalers.checkpoints import load, save_base
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SCALES = torch.tensor([0.5, -2.0])
 

@@ -12,8 +12,10 @@ from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
-from upscalers import RequestError, strip, upscale
 from upscalers.checkpoint.safetensors_format import StoredTensor
+from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 from upscalers.runs.verify import comparison_bytes
 
 SKIP = CASES["skip"]

@@ -10,7 +10,8 @@ from tiny import save_tiny_model
 
 from midus_config.declared_tensors import Normal
 from tests.upscalers.checkpoints import logits
-from upscalers import VerificationError, upscale
+from upscalers.request.errors import VerificationError
+from upscalers.runs.upscale import upscale
 
 VERIFY = pytest.mark.parametrize("verify", [None, False], ids=["whole", "blocks"])
 

@@ -9,8 +9,9 @@ from tiny import FAMILIES, save_tiny_model
 
 from midus_hf.models import FAMILIES as HOSTS
 from tests.upscalers.checkpoints import SMALL_MEMORY
-from upscalers import RequestError, upscale
 from upscalers.checkpoint.base_model import open_base
+from upscalers.request.errors import RequestError
+from upscalers.runs.upscale import upscale
 
 LAYERS = (
     r"expected all, a number from 1 to 4, a share such as 0\.25, early:N, middle:N or late:N for N neighbours, or a list of "

@@ -11,7 +11,9 @@ from tiny import prompt
 
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, same_tensors
-from upscalers import RequestError, strip, upscale
+from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 HML = {"method": "midus-hml", "options": SMALL_MEMORY}
 LLAMA_PRO = {"method": "llama-pro"}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from midus_hf.banks.audit import BankAudit
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.training.run.training_log import read_log
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 TYPES = ["hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv"]
 LEAVES = [0, 4, 5]

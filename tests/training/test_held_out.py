@@ -20,7 +20,7 @@ from midus_hf.training.output.output_folder import check_output
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.run.training_log import read_log
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from midus_hf.config_file import read_config, read_mapping
 from midus_hf.training.options import TrainConfig
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN2_5_0_5B = {

@@ -12,7 +12,7 @@ from training.tiny_run import tiny_config, tiny_tokenizer
 from midus_hf.training.run.train import train
 from midus_hf.training.run.training_log import read_log
 from tests.upscalers.checkpoints import load
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SMALL = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 4, "layers": [1, 3]}
 BANK = "model.memory_tables.chapters.0.bank"

@@ -15,10 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from midus_commands.evaluate import main as midus_eval
 from midus_hf.banks.level_file import BankError
-from midus_hf.retrieval import ClusterTree, FetchingPipeline, MemoryRetriever, TextEmbedder
+from midus_hf.retrieval.answering import FetchingPipeline
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.training.run.train import prepare, train
 from tests.upscalers.banks.bank_commands import refusal, run
-from upscalers import strip, upscale
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 TREE, OTHER = (random_tree(3, 2, width=WIDTH, seed=seed) for seed in (0, 1))
 """Two trees of the shape that the models of these tests fetch blocks by."""

@@ -14,7 +14,7 @@ from midus_hf.training.optim.table_columns import TableColumns, tables_of_values
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.run.training_log import read_log
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 RUN = {"max_steps": 4, "save_every": 2, "precision": "fp32", "sequence_length": 16, "log_every": 1}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from midus_hf.training.optim.row_adamw import RowAdamW, clip_rows
 from midus_hf.training.run.train import prepare, train
 from midus_hf.training.trainer.memory_trainer import MemoryTrainer
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

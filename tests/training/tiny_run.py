@@ -18,7 +18,7 @@ from midus_hf.evaluation.perplexity import PerplexityResult
 from midus_hf.training.data.held_out import HeldOut
 from midus_hf.training.options import CorpusOptions, TrainConfig
 from midus_hf.training.run.run_trainer import InRun
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 NEW_LAYERS = [1, 4]
 """Where the Distributed policy puts two blocks among four layers."""

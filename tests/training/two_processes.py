@@ -11,7 +11,7 @@ from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
 
 from midus_hf.training.run.training_log import read_log
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 ULTRAMEM = {"n": 16, "k": 2, "share": "ring:2", "heads": 2}

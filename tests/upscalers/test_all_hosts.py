@@ -6,7 +6,8 @@ from tiny import FAMILIES, NATIVE_FAMILIES, prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from tests.upscalers.checkpoints import load
-from upscalers import strip, upscale
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 FURTHER = [family for family in NATIVE_FAMILIES if family not in FAMILIES]
 METHODS = [

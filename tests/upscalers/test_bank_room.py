@@ -8,7 +8,7 @@ from tiny import save_tiny_model
 
 from midus_config.fetched_blocks import BANKS_FOLDER, level_file
 from tests.upscalers.checkpoints import load
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 
 def test_a_bank_that_no_file_can_hold_is_refused_before_anything_is_written(base, command, tmp_path):

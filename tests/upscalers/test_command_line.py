@@ -15,7 +15,8 @@ from tests.upscalers.checkpoints import (
     same_tensors,
 )
 from tests.upscalers.chosen_families import families
-from upscalers import VerificationError, upscale
+from upscalers.request.errors import VerificationError
+from upscalers.runs.upscale import upscale
 
 family = families("qwen3", "gemma2")
 

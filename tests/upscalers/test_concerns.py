@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, save_base
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SMALL_CHAPTERS = {"memory_tokens": 24, "chapters": 6, "k": 2, "layers": [1]}
 NOT_CAUSAL = "routing is 'sequence', so chapters are chosen by all tokens of a text, later ones included"

@@ -18,10 +18,11 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.chosen_families import families
-from upscalers import strip, upscale
 from upscalers.checkpoint import content_digest as digests
 from upscalers.checkpoint.base_model import open_base
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 family = families("qwen3", "gemma3")
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.upscalers.dense.requests import planned, tiny_config
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
-from upscalers import RequestError
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.plan.placements import PLACEMENTS, default_remark, place
+from upscalers.request.errors import RequestError
 
 DIVISOR = {2: 1, 3: 1, 4: 2, 5: 1, 6: 3, 7: 1, 8: 4, 9: 3, 10: 5, 11: 1, 12: 6, 13: 1}
 HALF = {layers: layers // 2 for layers in range(2, 14)}

@@ -11,7 +11,8 @@ from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
 from tests.upscalers.processes import run_python, run_upscale
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.test_placements import TABLES
-from upscalers import RequestError, upscale
+from upscalers.request.errors import RequestError
+from upscalers.runs.upscale import upscale
 
 MODELS = {
     "llama-3.2-1b": (LLAMA_3_2_1B, (16, 8), 54.5e6, 1.29e9),

@@ -18,8 +18,9 @@ from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
 from tests.upscalers.checkpoints import SMALL_MEMORY, content_digest, load, read_tensors, same_bits, same_tensors
-from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 ROOT = Path(__file__).parent.parent / "fixtures" / "checkpoints"
 EVERY = [str(file.parent.relative_to(ROOT)) for file in sorted(ROOT.glob("*/*/config.json"))]

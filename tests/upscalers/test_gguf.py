@@ -10,7 +10,9 @@ from tiny import prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits
-from upscalers import RequestError, strip, upscale
+from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 gguf = pytest.importorskip("gguf")
 

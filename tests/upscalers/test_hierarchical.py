@@ -16,10 +16,11 @@ from midus_hf.banks.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import edit_config, file_digests, load, read_tensors, same_tensors
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers import strip, upscale
 from upscalers.landing.ownership import foreign_files
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 SMALL = {"sizes": [3, 0, 2], "branching": 3}
 LORA = ("hier-lora-qk", "hier-lora-vo", "hier-lora-ffn")

@@ -13,7 +13,7 @@ from midus_hf.banks.memory_bank import MemoryBank
 from tests.upscalers.checkpoints import load, logits, save_base
 from tests.upscalers.conftest import point_client_at
 from tests.upscalers.hub_server import Repository, client_environment, files_of
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 SMALL = ("--set", "n=8", "--set", "k=2")
 

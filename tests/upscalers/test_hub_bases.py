@@ -9,9 +9,9 @@ from huggingface_hub import constants, hf_hub_download
 
 from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base
 from tests.upscalers.hub_server import Repository, files_of
-from upscalers import upscale
 from upscalers.request.errors import RequestError
 from upscalers.runs import upscale as run
+from upscalers.runs.upscale import upscale
 
 REQUEST = ("--method", "midus-hml", "--output", "out", "--set", "n=8", "--set", "k=2", "--no-verify")
 OF_THE_MODEL = (

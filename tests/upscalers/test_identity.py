@@ -19,7 +19,7 @@ from tests.upscalers.checkpoints import (
     save_base,
     variants,
 )
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENTS = ("distributed", "top-heavy", "bottom-heavy")

@@ -13,8 +13,9 @@ from tiny import prompt, save_tiny_model, tiny_model
 
 from midus_hf.memory.chapters import Chapters
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_tensors
-from upscalers import strip, upscale
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 SMALL = {"memory_tokens": 24, "chapters": 12, "k": 2, "chunk_size": 3}
 SITES = ("behind-attention", "behind-layer")

@@ -11,9 +11,10 @@ from tiny import prompt, save_tiny_model
 from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.depth_attention import DepthAttention
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_tensors
-from upscalers import strip, upscale
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Fill
 
 KINDS = {

@@ -12,7 +12,8 @@ from tiny import prompt
 
 from tests.upscalers.checkpoints import load, save_base
 from tests.upscalers.mutations import kind_of, one_mutation
-from upscalers import RequestError, VerificationError, upscale
+from upscalers.request.errors import RequestError, VerificationError
+from upscalers.runs.upscale import upscale
 
 CASES, PARTS, SECONDS = 200, 4, 60
 NUM_BASES = 3

@@ -16,7 +16,7 @@ from midus_config.wording import near_matches
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options
-from upscalers.request.sizes import parse_size
+from upscalers.runs.upscale import parse_size
 
 
 @dataclass

@@ -14,9 +14,11 @@ from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load,
 from tests.upscalers.chosen_families import families
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
-from upscalers import RequestError, strip, upscale
 from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable
+from upscalers.request.errors import RequestError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
 
 family = families("qwen2", "gemma2")

@@ -12,8 +12,8 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL, logits, save_base
 from tests.upscalers.solvers.recording import Recorder
-from upscalers import upscale
 from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 
 class Stages(Recorder):

@@ -23,7 +23,7 @@ from tests.upscalers.checkpoints import (
     write_tensors,
 )
 from tests.upscalers.chosen_families import families
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 family = families("llama", "gemma2")
 

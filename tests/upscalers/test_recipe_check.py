@@ -8,12 +8,13 @@ import pytest
 
 from tests.upscalers.checkpoints import SMALL
 from tests.upscalers.dense.requests import REQUESTS
-from upscalers import MethodError, upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import get_method
+from upscalers.request.errors import MethodError
 from upscalers.request.options import parse_options
 from upscalers.runs.job import Job
+from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine, Copy, Fill, Recipe
 
 Layers = list[dict[str, Recipe]]

@@ -20,8 +20,10 @@ from tests.upscalers.checkpoints import (
     save_base,
 )
 from tests.upscalers.chosen_families import families
-from upscalers import RequestError, strip, upscale
+from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 family = families("llama", "gemma2")
 

@@ -8,10 +8,11 @@ from tiny import prompt
 
 from tests.upscalers.checkpoints import SMALL, VARIANTS, base_for, load, read_tensors, save_base, write_tensors
 from tests.upscalers.chosen_families import families
-from upscalers import VerificationError, upscale
 from upscalers.checkpoint.base_model import open_base
+from upscalers.request.errors import VerificationError
 from upscalers.runs import streamed_model
 from upscalers.runs.streamed_model import StreamedModel, read_tensor
+from upscalers.runs.upscale import upscale
 
 family = families("qwen3", "gemma2")
 

@@ -27,8 +27,10 @@ from tests.upscalers.checkpoints import (
 )
 from tests.upscalers.chosen_families import families
 from tests.upscalers.mutations import VALUES
-from upscalers import RequestError, strip, upscale
+from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 family = families("qwen2", "gemma3")
 

@@ -7,7 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from tests.upscalers.checkpoints import RECORD, SMALL_MEMORY, file_digests, save_base
-from upscalers import VerificationError, strip, upscale
+from upscalers.request.errors import VerificationError
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 TEXT = "In 1984, don't   forget: naïve x=3.14!"
 

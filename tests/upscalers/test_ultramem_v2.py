@@ -9,7 +9,8 @@ from pairs import in_turn
 from tiny import prompt, save_tiny_model
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors
-from upscalers import strip, upscale
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 SMALL = {"n": 8, "k": 4}
 KINDS = {

@@ -9,10 +9,11 @@ import torch
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, load, logits, read_tensors, save_base, write_tensors
 from tests.upscalers.chosen_families import families
 from tests.upscalers.solvers.recording import Recorder
-from upscalers import RequestError, VerificationError, upscale
 from upscalers.methods.contract import get_method
 from upscalers.methods.midus import MidusHml
+from upscalers.request.errors import RequestError, VerificationError
 from upscalers.runs import job, streamed_model
+from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing
 from upscalers.tensors.recipes import Copy, Fill
 

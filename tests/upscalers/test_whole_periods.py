@@ -12,13 +12,14 @@ from transformers import AutoConfig
 
 from tests.upscalers.checkpoints import SMALL, edit_config, file_digests, logits, save_base
 from tests.upscalers.dense.requests import REQUESTS, planned, settings, tiny_config, upscaled
-from upscalers import RequestError, upscale
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import METHODS, get_method
 from upscalers.plan.placements import place
 from upscalers.plan.plan import Base, New, insertion_plan
+from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
 
 F, S = "full_attention", "sliding_attention"
 

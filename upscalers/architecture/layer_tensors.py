@@ -2,14 +2,7 @@
 
 from midus_config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
 from midus_config.memory_types import InsertedOptions
-from upscalers.architecture.families import (
-    ATTENTION_OUTPUT_ROLES,
-    ATTENTION_ROLES,
-    Config,
-    Family,
-    LayerTensor,
-    Shape,
-)
+from upscalers.architecture.families import ATTENTION_OUTPUT_ROLES, ATTENTION_ROLES, Config, Family, LayerTensor, Shape
 from upscalers.request.errors import refusing_requests
 
 

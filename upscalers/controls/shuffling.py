@@ -4,8 +4,9 @@ import importlib.metadata
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from midus_config.controls import num_value_rows
 from midus_config.memory_entries import ATTACHED, INSERTED, TABLES
@@ -13,7 +14,6 @@ from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
-from upscalers.controls.permuted_rows import PermutedRows
 from upscalers.controls.shuffle_record import Shuffle, shuffled_card, shuffled_config, shuffled_record
 from upscalers.landing.output_folder import OutputFolder
 from upscalers.record.provenance import read_config_entry, read_plan
@@ -21,7 +21,7 @@ from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
-from upscalers.tensors.recipes import tensor_seed
+from upscalers.tensors.recipes import Recipe, tensor_seed
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 _CHUNK_BYTES = 1 << 22
@@ -138,3 +138,41 @@ def _holds_anything(tensor: StoredTensor) -> bool:
             assert chunk, f"{tensor.file} ended {left} bytes early"
             left -= len(chunk)
     return False
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from upscalers.tensors.recipes import ReadTensor
+
+
+@dataclass(frozen=True)
+class PermutedRows(Recipe):
+    """The rows of a table, the dimension before the last, in another order: none stays where it was.
+
+    Args:
+        source: Full name of the table, which has two rows or more. Where it has more dimensions, all that stand in front have the
+            same order.
+        seed: The same seed and number of rows, the same order.
+    """
+
+    source: str
+    seed: int
+
+    def build(self, read: "ReadTensor") -> "torch.Tensor":
+        return read(self.source).index_select(-2, row_order(self.shape[-2], self.seed))
+
+
+def row_order(rows: int, seed: int) -> "torch.Tensor":
+    """For each place `[rows]`, which row comes to it: one random cycle through all of them.
+
+    Args:
+        rows: How many, two or more.
+        seed: Of the cycle.
+    """
+    import torch
+
+    cycle = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    order = torch.empty_like(cycle)
+    order[cycle] = cycle.roll(1)
+    return order

@@ -1,6 +1,7 @@
 """One upscaling from request to report."""
 
 import contextlib
+import re
 import resource
 import sys
 import time
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from midus_config.fetched_blocks import BankLayout
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
@@ -20,8 +22,6 @@ from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import NoProgress, Progress, shown
-from upscalers.request.sizes import parse_size
-from upscalers.runs.bank_room import check_room_for_banks
 from upscalers.runs.job import Job
 from upscalers.runs.writing import Outcome, Writing
 
@@ -198,3 +198,55 @@ def _peak_rss_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]*)$")
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of `"5GB"`, `"500MB"` or a plain number.
+
+    Raises:
+        RequestError: If it is no positive size.
+    """
+    match = _SIZE.match(str(size).strip())
+    if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise RequestError(f"max-shard-size is {size!r}; expected a positive size such as 5GB or 500MB.")
+    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+def check_room_for_banks(folder: OutputFolder, layouts: Mapping[str, BankLayout], item_bytes: int) -> list[str]:
+    """Refuse banks that the file system cannot hold even as holes, and tell of those that may outgrow the disk.
+
+    A bank larger than the disk is no fault by itself: its blocks take room when they are written, and of a large tree training
+    may fetch few.
+
+    Args:
+        folder: That will have them.
+        layouts: By the name of the memory.
+        item_bytes: Of an element of a block.
+
+    Returns:
+        What a person should know, a sentence or two for each bank that the disk has no room for as a whole.
+
+    Raises:
+        RequestError: If a level is larger than a file can be.
+    """
+    concerns, free = [], f"{folder.disk} has {folder.free_bytes() / 1e9:,.2f} GB free"
+    for name, layout in layouts.items():
+        sizes = {level: layout.file_bytes(level, item_bytes) for level in layout.levels}
+        remedy = "Lower branching, or the sizes of deep levels"
+        for level, num_bytes in sizes.items():
+            if not folder.can_hold_file(num_bytes):
+                raise RequestError(
+                    f"branching is {layout.blocks.branching}, so level {level} of the bank of {name} has "
+                    f"{layout.blocks.nodes(level):,} blocks, a file of {num_bytes / 1e9:,.2f} GB, which the file system cannot hold "
+                    f"even while it is empty ({free}); expected a smaller one. {remedy}, or choose another disk."
+                )
+        if sum(sizes.values()) > folder.free_bytes():
+            concerns.append(
+                f"the bank of {name} takes {sum(sizes.values()) / 1e9:,.2f} GB once all of its blocks are trained, but {free}; a "
+                f"block that was never trained takes none. {remedy}, if texts are to fetch more of it than there is room for."
+            )
+    return concerns

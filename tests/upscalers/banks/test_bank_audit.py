@@ -12,7 +12,8 @@ from midus_commands.banks import main
 from midus_hf.banks.audit import BankAudit, Document, Trained
 from midus_hf.banks.level_file import BankError
 from tests.upscalers.banks.bank_commands import refusal, run, write_blocks
-from upscalers import strip, upscale
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 FILES = [Document("corpus/a.jsonl", "aa", line, name) for line, name in ((3, "three"), (12, None))]
 FILES.append(Document("corpus/b.jsonl", "bb", 1, "one"))

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from midus_commands.banks import main
 from tests.upscalers.banks.bank_commands import bank_of, refusal, run, write_blocks
-from upscalers import strip, upscale
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 WRITTEN = [(1, 0), (1, 2), (2, 1), (2, 7), (2, 9)]
 """Level and record: 9 of level 2 is the generic memory's."""

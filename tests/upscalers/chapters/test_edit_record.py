@@ -7,8 +7,8 @@ import pytest
 
 from tests.upscalers.chapters.made import bank_name, save_chapters
 from tests.upscalers.checkpoints import file_digests, read_tensors, same_tensors
-from upscalers import strip
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
 
 
 def edited(chapters, model, output):

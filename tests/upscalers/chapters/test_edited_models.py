@@ -8,7 +8,8 @@ from tiny import prompt
 from midus_hf.analysis.chapters.edits import swap_chapters, zero_chapters
 from midus_hf.ops.chapters.quantisation import dequantise_rows, quantise_rows
 from tests.upscalers.checkpoints import file_digests, load, logits, read_tensors, save_base, write_tensors
-from upscalers import strip, upscale
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 CHAPTERS, TOKENS = 6, 4
 OPTIONS = {"memory_tokens": CHAPTERS * TOKENS, "chapters": CHAPTERS, "k": 2, "chunk_size": 4, "layers": [0, 2, 3]}

@@ -8,9 +8,9 @@ import torch
 from midus_hf.ops.chapters.quantisation import quantise_rows
 from tests.upscalers.chapters.made import LAYERS, bank_name, save_chapters
 from tests.upscalers.checkpoints import edit_config, read_tensors, same_bits
-from upscalers import RequestError
 from upscalers.chapters import quantising
 from upscalers.chapters.checkpoint_edit import EditRequest
+from upscalers.request.errors import RequestError
 
 
 @pytest.mark.parametrize("bits", [8, 4])

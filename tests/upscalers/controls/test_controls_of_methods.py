@@ -9,9 +9,9 @@ from midus_config.controls import controls_of
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import load, logits
 from tests.upscalers.chosen_families import families
-from upscalers import upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.controls.shuffling import shuffle
+from upscalers.runs.upscale import upscale
 
 family = families("qwen2", "gemma3")
 

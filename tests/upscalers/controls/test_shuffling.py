@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 from tests.upscalers.chapters.made import save_chapters
 from tests.upscalers.checkpoints import logits, read_tensors
-from upscalers import strip, upscale
-from upscalers.controls.permuted_rows import row_order
-from upscalers.controls.shuffling import shuffle
+from upscalers.controls.shuffling import row_order, shuffle
 from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 KINDS = {
     "inserted": ("midus-hml", {"n": 4, "k": 2}),

@@ -6,12 +6,13 @@ from typing import Any
 
 from tiny import NATIVE_FAMILIES
 
-from upscalers import UpscaleReport, upscale
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import get_method
 from upscalers.plan.plan import Plan
+from upscalers.record.report import UpscaleReport
 from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "solar": {},

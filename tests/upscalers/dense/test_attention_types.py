@@ -10,7 +10,7 @@ from tiny import WINDOW, prompt
 from tests.upscalers.checkpoints import edit_config, load, logits, read_tensors, save_base
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import FUSING, planned, upscaled
-from upscalers import RequestError
+from upscalers.request.errors import RequestError
 
 S, F = "sliding_attention", "full_attention"
 

@@ -7,7 +7,7 @@ import pytest
 from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, save_base, write_tensors
 from tests.upscalers.dense.requests import settings
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 ONLY_CONFIG = "llama-3.2-1b"
 """A base of which there is no more than its config."""

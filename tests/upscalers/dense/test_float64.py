@@ -8,7 +8,7 @@ import torch
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.requests import OUTPUT_NORMS, REQUESTS, upscaled
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 from upscalers.tensors.recipes import Combine, Fill
 
 UNIT_OFFSET = ("gemma2", "gemma3")

@@ -10,8 +10,8 @@ from tiny import WINDOW, prompt
 
 from tests.upscalers.checkpoints import load, save_base
 from tests.upscalers.dense.requests import OUTPUT_NORMS, PROMISING, REQUESTS, upscaled
-from upscalers import upscale
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.upscale import upscale
 
 BIASES = [{"attention_bias": True}, {"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}]
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -8,10 +8,11 @@ import torch
 from midus_config.options import option
 from tests.upscalers.checkpoints import logits, read_tensors
 from tests.upscalers.dense.requests import OUTPUT_NORMS
-from upscalers import VerificationError, upscale
 from upscalers.checkpoint.base_model import open_base
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit
+from upscalers.request.errors import VerificationError
+from upscalers.runs.upscale import upscale
 
 
 @pytest.fixture

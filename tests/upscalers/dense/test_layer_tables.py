@@ -7,8 +7,8 @@ from tiny import NUM_LAYERS
 from tests.upscalers.checkpoints import read_tensors, same_bits, save_base
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import OUTPUT_NORMS, planned, tiny_config, upscaled
-from upscalers import RequestError
 from upscalers.plan.plan import Base, New
+from upscalers.request.errors import RequestError
 
 SOLAR = {
     (16, 8): [*range(0, 12), *range(4, 16)],

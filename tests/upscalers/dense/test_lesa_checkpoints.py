@@ -10,8 +10,8 @@ from tiny import NUM_LAYERS
 from tests.upscalers.checkpoints import file_digests, read_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.solvers.recording import Recorder
-from upscalers import upscale
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.upscale import upscale
 from upscalers.solvers import layer_predictor
 from upscalers.solvers.shared_basis import RowFile
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, read_tensors, save_base, write_tensors
 from tests.upscalers.solvers.recording import Recorder
-from upscalers import upscale
 from upscalers.request.errors import RequestError
+from upscalers.runs.upscale import upscale
 from upscalers.solvers import layer_predictor
 
 QUICK = ("--set", "epochs=1")

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.upscalers.dense.mergekit_peer import DTYPES, MERGES, PACKAGES, RESULTS, checksums, write_base
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 ROLES = {"q_proj": "query", "k_proj": "key", "o_proj": "output_projection", "up_proj": "up", "down_proj": "down"}
 PEER = json.loads(RESULTS.read_text(encoding="utf-8"))

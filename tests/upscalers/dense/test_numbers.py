@@ -7,7 +7,8 @@ import pytest
 
 from tests.upscalers.checkpoints import read_tensors, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.requests import upscaled
-from upscalers import RequestError, upscale
+from upscalers.request.errors import RequestError
+from upscalers.runs.upscale import upscale
 
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "true", "much", "null", "1" + 400 * "0"])

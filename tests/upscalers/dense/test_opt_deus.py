@@ -11,7 +11,7 @@ from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
 from tests.upscalers.dense import opt_deus_reference
 from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.opt_deus_reference import OUTPUT_NORMS, PRE_NORM, Settings
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 OPTIONS = {
     "default": {},

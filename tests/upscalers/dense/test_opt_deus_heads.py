@@ -5,7 +5,7 @@ import torch
 
 from tests.upscalers.checkpoints import read_tensors, save_base, write_tensors
 from tests.upscalers.dense.layers import layer
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 HEADS, GROUPS, HEAD_DIM = 8, 4, 4
 GROUP_ORDER = [2, 0, 3, 1]

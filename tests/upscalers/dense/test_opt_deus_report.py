@@ -11,8 +11,9 @@ from tests.upscalers.dense.layers import layer
 from tests.upscalers.dense.opt_deus_reference import PRE_NORM
 from tests.upscalers.solvers import sinkhorn_loop
 from tests.upscalers.solvers.recording import Recorder
-from upscalers import RequestError, upscale
+from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.upscale import upscale
 from upscalers.solvers import transport
 
 SOLVED = ["query", "key", "value", "output_projection", "gate", "up"]

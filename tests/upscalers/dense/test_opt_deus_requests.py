@@ -6,8 +6,8 @@ import os
 import pytest
 
 from tests.upscalers.checkpoints import save_base
-from upscalers import upscale
 from upscalers.request.errors import RequestError
+from upscalers.runs.upscale import upscale
 from upscalers.solvers.devices import check_device
 
 NUMBERS = [

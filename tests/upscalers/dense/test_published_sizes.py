@@ -8,9 +8,9 @@ import yaml
 from midus_commands.upscale import RunRequest
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.test_placements import TABLES
-from upscalers import upscale
 from upscalers.methods.contract import get_method
 from upscalers.request.options import parse_options
+from upscalers.runs.upscale import upscale
 
 RECIPES = Path(__file__).parents[3] / "configs" / "upscale"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("hier-"))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from material.smollm2 import smollm2_135m
 from tests.upscalers.dense.requests import REQUESTS
-from upscalers import upscale
+from upscalers.runs.upscale import upscale
 
 pytestmark = pytest.mark.material
 

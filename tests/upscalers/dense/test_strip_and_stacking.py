@@ -21,9 +21,11 @@ from tests.upscalers.checkpoints import (
 from tests.upscalers.chosen_families import families
 from tests.upscalers.dense.layers import layer, same_layers
 from tests.upscalers.dense.requests import REQUESTS, upscaled
-from upscalers import RequestError, strip, upscale
 from upscalers.architecture.families import FAMILIES
+from upscalers.request.errors import RequestError
 from upscalers.runs.inspection import inspect_checkpoint
+from upscalers.runs.strip import strip
+from upscalers.runs.upscale import upscale
 
 family = families("qwen3", "gemma3")
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.upscalers.checkpoints import edit_config, read_tensors, same_bits, same_tensors, save_base, write_tensors
 from tests.upscalers.dense.requests import FUSING, REQUESTS, settings, upscaled
-from upscalers import strip
+from upscalers.runs.strip import strip
 
 EXPERT = "mlp.experts.{}.w1.weight"
 
