@@ -24,8 +24,8 @@ from benchmarks.tracked import RESULTS, Run, append, this_run
 from midus_config.memories.chapters import PAPER, ChaptersOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
+from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.memory.tables import MemoryTables
-from midus_hf.memory.token_places import TokenPlaces
 
 COST_RESULTS = RESULTS / "chapter_cost.csv"
 WIDTH, HEADS, BATCH, TOKENS = 576, 9, 4, 512

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from midus_hf.memory.stretches import Read, Stretches
+from midus_hf.memory.routing.stretches import Read, Stretches
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,12 @@ from torch import nn
 from midus_config.installed import INSTALLED, not_carried
 from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory.chapter_pooling import (
+from midus_hf.memory.kept_values import KeptValues
+from midus_hf.memory.memory_state import MemoryState
+from midus_hf.memory.registry import MemoryModule, register_memory
+from midus_hf.memory.retrieval import random_directions
+from midus_hf.memory.routing.losses import balance_loss, z_loss
+from midus_hf.memory.routing.pooling import (
     ChunkSizes,
     Pooled,
     Routing,
@@ -19,15 +24,10 @@ from midus_hf.memory.chapter_pooling import (
     pool_sequence,
     pool_tokens,
 )
-from midus_hf.memory.kept_values import KeptValues
-from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.random_directions import random_directions
-from midus_hf.memory.registry import MemoryModule, register_memory
-from midus_hf.memory.router_losses import balance_loss, z_loss
-from midus_hf.memory.router_report import RouterReport
-from midus_hf.memory.stretches import Numbers
+from midus_hf.memory.routing.report import RouterReport
+from midus_hf.memory.routing.stretches import Numbers
+from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.memory.tables import LentTables
-from midus_hf.memory.token_places import TokenPlaces
 from midus_hf.ops.chapters.op import chapter_attention
 from midus_hf.ops.chapters.quantisation import dequantise_rows
 from midus_hf.ops.chapters.rows import chapter_mass, chapter_rows

@@ -6,10 +6,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from midus_hf.memory.chapter_pooling import Routing
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.table_reading import TableReading
-from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.memory.routing.pooling import Routing
+from midus_hf.memory.routing.token_places import TokenPlaces
+from midus_hf.memory.tables import TableReading
 
 
 @runtime_checkable

@@ -1,12 +1,21 @@
-"""What the memories share that MIDUS compares head-wise memory with: one table of values for all heads."""
+"""The memories that MIDUS compares head-wise memory with: one table of values for all heads, found by product or flat keys."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from midus_config.installed import not_carried
+from midus_config.memories.linear import LinearOptions
+from midus_config.memories.product_key import ProductKeyOptions
+from midus_config.model_sizes import ModelSizes
+from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
+from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.gather.weighted import weighted_gather
+from midus_hf.ops.product_key.flat import flat_key_topk
+from midus_hf.ops.product_key.op import product_key_topk
+from midus_hf.ops.product_key.reference import sub_key_scores
 
 
 class SharedValueMemory(RetrievalMemory):
@@ -59,3 +68,56 @@ class SharedValueMemory(RetrievalMemory):
 
     def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"{type(self).__name__} does not say how it selects slots.")
+
+
+@register_memory("linear")
+class LinearMemory(SharedValueMemory):
+    """A key per slot and head, compared with every query, over shared values of full width (MIDUS, equations 4 and 5).
+
+    Args:
+        options: `LinearOptions`.
+        sizes: Of the model.
+    """
+
+    options: LinearOptions
+    slot_keys: torch.Tensor
+
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flat_key_topk(query, self.slot_keys, self.k)
+
+    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
+        score_dtype = torch.promote_types(query.dtype, torch.float32)
+        with without_autocast(query.device.type):
+            keys = self.slot_keys.to(query.dtype).to(score_dtype)
+            return [torch.einsum("...hd,hnd->...hn", query.to(score_dtype), keys)]
+
+    @not_carried
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, slots={len(self.value_bank)}, k={self.k}, query_norm={self.query_norm}"
+
+
+@register_memory("product-key")
+class ProductKeyMemory(SharedValueMemory):
+    """Product keys per head over shared values of full width (MIDUS, equations 11 to 15; Lample et al. 2019).
+
+    Args:
+        options: `ProductKeyOptions`.
+        sizes: Of the model.
+    """
+
+    row_keys: torch.Tensor
+    column_keys: torch.Tensor
+
+    def __init__(self, options: ProductKeyOptions, sizes: ModelSizes):
+        super().__init__(options, sizes)
+        self.n = options.n
+
+    def select(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return product_key_topk(query, self.row_keys, self.column_keys, self.k)
+
+    def sub_key_scores(self, query: torch.Tensor) -> list[torch.Tensor]:
+        return list(sub_key_scores(query, self.row_keys, self.column_keys))
+
+    @not_carried
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, n={self.n}, k={self.k}, query_norm={self.query_norm}"

@@ -1,10 +1,58 @@
-"""Tables that the layers of a memory share."""
+"""How a memory reads rows of large tables: what training may change about it."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from midus_config.installed import INSTALLED
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.ops.chapters.rows import with_one_gradient
+from midus_hf.ops.gather.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather
+from midus_hf.ops.gather.parted import parted_gather
+from midus_hf.ops.gather.products import gathered_products
+from midus_hf.ops.gather.weighted import weighted_gather
+
+
+@dataclass
+class TableReading:
+    """Sums of rows and products with rows.
+
+    Args:
+        sparse_gradient: Whether gradients of tables are sparse tensors of the rows that were read. Default: false.
+        columns_of: The `ProcessGroup` of processes that have a stretch of the columns each. Default: none, tables are whole.
+    """
+
+    sparse_gradient: bool = False
+    columns_of: Any = None
+
+    def sums(self, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As `weighted_gather`."""
+        options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
+        if INSTALLED and self.columns_of is not None:
+            return sharded_weighted_gather(bank, slots, weights, self.columns_of, **options)
+        return weighted_gather(bank, slots, weights, **options)
+
+    def sums_by_part(
+        self,
+        bank: torch.Tensor,
+        slots: torch.Tensor,
+        weights: torch.Tensor,
+        parts: torch.Tensor,
+        num_parts: int,
+    ) -> torch.Tensor:
+        """As `parted_gather`."""
+        options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
+        if INSTALLED and self.columns_of is not None:
+            return sharded_parted_gather(bank, slots, weights, parts, num_parts, self.columns_of, **options)
+        return parted_gather(bank, slots, weights, parts, num_parts, **options)
+
+    def products(self, vectors: torch.Tensor, bank: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """As `gathered_products`."""
+        options: dict[str, Any] = {"sparse_gradient": self.sparse_gradient}
+        if INSTALLED and self.columns_of is not None:
+            return sharded_gathered_products(vectors, bank, slots, self.columns_of, **options)
+        return gathered_products(vectors, bank, slots, **options)
 
 
 class LentTables(dict[str, torch.Tensor]):

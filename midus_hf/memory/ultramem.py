@@ -11,10 +11,10 @@ from midus_config.installed import INSTALLED, not_carried
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
-from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import MemoryModule, register_memory
-from midus_hf.memory.router_report import RouterReport
-from midus_hf.memory.table_reading import TableReading
+from midus_hf.memory.retrieval import random_directions
+from midus_hf.memory.routing.report import RouterReport
+from midus_hf.memory.tables import TableReading
 from midus_hf.ops.dispatch.precision import without_autocast
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 from midus_hf.ops.product_key.op import product_key_topk

@@ -1,4 +1,4 @@
-"""Backbone families that host memory, one per file. Importing this package registers them, and those that
+"""Models that host memory. Importing this package registers their families, one per file in `families/`, and those that
 other packages offer, with the Auto classes.
 """
 
@@ -8,10 +8,11 @@ import pkgutil
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from midus_config.plugins import load_offered
+from midus_hf.models import families
 from midus_hf.models.families import FAMILIES
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.iter_modules(families.__path__):
+    importlib.import_module(f"{families.__name__}.{_module.name}")
 
 load_offered("midus_hf.families", refuse=False)  # one that is broken must not take the others along
 

@@ -18,10 +18,10 @@ from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in
 from midus_hf.memory.needs import needs_of
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.memory.router_report import RouterReports
+from midus_hf.memory.routing.report import RouterReports
+from midus_hf.memory.routing.token_places import token_places
 from midus_hf.memory.sequence_heads import refuse_untold
 from midus_hf.memory.tables import MemoryTables
-from midus_hf.memory.token_places import token_places
 from midus_hf.models.adapted import PROJECTION_NAMES
 from midus_hf.models.adapter_layers import TakesAdapters, refuse_adapter_of_base
 from midus_hf.models.dead_memories import warn_of_dead_memories

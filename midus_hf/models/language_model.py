@@ -11,7 +11,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from midus_config.installed import INSTALLED, needed_for
 from midus_hf.memory.kept_values import kept_values
-from midus_hf.memory.router_report import RouterReports
+from midus_hf.memory.routing.report import RouterReports
 from midus_hf.models.adapter_layers import refuse_adapter_of_base
 from midus_hf.models.fetching import BLOCKS
 from midus_hf.models.host import HostsMemory

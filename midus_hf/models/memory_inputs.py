@@ -9,8 +9,8 @@ import torch
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule
-from midus_hf.memory.router_report import RouterReports
-from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.memory.routing.report import RouterReports
+from midus_hf.memory.routing.token_places import TokenPlaces
 
 
 class Carried(NamedTuple):

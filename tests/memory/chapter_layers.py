@@ -9,7 +9,7 @@ from midus_config.memories.chapters import ChaptersOptions
 from midus_config.model_sizes import ModelSizes
 from midus_hf.memory.chapters import Chapters
 from midus_hf.memory.registry import build_memory
-from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.memory.routing.token_places import TokenPlaces
 
 WIDTH, HEADS = 8, 2
 SMALL: dict[str, Any] = {"memory_tokens": 16, "chapters": 8, "k": 2, "chunk_size": 3, "share": "none"}

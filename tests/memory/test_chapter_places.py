@@ -5,7 +5,7 @@ import torch
 from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
 
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.token_places import TokenPlaces, token_places
+from midus_hf.memory.routing.token_places import TokenPlaces, token_places
 
 ROUTINGS = ("chunk", "prompt", "token", "sequence")
 

@@ -9,8 +9,8 @@ from memory.chapter_layers import layer as chapter_layer
 
 from midus_config.memories.ultramem import UltraMemOptions
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory.random_directions import random_directions
 from midus_hf.memory.registry import build_memory
+from midus_hf.memory.retrieval import random_directions
 
 TOKENS = 4000
 HIDDEN = 64

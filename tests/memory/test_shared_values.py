@@ -9,9 +9,8 @@ from tiny import FAMILIES
 
 from midus_config.memory_entries import read_memories
 from midus_config.model_sizes import ModelSizes
-from midus_hf.memory.linear import LinearMemory
-from midus_hf.memory.product_key import ProductKeyMemory
 from midus_hf.memory.registry import build_memory
+from midus_hf.memory.shared_values import LinearMemory, ProductKeyMemory
 from midus_hf.ops import op_choices
 from tests.memory.building import build
 from tests.memory.loops import memory_by_loops

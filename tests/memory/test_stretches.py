@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import assert_reads, by_loops, indices, layer, places_of, states
 
-from midus_hf.memory.chapter_pooling import ChunkSizes
 from midus_hf.memory.memory_state import MemoryState
-from midus_hf.memory.stretches import EqualStretches, GroupedStretches, RowChunks, Stretches
-from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.memory.routing.pooling import ChunkSizes
+from midus_hf.memory.routing.stretches import EqualStretches, GroupedStretches, RowChunks, Stretches
+from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.ops.chapters import op as chapter_attention
 
 TOKENS = 12

@@ -6,7 +6,7 @@ from models.upscaled import upscaled_model
 from transformers import PreTrainedModel
 
 from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule
-from midus_hf.models.llama import MidusLlamaConfig, MidusLlamaForCausalLM
+from midus_hf.models.families.llama import MidusLlamaConfig, MidusLlamaForCausalLM
 
 LLAMA_3_2_1B = {
     "vocab_size": 128256,

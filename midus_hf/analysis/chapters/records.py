@@ -9,7 +9,7 @@ from torch import nn
 
 from midus_hf.analysis.chapters.memories import HostedChapters, memories_of_chapters
 from midus_hf.analysis.slots.memory_place import MemoryPlace
-from midus_hf.memory.chapter_pooling import Routing
+from midus_hf.memory.routing.pooling import Routing
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 
 

@@ -9,7 +9,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from midus_hf.analysis.depth.readers import DepthReader, readers_of_depth
-from midus_hf.memory.token_places import token_places
+from midus_hf.memory.routing.token_places import token_places
 from midus_hf.ops.depth.op import joint_shares
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 

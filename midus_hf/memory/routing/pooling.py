@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from midus_config.installed import INSTALLED
-from midus_hf.memory.stretches import EqualStretches, RowChunks, Stretches, grouped
-from midus_hf.memory.token_places import TokenPlaces
+from midus_hf.memory.routing.stretches import EqualStretches, RowChunks, Stretches, grouped
+from midus_hf.memory.routing.token_places import TokenPlaces
 
 _ALL_ARE_PROMPT = (
     "routing is 'prompt', and nothing says which tokens are the prompt: all of this pass are taken for it, and what is predicted "
