@@ -22,8 +22,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from benchmarks.commands import run_command, run_once
 from benchmarks.tracked import Run, append, this_run
 from material.elements import FACTS_FILE, QUESTIONS_FILE, elements
@@ -75,7 +73,7 @@ def main() -> None:
     parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     if arguments.picture:
-        from benchmarks.atoms_picture import draw_blocking  # without matplotlib it fails before anything is measured
+        import matplotlib.figure  # noqa: F401 - fails before anything is measured where it is missing
 
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
     print("| model | blocked for each text | accuracy | loss |")
@@ -204,6 +202,8 @@ def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
             to it, is a dashed line.
         path: The file to write, of a kind that matplotlib knows.
     """
+    from matplotlib.figure import Figure
+
     shares = sorted({_share(row) for row in rows})
     figure = Figure(figsize=(10, 4), dpi=120)
     for axes, (measure, label) in zip(figure.subplots(1, 2), _PANELS.items(), strict=True):

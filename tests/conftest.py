@@ -18,6 +18,11 @@ os.environ.setdefault("MIDUS_NATIVE_CACHE", _libraries.name)
 # Before anything imports huggingface_hub, which reads the switch once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What inductor keeps does not say for which instructions it was written: compiled for fewer, it leaves lanes unwritten.
+_instructions = os.environ.get("ATEN_CPU_CAPABILITY")
+_kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor"))
+if _instructions and not _kept.endswith(_instructions):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_kept}-{_instructions}"
 
 import pytest
 import torch

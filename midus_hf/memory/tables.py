@@ -1,4 +1,4 @@
-"""How a memory reads rows of large tables: what training may change about it."""
+"""Tables that the layers of a memory share, and how rows of large ones are read."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Functions on tensors. One op per file; the reference body in it is the contract that the faster ones must meet."""
+"""Functions on tensors, one folder an op: `reference.py` is the contract that the faster bodies must meet."""
 
 from midus_hf.ops.dispatch.choices import OpChoices, op_choices
 from midus_hf.ops.gather.weighted import weighted_gather

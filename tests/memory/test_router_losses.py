@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory.chapter_layers import WIDTH, by_loops, indices, layer, places_of, states
 
-from midus_hf.memory.routing.losses import balance_loss, router_entropy, z_loss
+from midus_hf.memory.routing.losses import balance_loss, z_loss
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.memory.routing.token_places import TokenPlaces
 
@@ -52,23 +52,14 @@ def test_z_is_the_mean_squared_log_sum_exp():
     assert z_loss(LOGITS, counts(0, 2, 0)).item() == pytest.approx(1)
 
 
-def test_entropy_is_in_nats():
-    each = math.log(8) / 4 + math.log(4) / 4 + math.log(2) / 2
-    assert router_entropy(LOGITS, counts(1, 2, 3)).item() == pytest.approx(each)
-    assert router_entropy(torch.zeros(2, 4), counts(1, 1)).item() == pytest.approx(math.log(4))
-    mixed = torch.tensor([[0.0, 0.0, 0.0, 0.0], [90.0, 0.0, 0.0, 0.0]])
-    assert router_entropy(mixed, counts(1, 3)).item() == pytest.approx(math.log(4) / 4, abs=1e-6)
-    assert not router_entropy(LOGITS.clone().requires_grad_(), counts(1, 1, 1)).requires_grad
-
-
-@pytest.mark.parametrize("loss", [lambda logits, of: balance_loss(logits, CHOSEN, of), z_loss, router_entropy])
+@pytest.mark.parametrize("loss", [lambda logits, of: balance_loss(logits, CHOSEN, of), z_loss])
 def test_nothing_but_padding_gives_zero(loss):
     assert loss(LOGITS, counts(0, 0, 0)).item() == 0
 
 
 def test_half_precision_is_summed_in_float32():
     half, of = LOGITS.bfloat16(), counts(1, 2, 1)
-    for loss in (lambda logits, of: balance_loss(logits, CHOSEN, of), z_loss, router_entropy):
+    for loss in (lambda logits, of: balance_loss(logits, CHOSEN, of), z_loss):
         assert loss(half, of).dtype == torch.float32
         assert loss(half, of).item() == pytest.approx(loss(half.double(), of).item(), rel=1e-5)
 

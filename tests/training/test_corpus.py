@@ -5,12 +5,12 @@ import sys
 import pytest
 
 from midus_hf.documents import DocumentError
-from midus_hf.training.data.corpus import open_corpus
+from midus_hf.training.data.corpus import find_corpus
 from midus_hf.training.options import CorpusOptions
 
 
 def read(path, **options) -> list[str]:
-    return list(open_corpus(CorpusOptions(path=str(path), **options))())
+    return list(find_corpus(CorpusOptions(path=str(path), **options)).documents())
 
 
 def test_local_text_is_read_in_the_encoding_and_from_the_column_that_the_options_name(tmp_path):
@@ -21,7 +21,7 @@ def test_local_text_is_read_in_the_encoding_and_from_the_column_that_the_options
 
 def test_each_reading_starts_anew(tmp_path):
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    documents = open_corpus(CorpusOptions(path=str(tmp_path)))
+    documents = find_corpus(CorpusOptions(path=str(tmp_path))).documents
     assert list(documents()) == list(documents()) == ["text"]
 
 
@@ -34,7 +34,7 @@ def test_an_absent_path_is_refused(tmp_path):
 
 def test_a_folder_without_text_is_refused_before_anything_is_read(tmp_path):
     with pytest.raises(DocumentError, match=r"a folder without text"):
-        open_corpus(CorpusOptions(path=str(tmp_path)))
+        find_corpus(CorpusOptions(path=str(tmp_path)))
 
 
 def test_rows_of_a_dataset_need_text_in_the_column(monkeypatch):
@@ -42,7 +42,7 @@ def test_rows_of_a_dataset_need_text_in_the_column(monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *args, **kwargs: [{"text": " "}, {"text": "a"}, {"body": "b"}]
     )
-    documents = open_corpus(CorpusOptions(path="owner/name"))()
+    documents = find_corpus(CorpusOptions(path="owner/name")).documents()
     assert next(documents) == "a"
     with pytest.raises(DocumentError, match=r"corpus 'owner/name' has no 'text', only body; set column"):
         next(documents)
@@ -66,7 +66,9 @@ def test_a_dataset_is_read_by_id_split_and_column(monkeypatch):
     options = {"config": "small", "split": "test", "column": "body", "streaming": True}
     assert read("owner/name", **options) == ["one", "two", "three"]
     assert asked == [("owner/name", "small", "test", True)]
-    shuffled = [list(open_corpus(CorpusOptions(path="o/n", shuffle_buffer=9, **options), seed=2)()) for _ in range(2)]
+    shuffled = [
+        list(find_corpus(CorpusOptions(path="o/n", shuffle_buffer=9, **options), seed=2).documents()) for _ in range(2)
+    ]
     assert shuffled[0] == shuffled[1] and sorted(shuffled[0]) == ["one", "three", "two"]
 
 

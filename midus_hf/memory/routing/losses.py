@@ -45,20 +45,3 @@ def z_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
     squares = logits.to(wide).logsumexp(-1).square()
     return (squares * counts).sum() / counts.sum().clamp(min=1)
-
-
-def router_entropy(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens of the entropy of router probabilities, in nats: log C where the router has no preference.
-
-    Args:
-        logits: `[S, C]`, of each stretch of tokens that is routed as one.
-        counts: `[S]`, its tokens that are no padding.
-
-    Returns:
-        A scalar, float32 at least, without a gradient.
-    """
-    with torch.no_grad():
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        log_probabilities = logits.to(wide).log_softmax(-1)
-        entropies = -(log_probabilities.exp() * log_probabilities).sum(-1)
-        return (entropies * counts).sum() / counts.sum().clamp(min=1)

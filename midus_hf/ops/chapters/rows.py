@@ -1,4 +1,4 @@
-"""Rows of a bank whose gradient is of these rows alone, and one dense gradient for all that read it."""
+"""Rows of a bank whose gradient is of these rows alone, and how attention is shared among chapters."""
 
 import math
 from typing import Any
@@ -6,6 +6,9 @@ from typing import Any
 import torch
 
 from midus_hf.ops.dispatch.precision import without_autocast
+
+_MOST_AT_ONCE = 1 << 24
+"""Elements of keys and scores that are held at a time: 64 MB each in float32."""
 
 
 def chapter_rows(bank: torch.Tensor, chapters: torch.Tensor, chapter_tokens: int) -> torch.Tensor:
@@ -57,10 +60,6 @@ class _OneGradient(torch.autograd.Function):
             return gradient
         dense = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         return dense.index_add_(0, gradient._indices()[0], gradient._values())
-
-
-_MOST_AT_ONCE = 1 << 24
-"""Elements of keys and scores that are held at a time: 64 MB each in float32."""
 
 
 def chapter_mass(

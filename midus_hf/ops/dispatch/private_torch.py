@@ -1,7 +1,7 @@
 """What this package uses of torch that torch does not promise to keep: seen in torch 2.11, 2.12 and 2.13.
 
-Nothing else of the package names a private function of torch. Each has a fallback for a torch that lacks it, which gives the same
-results and is slower.
+No other file of the package names a private function of the module `torch`. Each has a fallback for a torch that lacks it, which
+gives the same results and is slower.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The compiled bodies of the three sums behind gathering, for float32 and bfloat16 on a CPU; as in `row_sums`.
+"""The compiled bodies of the three sums behind gathering, for float32 and bfloat16 on a CPU; shapes as in `gather/row_sums.py`.
 
 Each result is written by one thread alone, in the order of entries: the number of threads changes no bit.
 """

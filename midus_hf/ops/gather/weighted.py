@@ -42,17 +42,17 @@ def weighted_gather(
         raise ValueError(f"bank is {tuple(bank.shape)}; expected [rows, width].")
     if slots.shape != weights.shape:
         raise ValueError(f"slots is {tuple(slots.shape)} and weights {tuple(weights.shape)}; expected equal shapes.")
-    choice = resolve(backend, bank, native_refusal=None)
-    if choice == "reference":
+    body = resolve(backend, bank, native_refusal=None)
+    if body == "reference":
         return reference(bank, slots, weights, sparse_gradient)
     leading, m = slots.shape[:-1], slots.shape[-1]
     flat_slots, flat_weights = slots.reshape(-1, m), weights.reshape(-1, m)
     if sparse_gradient:
-        output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, choice)
+        output = _SparseWeightedGather.apply(bank, flat_slots, flat_weights, body)
     else:
         tensors = (bank, flat_slots, flat_weights)
         sums = _sums if nobody_watches() and are_plain(*tensors) else weighted_gather_op
-        output = sums(*tensors, choice)
+        output = sums(*tensors, body)
     return output.reshape(*leading, bank.shape[-1])
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,22 +166,6 @@ def find_corpus(options: CorpusOptions, seed: int = 0) -> LocalText | HubRows:
     if options.shuffle_buffer:
         rows = rows.shuffle(seed=seed, buffer_size=options.shuffle_buffer)
     return HubRows(options, rows)
-
-
-def open_corpus(options: CorpusOptions, seed: int = 0) -> Callable[[], Iterator[str]]:
-    """Find the corpus; what is returned reads it from the start each time it is called.
-
-    Documents without any visible character are left out.
-
-    Args:
-        options: Where the text comes from.
-        seed: As in `find_corpus`. Default: 0.
-
-    Raises:
-        DocumentError: As `find_corpus`. Reading raises it too: for what is not text, for rows without the column, and
-            for JSON lines that are not JSON.
-    """
-    return find_corpus(options, seed).documents
 
 
 def usable_cores() -> int:

@@ -36,7 +36,7 @@ X86 = ("x86_64", "amd64")
 CACHE_VARIABLE = "MIDUS_NATIVE_CACHE"
 """Names the folder of libraries in the environment, or says `off`."""
 
-_SOURCES = Path(__file__).resolve().parent.parent.parent
+_SOURCES = Path(__file__).parents[2]
 _COMPILERS = ("cc", "gcc", "clang")
 """Looked for in this order where `CC` names none."""
 

@@ -27,7 +27,7 @@ LOOKUP_CALL = _structure(
     "narrow residual_narrow slot_bytes raw threads",
     f"d{_OWN}",  # temperature
 )
-"""`struct lookup` in `headwise.c`."""
+"""`struct lookup` in `product_key/lookup.c`."""
 
 SCORE_GRADIENTS_CALL = _structure(
     "gradient query row_keys column_keys bank transform slots weights into_query into_row_keys into_column_keys into_transform "
@@ -36,24 +36,24 @@ SCORE_GRADIENTS_CALL = _structure(
     "narrow gradient_narrow slot_bytes stretch raw threads",
     f"d{_OWN}",  # temperature
 )
-"""`struct score_gradients` in `headwise_gradients.c`."""
+"""`struct score_gradients` in `product_key/lookup_gradients.c`."""
 
 ROW_SUMS_CALL = _structure(
     "gradient slots weights into",
     "tokens heads rows width k gradient_token gradient_head into_head gradient_narrow slot_bytes threads",
 )
-"""`struct row_sums` in `sums.c`."""
+"""`struct row_sums` in `gather/native.c`."""
 
 GATHERS_CALL = _structure(
     "bank slots factors into",
     "tokens rows width k factors_token narrow factors_narrow slot_bytes threads",
     "8x",  # passes
 )
-"""`struct gathers` in `sums.c`."""
+"""`struct gathers` in `gather/native.c`."""
 
 DEPTH_CALL = struct.Struct("@P3qP3q5P8qdd24x")
-"""`struct depth` in `depth.c`: of query and gradient the address and the strides of texts, heads and tokens; the addresses of slots,
-output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width, count, narrow, threads; scaling and softcap."""
+"""`struct depth` in `depth/native.c`: of query and gradient the address and the strides of texts, heads and tokens; the addresses of
+slots, output, lse, lse_gradient and into_query; texts, heads, kv_heads, tokens, width, count, narrow, threads; scaling, softcap."""
 
 _FEWEST_SHARED = 512
 """Tokens times heads from which on threads are started: starting them takes as long as computing some hundreds."""

@@ -95,13 +95,13 @@ def triton_row_sums(gradient: torch.Tensor, slots: torch.Tensor, weights: torch.
 def triton_bank_gradient(
     gradient: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, bank_shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of a bank `[N, v]` or `[H, N, v]`: as `triton_row_sums`, summed in float32.
+    """Return the gradient of a bank: for each row the sum of weights times gradients, in float32, in the order of tokens.
 
     Args:
         gradient: `[S, H, v]`.
         slots: `[S, H, m]`.
         weights: `[S, H, m]`.
-        bank_shape: Its shape.
+        bank_shape: `[N, v]` or `[H, N, v]`.
         dtype: Of the sums, to which they are rounded once.
     """
     output = torch.zeros(bank_shape, dtype=dtype, device=gradient.device)

@@ -10,7 +10,7 @@ Ties go to the larger number where scores are positive, to the smaller where the
 Where a head has more blocks of tokens than its share of a GPU has room for programs, each program reads the sub-keys of its head once
 and walks over several blocks. Which program has a block changes no bit of what is found.
 
-Shapes: as in `exact.py`.
+Shapes: as in `product_key/triton/exact.py`.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """How kernels select product keys by all bits of their scores.
 
-Shapes: `BT` tokens per program, `BN` sub-keys per stretch, `KP` the power of two at or above k.
+Shapes: S tokens, H heads; `BT` tokens per program, `BN` sub-keys per stretch, `KP`, `DP` and `VP` the powers of two at or above k,
+d / 2 and v.
 """
 
 import torch

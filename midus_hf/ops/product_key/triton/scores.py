@@ -3,7 +3,7 @@
 They choose as the kernels of head-wise lookup do: by all 32 bits of a score, or, for half precision, by scores that carry their
 column in their last bits.
 
-Shapes: as in `exact.py`.
+Shapes: as in `product_key/triton/exact.py`.
 """
 
 import torch
