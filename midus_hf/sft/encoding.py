@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,10 +70,20 @@ def _encode_block(encoder: _Encoder, block: list[tuple[str, Any]]) -> list[Token
         return [encoder(row) for row in block]
     _encoder = encoder
     try:
-        with without_threads_of_tokenizers(), multiprocessing.get_context("fork").Pool(usable_cores()) as pool:
-            return pool.map(_encode_in_fork, block, chunksize=64)
+        pools = multiprocessing.get_context("fork")
+        with without_threads_of_tokenizers(), pools.Pool(usable_cores(), initializer=_end_when_told) as pool:
+            tokens = pool.map(_encode_in_fork, block, chunksize=64)
+            # Left to the context, workers would be killed, one perhaps while it holds the lock that another waits for.
+            pool.close()
+            pool.join()
+            return tokens
     finally:
         _encoder = None
+
+
+def _end_when_told() -> None:
+    """Let SIGTERM end a worker at once: a handler of Python, which it inherits, is not called while a worker waits for a lock."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _encode_in_fork(placed: tuple[str, Any]) -> Tokens:

@@ -1,6 +1,8 @@
 """Rows are encoded in their order, by however many processes."""
 
+import multiprocessing.context
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,20 @@ def test_a_wrong_row_is_refused_by_its_place(processes):
 
 def test_no_rows_are_no_tokens(processes):
     assert list(encode_rows(character_tokenizer(), iter([]), None, "chatml")) == []
+
+
+def test_workers_end_by_themselves_and_at_once_where_they_are_told_to(monkeypatch):
+    """One that is killed may hold a lock, and one that waits for it hears no handler of Python, as that of the commands."""
+    killed, kill = [], multiprocessing.context.ForkProcess.terminate
+    monkeypatch.setattr(
+        multiprocessing.context.ForkProcess, "terminate", lambda process: (killed.append(process), kill(process))
+    )
+    monkeypatch.setattr(encoding, "usable_cores", lambda: 2)
+    monkeypatch.setattr(encoding, "_ROWS_WORTH_PROCESSES", 2)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        handlers = encoding._encode_block(lambda _: signal.getsignal(signal.SIGTERM), rows(3))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert handlers == [signal.SIG_DFL] * 3
+    assert not killed

@@ -16,7 +16,6 @@ from midus_hf.ops.depth.op import depth_attention, depth_attention_op
 from midus_hf.ops.depth.triton import forward as depth_attention_triton
 from midus_hf.ops.depth.triton import gradients as depth_gradients_triton
 from midus_hf.ops.depth.triton.forward import device_numbers, slot_table
-from midus_hf.ops.depth.triton.forward import device_numbers as device_numbers_triton
 
 
 @pytest.fixture(params=["native", "triton"])
@@ -242,7 +241,7 @@ def test_one_kernel_writes_whatever_numbers(monkeypatch):
         def __getitem__(self, grid):
             return lambda numbers, into, **constants: passed.append(numbers)
 
-    monkeypatch.setattr(device_numbers_triton, "write_numbers_kernel", Caught())
+    monkeypatch.setattr(depth_attention_triton, "write_numbers_kernel", Caught())
     device_numbers([0, 1, 16, -16, 1 << 40, -(1 << 60)], torch.zeros(1, device=DEVICE))
     assert len(passed) == 1 and len(passed[0]) == 16
     assert all(number % 2 and 1 << 32 < number < 1 << 63 for number in passed[0])
