@@ -233,7 +233,7 @@ def split_articles(folder: Path) -> tuple[Path, Path]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """What rows of JSON lines have as `text`."""
+    """Return what rows of JSON lines have as `text`."""
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 

@@ -7,7 +7,7 @@ from benchmarks.device_options import add_device, prepare_device
 from benchmarks.ops.options import add_results, add_resumption, words
 
 TABLE = Path(__file__).resolve().parents[2] / "midus_hf" / "ops" / "dispatch" / "tiles.json"
-"""That kernels read. It is named here since importing ops imports Triton, which a rehearsal first tells to interpret."""
+"""The table that kernels read. It is named here since importing ops imports Triton, which a rehearsal first tells to interpret."""
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -1,4 +1,4 @@
-"""The table of measured tiles: what is known, and what was timed in place of what was known."""
+"""Write the table of measured tiles: what is known, and what was timed in place of what was known."""
 
 import json
 from collections.abc import Mapping

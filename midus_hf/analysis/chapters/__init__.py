@@ -1,1 +1,1 @@
-"""Which chapters texts read, and what a model computes without one."""
+"""Count which chapters texts read, and measure what a model computes without one."""

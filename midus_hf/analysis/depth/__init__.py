@@ -1,1 +1,1 @@
-"""What heads read of the depth."""
+"""Measure what heads read of the depth."""

@@ -1,1 +1,1 @@
-"""What added parts do, and how far predictions moved."""
+"""Measure what added parts do, and how far predictions moved."""

@@ -1,1 +1,1 @@
-"""Which slots memories retrieve, and which blocks texts fetch."""
+"""Count which slots memories retrieve, and which blocks texts fetch."""

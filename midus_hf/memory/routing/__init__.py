@@ -1,1 +1,1 @@
-"""How texts are routed to chapters: what is pooled of which tokens, and what routers tell and lose."""
+"""Route texts to chapters: pool their tokens, cut stretches, and report what routers choose and lose."""

@@ -1,1 +1,1 @@
-"""What is trained on: texts, their tokens, how these are packed, and held-out text."""
+"""Read what is trained on: texts, their tokens, how these are packed, and held-out text."""

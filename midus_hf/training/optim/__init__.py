@@ -1,1 +1,1 @@
-"""What trains, in which groups, at which rates."""
+"""Choose what trains, in which groups, at which rates."""

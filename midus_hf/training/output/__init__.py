@@ -1,1 +1,1 @@
-"""What a run writes: its folder, checkpoints, model card, and how it goes on from these."""
+"""Write what a run leaves: its folder, checkpoints and model card, from which it goes on."""
