@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from processes.server import import_libraries
 
+import midus_hf.training.run.train  # noqa: F401 - so that each run begins at once
 from midus_commands.train import main
 from midus_hf.banks import trained_bank
 
