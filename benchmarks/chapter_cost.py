@@ -21,8 +21,8 @@ from torch import nn
 
 from benchmarks.timing import Task, Timing, interleaved, peak_bytes
 from benchmarks.tracked import RESULTS, Run, append, this_run
-from midus_config.memories.chapters import PAPER, ChaptersOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.routing.token_places import TokenPlaces
 from midus_hf.memory.tables import MemoryTables

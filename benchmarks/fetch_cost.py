@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.tracked import RESULTS, Run, append, this_run
-from midus_config.fetched_blocks import BankLayout, level_file
-from midus_config.memory_entries import read_memories
-from midus_config.model_sizes import ModelSizes
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
+from midus_hf.config.fetched_blocks import BankLayout, level_file
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
 
 FETCH_RESULTS = RESULTS / "fetch.csv"
 SHAPES = {

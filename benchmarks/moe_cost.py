@@ -30,8 +30,8 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
 from benchmarks.timing import Task, interleaved
 from benchmarks.tracked import RESULTS, Run, append, this_run
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import build_memory
 

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from benchmarks.tracked import Run, append, this_run
-from midus_config.fetched_blocks import BankLayout
-from midus_config.memory_entries import read_memories
-from midus_config.model_sizes import ModelSizes
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.documents import RowPlace
 from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit

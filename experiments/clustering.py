@@ -24,12 +24,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.tracked import Run, append, this_run
-from clusters.building import TreeOptions, build_tree, unit_rows
-from clusters.corpus import Corpus, load_fast_tokenizer
-from clusters.finished_nodes import FinishedNodes
-from clusters.window_store import store_windows
 from material.glosses import glosses
 from material.minilm import minilm
+from midus_hf.clusters.building import TreeOptions, build_tree, unit_rows
+from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer
+from midus_hf.clusters.finished_nodes import FinishedNodes
+from midus_hf.clusters.window_store import store_windows
 from midus_hf.retrieval import ClusterTree, TextEmbedder
 
 CLUSTERING_RESULTS = Path(__file__).parent / "results" / "clustering.csv"

@@ -26,10 +26,10 @@ from benchmarks.commands import run_command, run_once
 from benchmarks.tracked import Run, append, this_run
 from experiments.small_tokenizer import small_tokenizer
 from material.articles import articles
-from midus_config.flops.model import estimate_flops
-from midus_config.memories.depth_attention import DepthAttentionOptions
-from midus_config.memory_entries import MemoryEntry
-from midus_config.parameters import count_parameters
+from midus_hf.config.flops.model import estimate_flops
+from midus_hf.config.memories.depth_attention import DepthAttentionOptions
+from midus_hf.config.memory_entries import MemoryEntry
+from midus_hf.config.parameters import count_parameters
 
 DEPTH_FROM_SCRATCH_RESULTS = Path(__file__).parent / "results" / "depth_from_scratch.csv"
 _VOCABULARY, _TOKENS, _SEQUENCES = 2048, 128, 8

@@ -21,10 +21,10 @@ from benchmarks.commands import run_command
 from benchmarks.tracked import Run, append, this_run
 from experiments.small_tokenizer import small_tokenizer
 from material.addresses import addresses
-from midus_config.flops.model import estimate_flops
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.memory_entries import MemoryEntry
-from midus_config.parameters import count_parameters
+from midus_hf.config.flops.model import estimate_flops
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memory_entries import MemoryEntry
+from midus_hf.config.parameters import count_parameters
 
 FROM_SCRATCH_RESULTS = Path(__file__).parent / "results" / "from_scratch.csv"
 _VOCABULARY, _TOKENS, _SEQUENCES = 4096, 256, 16

@@ -1,17 +1,101 @@
 """What a model upscaled by `upscalers` needs to run, to be trained and to be measured.
 
-Importing this package registers every config and model with transformers' Auto classes.
+Importing this package registers every config and model with the Auto classes of transformers: at once where those are loaded, else as
+soon as they are. Until then neither torch nor transformers is imported, so that `midus_hf.config` and `midus_hf.files` are read in
+milliseconds.
 """
 
 import gc
+import importlib
+import sys
+import threading
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-_collects = gc.isenabled()
-gc.disable()  # what torch and transformers define stays: it is looked through for garbage once afterwards, not again and again
-try:
+from midus_hf.version import __version__
+
+if TYPE_CHECKING:
     from midus_hf import memory, models
-    from midus_hf.version import __version__
-finally:
-    if _collects:
-        gc.enable()
 
 __all__ = ["__version__", "memory", "models"]
+
+_AUTO = "transformers.models.auto."
+_WATCHED = ("transformers.", f"{__name__}.")
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("memory", "models"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register() -> None:
+    """Register every config and model with the Auto classes, and watch no more imports."""
+    _unwatch()
+    collects = gc.isenabled()
+    gc.disable()  # what torch and transformers define stays: it is looked through for garbage once afterwards, not again and again
+    try:
+        importlib.import_module(f"{__name__}.models")
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _is_watched() -> bool:
+    return any(type(finder).__module__ == __name__ for finder in sys.meta_path)
+
+
+def _unwatch() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != __name__]
+
+
+class _Watcher:
+    """A finder that registers when the Auto classes are loaded, and no import of transformers or of this package is half done.
+
+    Registration imports much of both; a module that waits for the Auto classes in the middle of its own body would be met unfinished.
+    """
+
+    def __init__(self) -> None:
+        self.imports = threading.local()
+        """`depth`: imports under way in a thread, one within the other."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if f"{name}.".startswith(_WATCHED) else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _WatchedLoader(spec.loader, self.imports)  # type: ignore[assignment]
+        return spec
+
+
+class _WatchedLoader:
+    """A loader that counts the imports under way, and registers behind the outermost one."""
+
+    def __init__(self, loader: Any, imports: threading.local):
+        self._loader = loader
+        self._imports = imports
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        depth = getattr(self._imports, "depth", 0)
+        self._imports.depth = depth + 1
+        try:
+            self._loader.exec_module(module)
+        finally:
+            self._imports.depth = depth
+        if depth == 0 and _auto_classes_are_loaded() and _is_watched():
+            _register()
+
+
+def _auto_classes_are_loaded() -> bool:
+    return any(name.startswith(_AUTO) for name in list(sys.modules))
+
+
+_unwatch()  # where this module is loaded again
+if _auto_classes_are_loaded():
+    _register()
+else:
+    sys.meta_path.insert(0, _Watcher())  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import sys
 
-from midus_commands.usage import main
+from midus_hf.cli.look.usage import main
 
 if __name__ == "__main__":
     sys.exit(main(name="memory_usage.py"))

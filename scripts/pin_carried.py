@@ -88,7 +88,7 @@ class _Absent:
     """A finder by which this project is not there."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name.partition(".")[0] in ("midus_hf", "midus_config", "upscalers"):
+        if name.partition(".")[0] in ("midus_hf", "upscalers"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 

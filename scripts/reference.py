@@ -22,7 +22,7 @@ MODULES = {
     "upscalers.chapters.exporting": ["export"],
     "upscalers.chapters.listing": ["list_chapters"],
     "upscalers.controls.shuffling": ["shuffle"],
-    "midus_config.controls": ["controls_of", "Change"],
+    "midus_hf.config.controls": ["controls_of", "Change"],
     "midus_hf.training": [],
     "midus_hf.sft": [],
     "midus_hf.memory": [],
@@ -46,12 +46,12 @@ MODULES = {
     "midus_hf.analysis.slots.block_usage": ["record_block_usage", "BlockUsage", "BankLevel"],
     "midus_hf.evaluation": [],
     "midus_hf.retrieval": [],
-    "clusters.building": ["build_tree", "TreeOptions", "BuiltTree"],
-    "clusters.run": ["build", "BuildRequest", "build_from_embeddings", "open_build"],
-    "clusters.finished_nodes": ["FinishedNodes"],
-    "clusters.datatrove_steps": ["EmbedWindows", "BuildTree", "AssignPaths"],
-    "clusters.assigning": ["document_paths"],
-    "clusters.report": ["level_reports", "node_reports"],
+    "midus_hf.clusters.building": ["build_tree", "TreeOptions", "BuiltTree"],
+    "midus_hf.clusters.run": ["build", "BuildRequest", "build_from_embeddings", "open_build"],
+    "midus_hf.clusters.finished_nodes": ["FinishedNodes"],
+    "midus_hf.clusters.datatrove_steps": ["EmbedWindows", "BuildTree", "AssignPaths"],
+    "midus_hf.clusters.assigning": ["document_paths"],
+    "midus_hf.clusters.report": ["level_reports", "node_reports"],
 }
 """What is documented: of each module these names, or those of its `__all__`."""
 

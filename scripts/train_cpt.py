@@ -2,7 +2,7 @@
 
 import sys
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main(name="train_cpt.py"))

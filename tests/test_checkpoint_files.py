@@ -7,10 +7,10 @@ import sys
 import pytest
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from midus_config.checkpoint_files import TOKENIZER, globs, indexed_weights, is_of
-from midus_hf.training.output import written_files
-from midus_hf.training.output.written_files import remove_written
-from upscalers.landing import ownership
+from midus_hf.files import ownership
+from midus_hf.files import run_files as written_files
+from midus_hf.files.checkpoint_files import TOKENIZER, globs, indexed_weights, is_of
+from midus_hf.files.run_files import remove_written
 
 UPSCALE, RUN, CHECKPOINT = "upscale", "run", "checkpoint"
 
@@ -151,5 +151,5 @@ def test_the_files_of_tokenizers_are_known(name):
 
 @pytest.mark.parametrize("module", ["checkpoint_files", "locks", "whole_files", "whole_folder"])
 def test_it_is_there_without_torch(module):
-    code = f"import sys, midus_config.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'midus_hf')))"
+    code = f"import sys, midus_hf.files.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from midus_hf.config_file import from_mapping, read_config, read_mapping
+from midus_hf.config.yaml_options import from_mapping, read_config, read_mapping
 
 
 @dataclasses.dataclass(kw_only=True)

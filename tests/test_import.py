@@ -9,17 +9,15 @@ import sys
 import pytest
 
 import midus_hf
-from midus_config.memory_types import MEMORY_TYPES
+from midus_hf.config.memory_types import MEMORY_TYPES
 
 CODE = """
 import json, sys
-import midus_hf
-from midus_config.memories.ultramem_statistics import MEASURED
+from midus_hf.config.memories.ultramem_statistics import MEASURED
+from midus_hf.models import FAMILIES
 from midus_hf.memory.registry import MEMORY_MODULES
 
 imported = sorted(sys.modules)
-from midus_hf.models import FAMILIES
-
 config_class = FAMILIES["llama"].config_class
 FAMILIES["llama"](config_class(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1))
 print(json.dumps({"imported": imported, "with a model": sorted(sys.modules), "memories": sorted(MEMORY_MODULES),
@@ -36,19 +34,87 @@ def found() -> dict[str, list[str]]:
 
 def test_no_model_imports_what_only_training_and_evaluation_need(found):
     assert "midus_hf.models" in found["imported"]
-    assert not {"midus_hf.config_file", "midus_hf.documents"} & {*found["imported"], *found["with a model"]}
+    assert not {"midus_hf.config.yaml_options", "midus_hf.documents"} & {*found["imported"], *found["with a model"]}
 
 
 def test_a_model_does_not_import_peft(found):
     assert "peft" not in found["with a model"]
 
 
-def test_importing_the_package_registers_every_memory_module(found):
+def test_importing_the_models_registers_every_memory_module(found):
     assert set(found["memories"]) == set(MEMORY_TYPES)
 
 
 def test_declarations_are_registered_without_what_takes_long_to_work_out(found):
     assert found["drawn"] == []
+
+
+ORDERS = {
+    "behind the Auto classes": "from transformers import AutoModelForCausalLM; import midus_hf",
+    "between transformers and its Auto classes": "import transformers, midus_hf; transformers.AutoConfig",
+    "before the configs alone": "import midus_hf; from transformers import AutoConfig",
+    "before a module that the Auto classes need": "import midus_hf, transformers.models.auto.auto_factory",
+    "before a module that needs the Auto classes": "import midus_hf, transformers.generation.utils",
+    "memory alone": "import midus_hf.memory",
+    "a family alone": "import midus_hf.models.families.llama",
+    "again": "import importlib, midus_hf; importlib.reload(midus_hf)",
+    "Auto classes in a thread": "import midus_hf, threading; "
+    "t = threading.Thread(target=__import__, args=['transformers.models.auto.modeling_auto']); t.start(); t.join()",
+    "behind an import that failed": "import midus_hf\ntry: import midus_hf.nothing\nexcept ImportError: pass",
+}
+"""Imports, in the first place of a process."""
+
+EACH_ORDER = """
+import json, os, sys
+import torch  # which every order needs, and which knows nothing of the package
+
+for name, code in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if child == 0:
+        exec(code, {})
+        from transformers import AutoConfig, AutoModelForCausalLM
+        import midus_hf
+        config = AutoConfig.for_model("midus_qwen3", num_hidden_layers=1)
+        found = [type(config).__module__, AutoModelForCausalLM._model_mapping[type(config)].__module__]
+        watched = [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__ == "midus_hf"]
+        print(json.dumps([name, found, watched]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def registered() -> dict[str, tuple[list[str], list[str]]]:
+    """Where the Auto classes find a config and its model after each order of imports, and finders of the package that are left."""
+    line = [sys.executable, "-c", EACH_ORDER, json.dumps(ORDERS)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=True)
+    rows = [json.loads(row) for row in done.stdout.splitlines()]
+    return {name: (classes, finders) for name, classes, finders in rows}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_auto_classes_know_every_family_whatever_was_imported_first(registered, order):
+    family = "midus_hf.models.families.qwen3"
+    assert registered.get(order) == ([family, family], [])
+
+
+def test_options_and_files_are_read_without_torch():
+    code = "import sys, midus_hf.config, midus_hf.files.whole_folder; print({'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_modules_keep_the_loaders_that_python_gave_them():
+    from importlib.machinery import SourceFileLoader
+
+    import transformers.generation.utils as example
+
+    assert isinstance(example.__loader__, SourceFileLoader) and isinstance(example.__spec__.loader, SourceFileLoader)
+
+
+def test_what_the_package_does_not_have_is_said():
+    with pytest.raises(AttributeError, match="module 'midus_hf' has no attribute 'memories'"):
+        midus_hf.memories  # noqa: B018
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_config.whole_files import (
+from midus_hf.files.whole_files import (
     copy_with_holes,
     have_own_file,
     link_or_copy,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from midus_config.whole_files import whole_file
 from midus_hf.banks.level_file import BankError
+from midus_hf.files.whole_files import whole_file
 
 Block = tuple[int, int]
 """The level of a block, counted from 1, and the index of its record."""

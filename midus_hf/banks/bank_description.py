@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from midus_config.fetched_blocks import BANK_DESCRIPTION, BankLayout
-from midus_config.json_text import parse_json
-from midus_config.locks import Lock, has_no_locks
-from midus_config.whole_files import sync, whole_file
 from midus_hf.banks.level_file import BankError
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BankLayout
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.locks import Lock, has_no_locks
+from midus_hf.files.whole_files import sync, whole_file
 
 _FORMAT = 2
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 
 
 def check_nodes(paths: np.ndarray, banks: Mapping[str, BankLayout], text: str) -> None:

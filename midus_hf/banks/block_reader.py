@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BankLayout
-from midus_config.installed import not_carried
 from midus_hf.banks.bank_paths import first_stray
 from midus_hf.banks.tiers import BlockKey, TierStatistics
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.installed import not_carried
 from midus_hf.memory.fetched import FetchedBatch
 
 GENERIC = -1

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 
 
 def initial_block(layout: BankLayout, level: int, index: int, seed: int, dtype: torch.dtype) -> torch.Tensor:

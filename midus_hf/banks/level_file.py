@@ -15,10 +15,10 @@ from typing import Any
 import numpy
 import torch
 
-from midus_config.json_text import parse_json
-from midus_config.whole_files import have_own_file, punch_hole
 from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.record_read import DELETED, HALF_WRITTEN, UNWRITTEN, RecordRead, checksum_of, pieces
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.whole_files import have_own_file, punch_hole
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

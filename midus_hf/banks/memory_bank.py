@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
-from midus_config.locks import Lock, has_no_locks
-from midus_config.whole_files import link_or_copy, sync, whole_file
 from midus_hf.banks.bank_description import (
     describe,
     described_again,
@@ -30,6 +27,9 @@ from midus_hf.banks.reading_threads import ReadingThreads
 from midus_hf.banks.reads_under_way import ReadsUnderWay
 from midus_hf.banks.record_read import DELETED, UNWRITTEN, RecordRead
 from midus_hf.banks.tiers import TIERS, BankTiers, BlockKey, KeptBlock, KeptBlocks, Tier, TierStatistics
+from midus_hf.config.fetched_blocks import BANK_AUDIT, BANK_DESCRIPTION, TREE_FILES, BankLayout, level_file
+from midus_hf.files.locks import Lock, has_no_locks
+from midus_hf.files.whole_files import link_or_copy, sync, whole_file
 
 _WORTH_THREADS = 2**20
 """Bytes that several threads read faster than one."""

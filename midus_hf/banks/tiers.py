@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 
 Tier = Literal["device", "memory", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from midus_config.fetched_blocks import BANK_AUDIT, level_file
-from midus_config.whole_files import link_or_copy, whole_file
 from midus_hf.banks.bank_description import described_again, write_description
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.level_file import BankError, LevelFile, create_level_file
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.tiers import BlockKey, TierStatistics
+from midus_hf.config.fetched_blocks import BANK_AUDIT, level_file
+from midus_hf.files.whole_files import link_or_copy, whole_file
 
 _TOUCHED = "touched.json"
 _BYTES_IN_MEMORY = 8 * 2**30

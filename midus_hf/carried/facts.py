@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from midus_config.memory_entries import Memories, MemoryEntry
-from midus_config.memory_types import InsertedOptions, MemoryOptions
 from midus_hf.carried.sources import Name
 from midus_hf.carried.specialise import Facts
+from midus_hf.config.memory_entries import Memories, MemoryEntry
+from midus_hf.config.memory_types import InsertedOptions, MemoryOptions
 from midus_hf.memory.needs import Needs, needs_of
 from midus_hf.memory.registry import MemoryModule, build_memory
 
@@ -160,7 +160,7 @@ _FALSE_WITHOUT = {
 
 _FALSE_WITHIN = {
     "midus_hf.models.adapted": {"adapters": "adapters", "readers": "heads", "memory_call.readers": "heads"},
-    "midus_config.memory_entries": {"site == 'skip'": "skips"},
+    "midus_hf.config.memory_entries": {"site == 'skip'": "skips"},
 }
 """The same within one module."""
 

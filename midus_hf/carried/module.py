@@ -29,7 +29,7 @@ from midus_hf.carried.standins import ENTRY_MODULE
 from midus_hf.version import __version__
 
 _WIDTH = 120
-_PACKAGES = ("midus_hf", "midus_config")
+_PACKAGES = ("midus_hf",)
 _HEADER = '''"""{family} with memory: the code of one checkpoint, in plain PyTorch.
 
 midus-hf {version} wrote this module from its own sources, for {kinds}. Another checkpoint has

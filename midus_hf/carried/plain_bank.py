@@ -8,12 +8,12 @@ from typing import Any
 import safetensors
 import torch
 
-from midus_config.fetched_blocks import BankLayout, level_file
 from midus_hf.banks.bank_description import read_description
 from midus_hf.banks.block_reader import BlockReader
 from midus_hf.banks.initial_blocks import initial_block
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.record_read import DELETED, UNWRITTEN, crc_of
+from midus_hf.config.fetched_blocks import BankLayout, level_file
 
 
 class MemoryBank(BlockReader):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from midus_config.fetched_blocks import TREE_COLUMN
+from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.documents.document_error import DocumentError
 from midus_hf.documents.file_rows import value_of_row
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from midus_config.json_text import parse_json
 from midus_hf.documents.document_error import DocumentError, first_line, import_datasets
 from midus_hf.documents.file_text import codec_of, not_text, open_file
 from midus_hf.documents.text_files import endings, find_files
+from midus_hf.files.json_text import parse_json
 
 
 class RowPlace(str):

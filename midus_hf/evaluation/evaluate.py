@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from midus_config.usable_device import usable_device
 from midus_hf.banks.bank_paths import check_nodes
+from midus_hf.config.usable_device import usable_device
 from midus_hf.documents import document_rows, find_files, read_documents
 from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.fetching import PathFinder, fetches_blocks

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from midus_config.json_text import parse_json
+from midus_hf.files.json_text import parse_json
 
 PREFIX = "midus_"
 _FOLDER = Path(__file__).parent / "tasks"

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from midus_hf.config_file import from_mapping, read_mapping
+from midus_hf.config.yaml_options import from_mapping, read_mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from midus_config.installed import INSTALLED, not_carried
-from midus_config.memories.chapters import ChaptersOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.installed import INSTALLED, not_carried
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import MemoryModule, register_memory

@@ -6,7 +6,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from midus_config.declared_tensors import DeclaredTensor, Role
+from midus_hf.config.declared_tensors import DeclaredTensor, Role
 
 
 class DeclaredModule(nn.Module):

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from midus_config.memories.depth_attention import DepthAttentionOptions, SlotSource
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.depth_attention import DepthAttentionOptions, SlotSource
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.ops.depth.joining import Depth

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 
 _MOST_JOINED_BYTES = 2**30
 

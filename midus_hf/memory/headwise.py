@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from midus_config.installed import INSTALLED, not_carried
-from midus_config.memories.headwise import HeadwiseOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.installed import INSTALLED, not_carried
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from midus_config.installed import INSTALLED
-from midus_config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.installed import INSTALLED
+from midus_hf.config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedLayer
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.ops.dispatch.choices import resolve

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from midus_config.installed import used_by_libraries
+from midus_hf.config.installed import used_by_libraries
 from midus_hf.ops.dispatch.private_torch import keep_address
 
 

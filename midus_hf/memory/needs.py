@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from midus_config.memory_entries import MemoryEntry
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import MemoryEntry
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule
 
 

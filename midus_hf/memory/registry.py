@@ -24,10 +24,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from midus_config.installed import INSTALLED
-from midus_config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
-from midus_config.model_sizes import ModelSizes
-from midus_config.plugins import is_same_class, load_offered
+from midus_hf.config.installed import INSTALLED
+from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, sample_tensors
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.plugins import is_same_class, load_offered
 from midus_hf.memory.declared_module import DeclaredModule
 
 MEMORY_MODULES: dict[str, type["MemoryModule"]] = {}
@@ -88,7 +88,7 @@ def register_memory(name: str) -> Callable[[type[MemoryModule]], type[MemoryModu
     """Register a `MemoryModule` as the module of a type of memory.
 
     Args:
-        name: The type, whose options `midus_config` has.
+        name: The type, whose options `midus_hf.config` has.
 
     Raises:
         ValueError: If there is no such type, it has another module, or a tensor with the name of something that every module has.

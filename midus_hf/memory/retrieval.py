@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from midus_config.memories.retrieval import RetrievalOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.retrieval import RetrievalOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import MemoryModule
 from midus_hf.ops.dispatch.private_torch import is_in_backward
 

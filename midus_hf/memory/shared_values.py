@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from midus_config.installed import not_carried
-from midus_config.memories.linear import LinearOptions
-from midus_config.memories.product_key import ProductKeyOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memories.linear import LinearOptions
+from midus_hf.config.memories.product_key import ProductKeyOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import register_memory
 from midus_hf.memory.retrieval import RetrievalMemory
 from midus_hf.ops.dispatch.precision import without_autocast

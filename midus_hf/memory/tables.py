@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from midus_config.installed import INSTALLED
+from midus_hf.config.installed import INSTALLED
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.ops.chapters.rows import with_one_gradient
 from midus_hf.ops.gather.column_shards import sharded_gathered_products, sharded_parted_gather, sharded_weighted_gather

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from midus_config.installed import INSTALLED, not_carried
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.installed import INSTALLED, not_carried
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import KeptValues
 from midus_hf.memory.registry import MemoryModule, register_memory
 from midus_hf.memory.retrieval import random_directions

@@ -7,7 +7,7 @@ import pkgutil
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from midus_config.plugins import load_offered
+from midus_hf.config.plugins import load_offered
 from midus_hf.models import families
 from midus_hf.models.families import FAMILIES
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_config.memory_entries import Memories, inserted_options
+from midus_hf.config.memory_entries import Memories, inserted_options
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.memory_inputs import MemoryInputs
 from midus_hf.models.norms import NamesNorms

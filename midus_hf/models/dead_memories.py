@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from torch import nn
 
-from midus_config.declared_tensors import ZEROS, Role
+from midus_hf.config.declared_tensors import ZEROS, Role
 from midus_hf.memory.registry import MemoryModule
 
 _SILENT: dict[Role, str] = {"value": "values", "projection": "projections", "gate": "gates"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from midus_config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
-from midus_config.memory_entries import MemoryEntry
+from midus_hf.config.memories.depth_attention import DepthAttentionOptions, Slot, SlotSource
+from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.memory.sequence_heads import SequenceHeads
 from midus_hf.models.memory_inputs import Carried
 from midus_hf.models.rotation import Rotation, rotated, unrotated

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, snapshot_download
 
-from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
-from midus_config.installed import needed_for, not_carried
-from midus_config.memory_entries import memories_of
 from midus_hf.banks.bank_description import check_same_tree
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import MemoryBank
 from midus_hf.banks.tiers import TIERS, TierStatistics
 from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.config.installed import needed_for, not_carried
+from midus_hf.config.memory_entries import memories_of
 from midus_hf.memory.fetched import FetchedBatch
 
 IDS, BLOCKS = "memory_ids", "memory_blocks"

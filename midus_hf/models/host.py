@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from midus_config.installed import INSTALLED, needed_for, not_carried
-from midus_config.memory_entries import Memories, memories_of
 from midus_hf.carried.module import write_code
 from midus_hf.carried.standins import auto_map
+from midus_hf.config.installed import INSTALLED, needed_for, not_carried
+from midus_hf.config.memory_entries import Memories, memories_of
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.memory_state import MemoryState, check_taking_back, refuse_one_row, states_in

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from midus_config.installed import INSTALLED, needed_for
+from midus_hf.config.installed import INSTALLED, needed_for
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.routing.report import RouterReports
 from midus_hf.models.adapter_layers import refuse_adapter_of_base

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from midus_config.installed import needed_for
-from midus_config.memory_entries import Memories, MemoryEntry
+from midus_hf.config.installed import needed_for
+from midus_hf.config.memory_entries import Memories, MemoryEntry
 from midus_hf.memory.registry import build_memory
 from midus_hf.models.adapted import Adapter, HeadReader
 from midus_hf.models.depth_heads import DepthHeads

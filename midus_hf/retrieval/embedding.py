@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModel
 from transformers.utils.hub import cached_file
 
-from midus_config.json_text import parse_json
 from midus_hf.documents import first_line
+from midus_hf.files.json_text import parse_json
 from midus_hf.saved_models import load_tokenizer
 
 _MODULES = ("Transformer", "Pooling", "Normalize")

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from midus_config.fetched_blocks import BANKS_FOLDER, TREE_FILES
-from midus_config.json_text import parse_json
-from midus_config.whole_files import whole_file
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, TREE_FILES
 from midus_hf.documents import first_line
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.whole_files import whole_file
 
 FORMAT_VERSION = 1
 CENTROIDS_FILE, RECORD_FILE = TREE_FILES

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from midus_config.wording import near_matches
+from midus_hf.config.wording import near_matches
 from midus_hf.documents import DocumentError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

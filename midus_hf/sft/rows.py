@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from midus_config.json_text import parse_json
 from midus_hf.documents import DocumentError, endings, json_line_rows, parquet_rows, read_text, walk_files
+from midus_hf.files.json_text import parse_json
 from midus_hf.sft.options import DataOptions
 from midus_hf.training.data.corpus import load_hub_dataset
 

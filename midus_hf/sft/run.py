@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
 from midus_hf.sft.chat_dataset import build_chat_dataset, is_special
 from midus_hf.sft.options import SftConfig

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
-from midus_config.declared_tensors import Role
+from midus_hf.config.declared_tensors import Role
 
 Trainable = Literal["auto", "new", "all"] | list[int | Role]
 """What trains: see `RunOptions`."""
@@ -34,7 +34,7 @@ class RunOptions:
             not exist. Default: none; then a new folder in the system's folder for temporary files, if it has room.
         trainable: `"new"` trains the layers that were added to the base, `"all"` everything, a list of indices such
             as `[3, 7]` these layers of any model, a list of roles such as `[value]` the tensors of these roles in the
-            memories that were added (`midus_config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
+            memories that were added (`midus_hf.config.declared_tensors.Role` names them). `"auto"` is `"new"` or `"all"`:
             what the config of an upscaled model records as its method's own, and `"all"` of a model that is made from
             `model_config`. Default: `"auto"`.
         frozen: Roles of memory tensors that do not train all the same, such as `[value]`. Default: none.

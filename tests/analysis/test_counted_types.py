@@ -1,14 +1,14 @@
 """The types that refusals list are those that are registered, by what their memories can tell."""
 
-from midus_config.memory_types import MEMORY_TYPES
 from midus_hf.analysis.slots.counted_types import counted_types, types_whose_slots_add, types_with_slots
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.memory.registry import MEMORY_MODULES
 
 SLOTS = {"headwise", "linear", "product-key", "ultramem"}
 
 
 def test_chapters_and_fetched_blocks_are_counted_beside_slots():
-    ours = {name for name, options in MEMORY_TYPES.items() if options.__module__.startswith("midus_config.")}
+    ours = {name for name, options in MEMORY_TYPES.items() if options.__module__.startswith("midus_hf.config.")}
     assert ours & set(types_with_slots()) == ours & set(types_whose_slots_add()) == SLOTS
     assert ours & set(counted_types()) == ours - {"depth-attention"}
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from banks.small_bank import LLAMA_1B, layout_of, made, on_disk, record_of
 
-from midus_config.memories.hierarchical import HierFFNOptions
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError, LevelFile
+from midus_hf.config.memories.hierarchical import HierFFNOptions
 
 
 def test_a_copy_has_what_was_written_and_stays_sparse(tmp_path):

@@ -8,10 +8,10 @@ import torch
 from banks.small_bank import LAYERS, LLAMA_1B, layout_of, made, on_disk, record_of
 from models.fresh_process import run_python
 
-from midus_config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import create_bank
+from midus_hf.config.memories.hierarchical import HierFFNOptions, HierKVOptions, HierLoraVOOptions
 
 
 def test_a_bank_of_fourteen_billion_parameters_takes_nothing_and_opens_at_once(tmp_path):
@@ -76,9 +76,9 @@ def test_blocks_that_were_never_written_are_the_same_in_any_order_and_process(fo
     assert len(set(gates)) == len(keys)  # each block has numbers of its own
     run_python(
         """
-from midus_config.fetched_blocks import BankLayout
-from midus_config.memories.hierarchical import HierFFNOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.memories.hierarchical import HierFFNOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
 sizes = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=3)

@@ -7,13 +7,13 @@ import shutil
 import pytest
 import torch
 
-from midus_config.fetched_blocks import BankLayout
-from midus_config.memories.hierarchical import HierFFNOptions
-from midus_config.model_sizes import ModelSizes
 from midus_hf.banks import MemoryBank
 from midus_hf.banks.level_file import BankError
 from midus_hf.banks.memory_bank import create_bank
 from midus_hf.banks.tiers import TIERS, BankTiers
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.memories.hierarchical import HierFFNOptions
+from midus_hf.config.model_sizes import ModelSizes
 
 SIZES = ModelSizes(hidden_size=8, num_heads=2, num_key_value_heads=1, intermediate_size=12, num_layers=2)
 LAYOUT = BankLayout("hier-ffn", (0, 1), HierFFNOptions(sizes=[3, 0, 2], branching=4).fetched(SIZES))

@@ -5,7 +5,7 @@ import torch
 from tiny import save_tiny_model
 
 from benchmarks import serving_cost, tracked
-from midus_config.fetched_blocks import FetchedBlocks
+from midus_hf.config.fetched_blocks import FetchedBlocks
 
 
 @pytest.fixture

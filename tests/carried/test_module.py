@@ -17,12 +17,11 @@ import pytest
 from carried.made import ALL_CASES, CASES, METHODS, MOST_LINES
 from pairs import by_default, wanted_by_tests
 
-import midus_config
 import midus_hf
-from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.carried import plain_bank, standins
 from midus_hf.carried.module import reference_modules
 from midus_hf.carried.sources import Module, defined
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.registry import MEMORY_MODULES
 from midus_hf.version import __version__
 
@@ -215,14 +214,14 @@ def test_sites_and_types_that_a_checkpoint_was_not_written_for_are_refused(chang
 
 
 STANDS_FOR = {
-    "check_entry": "midus_config.memory_entries",
-    "MEMORY_TYPES": "midus_config.memory_types",
-    "register_memory_type": "midus_config.memory_types",
+    "check_entry": "midus_hf.config.memory_entries",
+    "MEMORY_TYPES": "midus_hf.config.memory_types",
+    "register_memory_type": "midus_hf.config.memory_types",
     "MEMORY_MODULES": "midus_hf.memory.registry",
     "register_memory": "midus_hf.memory.registry",
     "module_of": "midus_hf.memory.registry",
-    "option": "midus_config.options",
-    "read_options": "midus_config.options",
+    "option": "midus_hf.config.options",
+    "read_options": "midus_hf.config.options",
     "write_code": "midus_hf.carried.module",
     "MemoryBank": "midus_hf.banks.memory_bank",
 }
@@ -231,7 +230,7 @@ STANDS_FOR = {
 
 def test_a_stand_in_takes_the_place_of_nothing_else():
     definers: dict[str, list[str]] = {}
-    for package in (midus_config, midus_hf):
+    for package in (midus_hf,):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             path = Path(importlib.util.find_spec(found.name).origin)
             for statement in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -243,7 +242,7 @@ def test_a_stand_in_takes_the_place_of_nothing_else():
     names = {
         name: module
         for module in (*plain, plain_bank.__name__, standins.__name__)
-        for name in Module(module, frozenset({"midus_hf", "midus_config"})).definitions
+        for name in Module(module, frozenset({"midus_hf"})).definitions
         if not name.startswith("_")
     }
     assert set(STANDS_FOR) <= set(names)

@@ -9,7 +9,7 @@ from midus_hf.carried.collecting import Program
 from midus_hf.carried.module import _Layout
 from midus_hf.carried.sources import Name
 
-OURS = frozenset({"midus_hf", "midus_config"})
+OURS = frozenset({"midus_hf"})
 
 
 @pytest.fixture

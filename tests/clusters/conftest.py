@@ -5,7 +5,7 @@ import json
 import pytest
 from retrieval.tiny_bert import save_tiny_bert
 
-from clusters.corpus import Corpus, load_fast_tokenizer
+from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer
 from midus_hf.retrieval.embedding import TextEmbedder
 
 WINDOW_TOKENS = 5

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from clusters import building
-from clusters.building import TreeOptions, build_tree, unit_rows
+from midus_hf.clusters import building
+from midus_hf.clusters.building import TreeOptions, build_tree, unit_rows
 
 
 def nested_topics(each: int = 30, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +88,7 @@ def test_clusters_of_a_skewed_corpus_are_more_even_than_without_balancing(monkey
     rows = np.concatenate([large, small]).astype(np.float32)
     options = TreeOptions(branching=8, levels=1, samples=400)
     balanced = build_tree(rows, options).tree.sizes[0].max()
-    monkeypatch.setattr("clusters.kmeans.BALANCE", 8.0)
+    monkeypatch.setattr("midus_hf.clusters.kmeans.BALANCE", 8.0)
     assert balanced < build_tree(rows, options).tree.sizes[0].max()
 
 

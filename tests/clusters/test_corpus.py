@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from clusters.corpus import Corpus, Document, cut_windows, load_fast_tokenizer, read_corpus
+from midus_hf.clusters.corpus import Corpus, Document, cut_windows, load_fast_tokenizer, read_corpus
 from midus_hf.documents import DocumentError
 
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch
     class Slow:
         is_fast = False
 
-    monkeypatch.setattr("clusters.corpus.AutoTokenizer.from_pretrained", lambda name: Slow())
+    monkeypatch.setattr("midus_hf.clusters.corpus.AutoTokenizer.from_pretrained", lambda name: Slow())
     with pytest.raises(
         ValueError, match=r"tokenizer is 'slow', which does not know the places of its tokens .* a fast one"
     ):

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from clusters import run
-from clusters.assigning import document_paths
-from clusters.building import TreeOptions
-from clusters.corpus import read_corpus
+from midus_hf.clusters import run
+from midus_hf.clusters.assigning import document_paths
+from midus_hf.clusters.building import TreeOptions
+from midus_hf.clusters.corpus import read_corpus
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
@@ -15,8 +15,8 @@ pytest.importorskip("datatrove")
 
 from datatrove.data import Document
 
-from clusters import datatrove_steps
-from clusters.datatrove_steps import AssignPaths
+from midus_hf.clusters import datatrove_steps
+from midus_hf.clusters.datatrove_steps import AssignPaths
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clusters import window_writer
-from clusters.building import TreeOptions
-from clusters.corpus import Corpus
-from clusters.run import BuildRequest, build, build_from_embeddings, open_build
-from clusters.window_shards import JoinedRows
-from clusters.window_store import open_windows
+from midus_hf.clusters import window_writer
+from midus_hf.clusters.building import TreeOptions
+from midus_hf.clusters.corpus import Corpus
+from midus_hf.clusters.run import BuildRequest, build, build_from_embeddings, open_build
+from midus_hf.clusters.window_shards import JoinedRows
+from midus_hf.clusters.window_store import open_windows
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 
 pytest.importorskip("datatrove")
@@ -25,7 +25,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import ParquetReader
 from pyarrow import parquet
 
-from clusters.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
+from midus_hf.clusters.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
 
 OPTIONS = TreeOptions(branching=3, levels=2, steps=4, samples=50)
 FILES = {"a.parquet": 7, "b.parquet": 30, "b/c.parquet": 20, "b/d.parquet": 1, "e.parquet": 15}
@@ -152,7 +152,7 @@ def test_windows_are_assigned_by_as_many_tasks_as_there_are(
         raise AssertionError("the last step clusters and assigns nothing")
 
     for name in ("kmeans", "nearest"):
-        monkeypatch.setattr(f"clusters.building.{name}", nobody)
+        monkeypatch.setattr(f"midus_hf.clusters.building.{name}", nobody)
     BuildTree(embeddings, tree, OPTIONS).run()
     assert_same_tree(tmp_path / "tree", built_alone)
     assert not (tmp_path / "tree" / "windows" / "clustering").exists()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from processes.warm import run_warm
 
-from clusters import building
-from clusters.building import TreeOptions, build_tree
-from clusters.finished_nodes import FinishedNodes
+from midus_hf.clusters import building
+from midus_hf.clusters.building import TreeOptions, build_tree
+from midus_hf.clusters.finished_nodes import FinishedNodes
 
 OPTIONS = TreeOptions(branching=4, levels=3, steps=3, samples=64)
 NODES = 1 + 4 + 16
@@ -35,8 +35,8 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from clusters import building
-from clusters.finished_nodes import FinishedNodes
+from midus_hf.clusters import building
+from midus_hf.clusters.finished_nodes import FinishedNodes
 sys.path.insert(0, sys.argv[1])
 from test_finished_nodes import OPTIONS, nodes_in, rows
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clusters import kmeans as module
-from clusters.kmeans import BALANCE, balanced, kmeans, nearest
+from midus_hf.clusters import kmeans as module
+from midus_hf.clusters.kmeans import BALANCE, balanced, kmeans, nearest
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,7 +9,7 @@ from tiny import save_tiny_model
 from training.tiny_run import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from clusters.building import TreeOptions
+from midus_hf.clusters.building import TreeOptions
 from midus_hf.retrieval.answering import FetchingPipeline
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
@@ -22,7 +22,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 
-from clusters.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
+from midus_hf.clusters.datatrove_steps import AssignPaths, AssignWindows, BuildTree, ClusterLevel, EmbedWindows
 
 OPTIONS = TreeOptions(branching=2, levels=2, steps=3, samples=20)
 TOPICS = ([f"w{word}" for word in range(10, 18)], [f"w{word}" for word in range(40, 48)])

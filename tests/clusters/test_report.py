@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from clusters.picture import check_picture, draw_tree
-from clusters.report import commonest_labels, level_reports, node_reports, sample_texts
-from clusters.tables import level_table, node_table
+from midus_hf.clusters.picture import check_picture, draw_tree
+from midus_hf.clusters.report import commonest_labels, level_reports, node_reports, sample_texts
+from midus_hf.clusters.tables import level_table, node_table
 
 LEAVES = np.array([0, 0, 0, 1, 4, 4, 5, 5, 5, 5])
 LABELS = np.array([0, 0, 1, 1, 2, 2, 0, 2, 2, 2])

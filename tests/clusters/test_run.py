@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from clusters import building, run, window_writer
-from clusters.assigning import document_paths
-from clusters.building import TreeOptions
-from clusters.corpus import read_corpus
-from clusters.run import BuildRequest, build, open_build
+from midus_hf.clusters import building, run, window_writer
+from midus_hf.clusters.assigning import document_paths
+from midus_hf.clusters.building import TreeOptions
+from midus_hf.clusters.corpus import read_corpus
+from midus_hf.clusters.run import BuildRequest, build, open_build
 from midus_hf.retrieval import tree_files
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.memory_retriever import MemoryRetriever

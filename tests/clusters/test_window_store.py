@@ -8,9 +8,9 @@ import pytest
 import torch
 from filelock import FileLock
 
-from clusters import window_writer
-from clusters.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
-from clusters.window_store import open_windows, store_windows
+from midus_hf.clusters import window_writer
+from midus_hf.clusters.corpus import Corpus, cut_windows, load_fast_tokenizer, read_corpus
+from midus_hf.clusters.window_store import open_windows, store_windows
 from midus_hf.documents import DocumentError
 
 ARRAYS = ("embeddings.npy", "documents.npy", "labels.npy", "windows.json")

@@ -13,8 +13,8 @@ from retrieval.trees import random_tree
 from tiny import save_tiny_model
 from training.tiny_run import letter_tokenizer, tiny_tokenizer
 
-from midus_commands import analyze
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.cli.look import analyze
 from midus_hf.retrieval.memory_retriever import MemoryRetriever
 from midus_hf.retrieval.tree_files import TreeOrigin
 from upscalers.runs.upscale import upscale

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from retrieval.tiny_bert import save_tiny_bert
 
-from midus_commands.clusters import main
+from midus_hf.cli.clusters import main
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_build_takes_what_tasks_have_embedded(bert, corpus, tree, tmp_path, caps
     pytest.importorskip("datatrove")
     from datatrove.data import Document
 
-    from clusters.datatrove_steps import EmbedWindows
+    from midus_hf.clusters.datatrove_steps import EmbedWindows
 
     with open(corpus) as file:
         rows = [json.loads(line) for line in file]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from compare.small_comparison import HEADWISE, Measured, keys, write_room
 from pairs import by_default
-from workbench.small_comparison import HEADWISE, Measured, keys, write_room
 
-from midus_commands import compare as cli
-from midus_workbench import running
+from midus_hf.cli import compare as cli
+from midus_hf.compare import running
 
 ARMS = {
     "hml": {"upscale": HEADWISE, "rates": [1e-2, 1e-3]},

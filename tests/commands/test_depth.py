@@ -11,7 +11,7 @@ from models.depth_models import depth_model
 from tiny import save_tiny_model
 from training.tiny_run import document, tiny_tokenizer
 
-from midus_commands import depth as cli
+from midus_hf.cli.look import depth as cli
 
 HEADS = 4
 

@@ -32,7 +32,7 @@ WORDS = {
 
 def commands_with_a_device() -> Iterator[str]:
     for command in COMMANDS:
-        module = importlib.import_module(f"midus_commands.{main_of(command).args[1]}")
+        module = importlib.import_module(f"midus_hf.cli.{main_of(command).args[1]}")
         if hasattr(module, "app"):
             whole = typer.main.get_command(module.app)
             for subcommand, part in {"": whole, **getattr(whole, "commands", {})}.items():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from commands.command_lines import COMMANDS, ENTRY_POINTS, REPOSITORY
 
-from midus_commands import entry_points, exit_status
+from midus_hf.cli import entry_points, exit_status
 
 INTERRUPTED_WHILE_IMPORTING = """
 import signal, sys
@@ -20,7 +20,7 @@ class Interrupting:
 
 signal.signal(signal.SIGINT, getattr(signal, sys.argv.pop(1)))
 sys.meta_path.insert(0, Interrupting())
-from midus_commands import entry_points
+from midus_hf.cli import entry_points
 sys.exit(getattr(entry_points, sys.argv.pop(1))())
 """
 
@@ -36,7 +36,7 @@ def started(command: str, handler: str = "default_int_handler") -> subprocess.Co
 def test_every_command_begins_here():
     for command in COMMANDS:
         name = command.replace("-", "_")
-        assert ENTRY_POINTS[command] == f"midus_commands.entry_points:{name}"
+        assert ENTRY_POINTS[command] == f"midus_hf.cli.entry_points:{name}"
         assert getattr(entry_points, name).args[0] == command
 
 

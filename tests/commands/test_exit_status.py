@@ -32,11 +32,11 @@ WORK = {
     "midus-chapters": ("upscalers.chapters.listing.list_chapters", ["list", "model"]),
     "midus-depth": ("midus_hf.documents.read_documents", ["model", "--text", "text.txt"]),
     "midus-flops": ("upscalers.checkpoint.base_model.read_config_file", ["config.json"]),
-    "midus-cluster": ("clusters.run.open_build", ["report", "--tree", "tree"]),
+    "midus-cluster": ("midus_hf.clusters.run.open_build", ["report", "--tree", "tree"]),
     "midus-bank": ("upscalers.banks.listing.list_bank", ["list", "model"]),
     "midus-analyze": ("midus_hf.evaluation.harness.Tasks", ["heads", "model", "--tasks", "piqa", "--data", "."]),
-    "midus-reproduce": ("midus_workbench.reproduce.repository.Repository.tables", []),
-    "midus-compare": ("midus_workbench.running.Running.run", ["compare.yaml"]),
+    "midus-reproduce": ("midus_hf.compare.reproduce.repository.Repository.tables", []),
+    "midus-compare": ("midus_hf.compare.running.Running.run", ["compare.yaml"]),
 }
 """What does the work of a command, and a request for it."""
 STATUS_OF_WORK = {RuntimeError: 1, OSError: 1, EOFError: 1, KeyboardInterrupt: 130}

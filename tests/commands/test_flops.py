@@ -6,8 +6,8 @@ import shutil
 import pytest
 from commands.command_lines import REPOSITORY, run_alone
 
-from midus_commands.flops import main
-from midus_config.flops.model import estimate_flops
+from midus_hf.cli.flops import main
+from midus_hf.config.flops.model import estimate_flops
 
 CONFIG = REPOSITORY / "configs" / "models" / "moc-371m.json"
 EMBEDDINGS = 768 * json.loads(CONFIG.read_text())["vocab_size"]  # the head is tied to it

@@ -12,7 +12,7 @@ from analysis.chapter_models import CHAPTERS, LAYERS, READ, routed_model, rows_o
 from tiny import save_tiny_model
 from training.tiny_run import tiny_tokenizer
 
-from midus_commands import chapters as cli
+from midus_hf.cli.look import chapters as cli
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from midus_commands import reproduce as cli
+from midus_hf.cli import reproduce as cli
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from midus_config.controls import Change, controls_of, num_value_rows
-from midus_config.declared_tensors import ONES, ZEROS, DeclaredTensor
-from midus_config.memory_types import MEMORY_TYPES, MemoryOptions, register_memory_type
-from midus_config.model_sizes import ModelSizes
-from midus_config.options import option
+from midus_hf.config.controls import Change, controls_of, num_value_rows
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
+from midus_hf.config.memory_types import MEMORY_TYPES, MemoryOptions, register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
 
 SIZES = ModelSizes(hidden_size=32, num_heads=4, intermediate_size=48, num_layers=4)
 ALL = ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
@@ -191,8 +191,8 @@ def test_a_control_that_cannot_be_is_refused_where_the_type_is_registered(contro
 
 def test_reading_them_does_not_load_torch():
     program = (
-        "import sys; import midus_config.memories; from midus_config.controls import controls_of; "
-        "from midus_config.memory_types import MEMORY_TYPES; from midus_config.model_sizes import ModelSizes; "
+        "import sys; import midus_hf.config.memories; from midus_hf.config.controls import controls_of; "
+        "from midus_hf.config.memory_types import MEMORY_TYPES; from midus_hf.config.model_sizes import ModelSizes; "
         "print(len(controls_of(MEMORY_TYPES['headwise'](), ModelSizes(hidden_size=32, num_heads=4))), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -11,17 +11,17 @@ import torch
 from tiny import NATIVE_FAMILIES, prompt, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from midus_config import MEMORY_TYPES
-from midus_config.flops import model as counting
-from midus_config.flops.model import estimate_flops
-from midus_config.flops.rules import linear
-from midus_config.memories.chapters import ChaptersOptions
-from midus_config.memories.headwise import HeadwiseOptions
-from midus_config.memories.linear import LinearOptions
-from midus_config.memories.product_key import ProductKeyOptions
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.memory_types import MemoryOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.flops import model as counting
+from midus_hf.config.flops.model import estimate_flops
+from midus_hf.config.flops.rules import linear
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.config.memories.linear import LinearOptions
+from midus_hf.config.memories.product_key import ProductKeyOptions
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -364,6 +364,6 @@ def test_a_memory_that_does_not_say_what_it_takes_is_refused(monkeypatch):
 
 
 def test_counting_needs_no_torch():
-    code = "import sys, midus_config.flops.model, midus_config.parameters; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys, midus_hf.config.flops.model, midus_hf.config.parameters; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "set()"

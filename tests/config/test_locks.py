@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from midus_config.locks import Lock
+from midus_hf.files.locks import Lock
 
 
 def is_free(path) -> bool:

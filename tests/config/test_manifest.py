@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from midus_config.manifest import describe_files, first_damage
+from midus_hf.files.manifest import describe_files, first_damage
 
 
 @pytest.fixture

@@ -7,17 +7,17 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
-from midus_config.declared_tensors import ZEROS, DeclaredTensor
-from midus_config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
-from midus_config.memory_types import (
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.memories.hierarchical import HierarchicalOptions, HierLoraOptions
+from midus_hf.config.memory_types import (
     MEMORY_TYPES,
     InsertedOptions,
     MemoryOptions,
     is_name,
     register_memory_type,
 )
-from midus_config.model_sizes import ModelSizes
-from midus_config.options import option
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_every_type_is_declared_with_a_text_and_options_that_have_one():
 
 
 def test_declarations_are_read_without_torch_and_transformers():
-    code = "import sys, midus_config.memory_entries as m; print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys, midus_hf.config.memory_entries as m; print(*m.MEMORY_TYPES, *{'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert set(done.stdout.split()) == set(MEMORY_TYPES)
 

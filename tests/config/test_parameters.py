@@ -9,9 +9,9 @@ import torch
 from tiny import NATIVE_FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_config.backbone import FAMILY_TRAITS, read_backbone
-from midus_config.parameters import ParameterCounts, count_parameters
 from midus_hf import models  # noqa: F401 - registers the families that host memory
+from midus_hf.config.backbone import FAMILY_TRAITS, read_backbone
+from midus_hf.config.parameters import ParameterCounts, count_parameters
 from upscalers.architecture.families import FAMILIES as UPSCALED
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from midus_config.memories.table_sharing import TableSharing
-from midus_config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memories.table_sharing import TableSharing
+from midus_hf.config.memories.ultramem import UltraMemOptions
 
 LAYERS = 24
 TABLE_10 = {

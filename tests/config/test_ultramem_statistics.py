@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.memories.ultramem_statistics import MEASURED, UniformCores, best_scores
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memories.ultramem_statistics import MEASURED, UniformCores, best_scores
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 
 RETRIEVALS = {

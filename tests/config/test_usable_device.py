@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from midus_config.usable_device import usable_device
+from midus_hf.config.usable_device import usable_device
 
 
 def test_without_a_word_it_is_the_first_gpu_or_the_processor():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from midus_config.locks import alone
+from midus_hf.files.locks import alone
 
 
 def test_who_inherits_a_lock_holds_it_until_it_ends(tmp_path):

@@ -56,7 +56,7 @@ def work(tmp_path_factory, installed) -> Path:
 def run(arguments: list[str], folder: Path, *paths: Path) -> subprocess.CompletedProcess:
     """Run `upscale` in a process that sees further folders of packages."""
     path = os.pathsep.join(map(str, (*paths, Path(__file__).parents[2])))
-    return run_warm("from midus_commands.upscale import main; main()", *arguments, folder=folder, PYTHONPATH=path)
+    return run_warm("from midus_hf.cli.upscale import main; main()", *arguments, folder=folder, PYTHONPATH=path)
 
 
 def test_the_package_takes_sixty_lines_of_python():
@@ -74,7 +74,7 @@ def test_the_commands_give_the_base_back(work):
 def test_a_dry_run_reads_no_torch(work, installed):
     code = """
 import sys
-from midus_commands.upscale import main
+from midus_hf.cli.upscale import main
 try:
     main()
 except SystemExit as end:

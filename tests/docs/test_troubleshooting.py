@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-PACKAGES = ("midus_config", "midus_hf", "upscalers", "clusters", "midus_commands")
+PACKAGES = ("midus_hf", "upscalers")
 QUOTED = [line for block in re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
 VARIES = "\0"
 """Stands in a text of the code for what is filled in."""

@@ -8,7 +8,7 @@ from evaluation.questions import QUESTIONS, write_questions
 from retrieval.tiny_bert import WIDTH, save_tiny_bert
 from retrieval.trees import random_tree
 
-from midus_commands.evaluate import main
+from midus_hf.cli.evaluate import main
 from midus_hf.retrieval.embedding import TextEmbedder
 from midus_hf.retrieval.nearest_documents import NearestDocuments
 from midus_hf.retrieval.tree_files import TreeOrigin

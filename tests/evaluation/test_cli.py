@@ -16,14 +16,14 @@ from evaluation.questions import QUESTIONS, write_questions
 from processes.warm import run_warm
 from transformers import AutoModelForCausalLM
 
-from midus_commands import evaluate as cli
+from midus_hf.cli import evaluate as cli
 from midus_hf.evaluation import perplexity
 from midus_hf.evaluation.settings import EvaluationSettings
 from upscalers.runs.upscale import upscale
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
-COMMAND = "from midus_commands.evaluate import main; main()"
+COMMAND = "from midus_hf.cli.evaluate import main; main()"
 TEXT = "A text of the ordinary kind, for measuring. " * 10
 
 
@@ -41,7 +41,7 @@ def room(tmp_path_factory):
 def run(*arguments) -> subprocess.CompletedProcess:
     """Run the command in a fresh interpreter, offline: what libraries say while they are imported is heard, too."""
     return subprocess.run(
-        [sys.executable, "-m", "midus_commands.evaluate", *map(str, arguments)],
+        [sys.executable, "-m", "midus_hf.cli.evaluate", *map(str, arguments)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,

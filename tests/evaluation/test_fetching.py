@@ -12,8 +12,8 @@ from retrieval.tiny_bert import WIDTH, save_tiny_bert
 from retrieval.trees import random_tree
 from transformers import AutoModelForCausalLM
 
-from midus_commands.evaluate import main
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.cli.evaluate import main
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.fetching import by_path, fetches_blocks, fetching, question_of
 from midus_hf.evaluation.perplexity import perplexity, prepare_text

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from midus_config import MEMORY_TYPES
-from midus_config.model_sizes import ModelSizes
-from midus_config.options import read_options
+from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import read_options
 from midus_hf.memory.registry import build_memory
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from memory.chapter_loops import Read, read_by_loops
 
-from midus_config.memories.chapters import ChaptersOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.chapters import Chapters
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.routing.token_places import TokenPlaces

@@ -2,15 +2,15 @@
 
 import torch
 
-from midus_config.fetched_blocks import BankLayout
-from midus_config.memories.hierarchical import (
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.config.memories.hierarchical import (
     HierFFNOptions,
     HierKVOptions,
     HierLoraFFNOptions,
     HierLoraQKOptions,
     HierLoraVOOptions,
 )
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.fetched import FetchedBatch
 from midus_hf.memory.registry import build_memory
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from memory.chapter_layers import HEADS, WIDTH, assert_reads, by_loops, fill, layer, states
 
-from midus_config.memories.chapters import ChaptersOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.memory_state import MemoryState
 from midus_hf.memory.registry import build_memory

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import FAMILIES
 
-from midus_config.memories.headwise import HeadwiseOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.ops import headwise_memory, op_choices
 from tests.memory.building import build

@@ -9,8 +9,8 @@ from memory.hierarchical_memories import (
     TYPES,
 )
 
-from midus_config.memory_entries import read_memories
-from midus_config.memory_types import MEMORY_TYPES
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.memory.registry import build_memory
 
 

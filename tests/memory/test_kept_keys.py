@@ -9,8 +9,8 @@ from memory.test_kept_values import OPTIMIZERS
 from models.ultramem_models import ultramem_model
 from tiny import prompt
 
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory import ultramem
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.memory.registry import build_memory

@@ -7,8 +7,8 @@ import torch
 from memory.building import build
 from memory.chapter_layers import layer as chapter_layer
 
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.retrieval import random_directions
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from midus_config import MEMORY_TYPES
-from midus_config.declared_tensors import ZEROS, DeclaredTensor
-from midus_config.memory_types import MemoryOptions
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.headwise import HeadwiseMemory
 from midus_hf.memory.registry import MEMORY_MODULES, MemoryModule, build_memory, register_memory
 

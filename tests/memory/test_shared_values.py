@@ -7,8 +7,8 @@ import torch
 from config.reading import read_entry
 from tiny import FAMILIES
 
-from midus_config.memory_entries import read_memories
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.shared_values import LinearMemory, ProductKeyMemory
 from midus_hf.ops import op_choices

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.memories.ultramem_statistics import best_scores
-from midus_config.model_sizes import ModelSizes
 from midus_hf.analysis.slots.usage import Usage, summarise
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memories.ultramem_statistics import best_scores
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.protocols import ReadsFewRows, RetrievesSlots
 from midus_hf.memory.registry import build_memory
 from midus_hf.memory.ultramem import core_penalty, key_balance

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from tiny import NUM_LAYERS, tiny_model
 
-from midus_config.declared_tensors import ZEROS
+from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.memory.depth_attention import DepthAttention
 from midus_hf.models import FAMILIES
 

@@ -9,7 +9,7 @@ import sys
 
 class _Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("midus_config", "midus_hf", "upscalers"):
+        if name.partition(".")[0] in ("midus_hf", "upscalers"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, _Absent())

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from tiny import tiny_model
 
-from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.models import FAMILIES
 
 KINDS = ("hier-ffn", "hier-lora-qk", "hier-lora-vo", "hier-lora-ffn", "hier-kv")

@@ -8,7 +8,7 @@ from models.optimizer_steps import train_steps
 from tiny import prompt, tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_config.declared_tensors import ZEROS
+from midus_hf.config.declared_tensors import ZEROS
 from midus_hf.memory.depth_attention import DepthAttention
 
 SEVEN = {"num_hidden_layers": 7}

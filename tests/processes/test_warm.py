@@ -5,7 +5,7 @@ from processes.warm import run_ranks, run_warm
 
 TOLD = """
 import json, os, sys
-project = [name for name in sys.modules if name.split(".")[0] in ("midus_config", "midus_hf", "upscalers", "processes")]
+project = [name for name in sys.modules if name.split(".")[0] in ("midus_hf", "upscalers", "processes")]
 print(json.dumps([__name__, sys.argv[1:], os.getcwd(), os.environ["TOLD"], sys.stdin.read(), project]))
 print("an error", file=sys.stderr)
 sys.exit(3)

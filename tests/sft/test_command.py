@@ -9,8 +9,8 @@ from sft.tiny_chats import chat, write_rows
 from training.tiny_run import save_native
 from transformers import AutoModelForCausalLM
 
-from midus_commands import sft as command
-from midus_commands.sft import main
+from midus_hf.cli import sft as command
+from midus_hf.cli.sft import main
 from midus_hf.sft.options import DataOptions, SftConfig
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_sft.py"

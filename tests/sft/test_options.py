@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from midus_hf.config_file import from_mapping, read_config
+from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.sft.options import DataOptions, LoraOptions, SftConfig
 
 NEEDED = {"model": "m", "output": "o", "data": "d"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.config_file import read_config
+from midus_hf.config.yaml_options import read_config
 from midus_hf.sft.options import SftConfig
 
 REPOSITORY = Path(__file__).parents[2]

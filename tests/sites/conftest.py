@@ -9,7 +9,7 @@ from sites import toy_inserted, toy_methods
 from sites.cases import SiteCase, give_values
 from transformers import PreTrainedModel
 
-from midus_config.memory_types import MEMORY_TYPES
+from midus_hf.config.memory_types import MEMORY_TYPES
 from midus_hf.memory.registry import MEMORY_MODULES
 from tests.upscalers.checkpoints import load
 from tests.upscalers.conftest import base, command, in_process, shared_base  # noqa: F401 - fixtures

@@ -6,9 +6,9 @@ from sites.cases import CASES
 from sites.toy_memory import Toy
 from tiny import prompt
 
-from midus_config.memory_entries import read_memories
-from midus_config.memory_types import MEMORY_TYPES, SharedTables
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.memory_types import MEMORY_TYPES, SharedTables
+from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.memory_inputs import Carried, MemoryInputs
 from tests.upscalers.checkpoints import load, read_tensors, save_base, write_tensors
@@ -105,7 +105,7 @@ def test_tables_are_counted_into_the_memory_that_a_comparison_takes():
 
 
 def test_linear_layers_may_be_declared_as_values():
-    from midus_config.declared_tensors import ZEROS, DeclaredTensor
+    from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
 
     module = DeclaredModule({"map.weight": DeclaredTensor((2, 3), "value", ZEROS)})
     assert module.declared_tensor("map.weight") is module.map.weight and module.names_of("value") == ["map.weight"]

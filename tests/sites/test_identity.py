@@ -8,7 +8,7 @@ from sites import toy_memory
 from sites.cases import SOME, each, everywhere
 from tiny import save_tiny_model
 
-from midus_config.declared_tensors import Normal
+from midus_hf.config.declared_tensors import Normal
 from tests.upscalers.checkpoints import logits
 from upscalers.request.errors import VerificationError
 from upscalers.runs.upscale import upscale

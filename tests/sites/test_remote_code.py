@@ -31,7 +31,7 @@ def is_absent(name):
     except ModuleNotFoundError:
         return True
 
-findings = {"absent": [is_absent(name) for name in ("midus_hf", "midus_config", "upscalers", "sites.toy_memory")]}
+findings = {"absent": [is_absent(name) for name in ("midus_hf", "upscalers", "sites.toy_memory")]}
 for name in json.load(open("names.json")):
     tokens, scales, expected, scaled, trained = torch.load(f"{name}.pt")
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)

@@ -25,8 +25,8 @@ import torch
 from processes.server import import_libraries
 
 import midus_hf.training.run.train  # noqa: F401 - so that each run begins at once
-from midus_commands.train import main
 from midus_hf.banks import trained_bank
+from midus_hf.cli.train import main
 
 
 def die_at(kind: str, path: str, times: int, output: Path) -> None:

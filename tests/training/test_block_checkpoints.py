@@ -12,8 +12,8 @@ from training.test_whole_checkpoints import flip
 from training.tiny_run import best_at, document, give_held_out_losses, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from midus_config import manifest
 from midus_hf.banks.level_file import LevelFile
+from midus_hf.files import manifest
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.output.run_checkpoints import damage_of, finish_checkpoint
 from midus_hf.training.run.train import train

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training.tiny_run import tiny_tokenizer
 
-from midus_config.fetched_blocks import BankLayout, FetchedBlocks
+from midus_hf.config.fetched_blocks import BankLayout, FetchedBlocks
 from midus_hf.documents import DocumentError
 from midus_hf.documents.document_paths import read_paths
 from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths

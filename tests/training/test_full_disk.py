@@ -18,7 +18,7 @@ from training.test_run import exact_log
 from training.tiny_run import save_upscaled, tiny_config
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.output import disk_room, saving
 from midus_hf.training.output.disk_room import room_needed
 from midus_hf.training.output.run_checkpoints import last_checkpoint

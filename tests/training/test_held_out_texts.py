@@ -11,7 +11,7 @@ from training.test_run import exact_log
 from training.tiny_run import best_at, give_held_out_losses, tiny_config, write_corpus
 from transformers import TrainerControl, TrainerState
 
-from midus_hf.config_file import from_mapping, read_config
+from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.evaluation.evaluate import evaluate
 from midus_hf.evaluation.settings import EvaluationSettings
 from midus_hf.training.data.held_out import describe_held_out, held_out_losses

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.config_file import read_config, read_mapping
+from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.training.options import TrainConfig
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
 from upscalers.runs.upscale import upscale

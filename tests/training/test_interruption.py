@@ -18,7 +18,7 @@ from training.tiny_run import tiny_config
 from training.two_processes import SCRIPT
 from transformers import TrainerCallback
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.output.saving import SaveError
 from midus_hf.training.run.interruption import RunInterrupted

@@ -16,7 +16,7 @@ from training.tiny_run import tiny_config
 from training.two_processes import SCRIPT
 from transformers import TrainerState
 
-from midus_hf.config_file import from_mapping
+from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.output.run_checkpoints import finish_checkpoint, last_checkpoint
 from midus_hf.training.run import training_clock

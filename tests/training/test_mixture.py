@@ -14,8 +14,8 @@ from training.test_run import exact_log
 from training.test_train_cpt import SCRIPT
 from training.tiny_run import tiny_config, tiny_tokenizer, write_corpus
 
-from midus_commands.train import main
-from midus_hf.config_file import from_mapping, read_config
+from midus_hf.cli.train import main
+from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.training.data.mixture import Mixture, split_by_weights
 from midus_hf.training.data.training_data import build_dataset, open_corpora
 from midus_hf.training.options import TrainConfig, WeightedCorpus

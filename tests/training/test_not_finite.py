@@ -10,7 +10,7 @@ from training.block_runs import config_of
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.optim.finite import first_gradient_not_finite, first_not_finite
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.run.train import prepare

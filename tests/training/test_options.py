@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_hf.config_file import from_mapping, read_config
+from midus_hf.config.yaml_options import from_mapping, read_config
 from midus_hf.training.options import CorpusOptions, TrainConfig
 
 NEEDED = {"model": "m", "output": "o", "corpus": "c"}

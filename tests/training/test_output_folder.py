@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from training.tiny_run import tiny_config
 
-from midus_config.checkpoint_files import PARTIAL_MODEL
+from midus_hf.files.checkpoint_files import PARTIAL_MODEL
+from midus_hf.files.run_files import foreign_files
 from midus_hf.training.output.output_folder import as_yaml, check_output, publish
 from midus_hf.training.output.run_checkpoints import finish_checkpoint, last_checkpoint, remove_old_checkpoints
-from midus_hf.training.output.written_files import foreign_files
 from midus_hf.training.run import train as run
 from midus_hf.training.run.run_trainer import RunTrainer
 from midus_hf.training.run.train import prepare, train

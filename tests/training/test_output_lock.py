@@ -12,17 +12,16 @@ from processes.warm import run_ranks, run_warm
 from training.tiny_run import tiny_config
 from transformers import TrainerCallback
 
-from midus_config.locks import Lock
+from midus_hf.files.locks import Lock, check_not_held, hold_output
 from midus_hf.training.output import output_folder, output_lock
 from midus_hf.training.output.output_folder import check_output, start_output
-from midus_hf.training.output.output_lock import check_not_held, hold_output
 from midus_hf.training.run.train import prepare, train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_cpt.py"
 REFUSED = r"output is '.*out', which is being written by another run\. Wait for it, or choose another folder\."
 RUNS = """
 import sys
-from midus_commands.train import main
+from midus_hf.cli.train import main
 print([main([*sys.argv[1:], *words]) for words in ([], ["resume=true"], ["overwrite=true"])])
 """
 

@@ -11,11 +11,11 @@ from training.test_ultramem_recipes import TABLE_7
 from training.tiny_run import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_config.memories.chapters import PAPER, ChaptersOptions
-from midus_config.memory_entries import read_memories
-from midus_config.model_sizes import ModelSizes
 from midus_hf import models  # noqa: F401 - registers the families that host memory
-from midus_hf.config_file import read_config
+from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.yaml_options import read_config
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run.train import train
 from midus_hf.training.run.training_log import read_log

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from midus_hf.config_file import read_config, read_mapping
+from midus_hf.config.yaml_options import read_config, read_mapping
 from midus_hf.training.optim.freezing import set_trainable
 from midus_hf.training.options import TrainConfig
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B

@@ -6,7 +6,7 @@ import pytest
 from training.tiny_run import tiny_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from midus_hf.config_file import from_mapping
+from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run import run_setup
 from midus_hf.training.run.run_setup import check_reporting

@@ -22,7 +22,7 @@ from training.two_processes import (
     write_recipe,
 )
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.output.run_checkpoints import checkpoints, last_checkpoint
 
 KILLER = Path(__file__).with_name("killed_rank.py")

@@ -13,8 +13,8 @@ from training.block_runs import bank_of, config_of
 from training.tiny_run import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from midus_commands.evaluate import main as midus_eval
 from midus_hf.banks.level_file import BankError
+from midus_hf.cli.evaluate import main as midus_eval
 from midus_hf.retrieval.answering import FetchingPipeline
 from midus_hf.retrieval.cluster_tree import ClusterTree
 from midus_hf.retrieval.embedding import TextEmbedder

@@ -25,10 +25,10 @@ from training.two_processes import (
 from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
+from midus_hf.files.run_files import RUN_MARK
 from midus_hf.training.optim.parameter_groups import parameter_groups
 from midus_hf.training.optim.rates import Rates
-from midus_hf.training.output.written_files import RUN_MARK
 from midus_hf.training.run.run_setup import loaded_whole
 from midus_hf.training.run.train import prepare
 from midus_hf.training.trainer.shards import Shards

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from training.tiny_run import tiny_config
 
-from midus_config.checkpoint_files import TERMS
+from midus_hf.files.checkpoint_files import TERMS
 from midus_hf.training.output.model_card import add_training
 from midus_hf.training.run import loading
 from midus_hf.training.run.loading import load_accompanying_files

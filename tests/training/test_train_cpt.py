@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from training.tiny_run import tiny_config
 from transformers import AutoModelForCausalLM
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.run.training_log import read_log
 
 REPOSITORY = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from training.two_processes import (
     write_recipe,
 )
 
-from midus_commands.train import main
+from midus_hf.cli.train import main
 from midus_hf.training.data.corpus import find_corpus
 from midus_hf.training.data.packing import CorpusPass, PackedStream
 from midus_hf.training.options import CorpusOptions

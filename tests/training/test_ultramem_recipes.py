@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from training.tiny_run import tiny_tokenizer
 
-from midus_config.memories.ultramem import UltraMemOptions
-from midus_config.memory_entries import read_memories
-from midus_config.model_sizes import ModelSizes
-from midus_config.parameters import count_parameters
-from midus_hf.config_file import read_config
+from midus_hf.config.memories.ultramem import UltraMemOptions
+from midus_hf.config.memory_entries import read_memories
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.parameters import count_parameters
+from midus_hf.config.yaml_options import read_config
 from midus_hf.training.options import TrainConfig
 from midus_hf.training.run.train import train
 from midus_hf.training.run.training_log import read_log

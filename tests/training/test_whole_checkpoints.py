@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from training.test_run import exact_log
 from training.tiny_run import tiny_config
 
-from midus_config.checkpoint_files import BEGUN_CHECKPOINT
+from midus_hf.files.checkpoint_files import BEGUN_CHECKPOINT
+from midus_hf.files.run_files import remove_written
 from midus_hf.training.output import run_checkpoints
 from midus_hf.training.output.output_folder import check_output
 from midus_hf.training.output.resumption import settle_resumption
@@ -25,7 +26,6 @@ from midus_hf.training.output.run_checkpoints import (
     last_checkpoint,
     remove_old_checkpoints,
 )
-from midus_hf.training.output.written_files import remove_written
 from midus_hf.training.run.train import train
 
 OPTIONS = {"max_steps": 6, "save_every": 2, "keep_checkpoints": None}

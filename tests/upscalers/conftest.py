@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants
 
-from midus_commands import upscale as cli
+from midus_hf.cli import upscale as cli
 from tests.upscalers.checkpoints import save_base
 from tests.upscalers.hub_server import TOKEN, LoopbackHub
 

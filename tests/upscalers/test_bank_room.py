@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import save_tiny_model
 
-from midus_config.fetched_blocks import BANKS_FOLDER, level_file
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
 from tests.upscalers.checkpoints import load
 from upscalers.runs.upscale import upscale
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from midus_commands import upscale as cli
+from midus_hf.cli import upscale as cli
 from tests.upscalers.checkpoints import (
     MEMORY_OPTIONS,
     file_digests,

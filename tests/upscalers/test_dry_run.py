@@ -22,7 +22,7 @@ HELP_SECONDS, DRY_RUN_SECONDS, ATTEMPTS = 0.5, 3.0, 3
 
 IMPORTED = """
 import json, sys
-from midus_commands.upscale import main
+from midus_hf.cli.upscale import main
 try:
     main()
 finally:
@@ -134,7 +134,7 @@ def test_a_dry_run_imports_neither_torch_nor_transformers(tmp_path, method):
 STARTED_BY_A_LARGE_PROCESS = """
 import subprocess, sys
 held = bytearray(b"x") * 500_000_000
-code = "from midus_commands.upscale import main; main()"
+code = "from midus_hf.cli.upscale import main; main()"
 subprocess.run([sys.executable, "-c", code, *sys.argv[1:]], check=True)
 """
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tiny import FAMILIES as TINY
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from midus_config import MEMORY_TYPES
+from midus_hf.config import MEMORY_TYPES
 from midus_hf.models import FAMILIES as MODELS
 from upscalers.architecture.families import ATTENTION_ROLES, FAMILIES, family_of
 from upscalers.checkpoint.base_model import open_base

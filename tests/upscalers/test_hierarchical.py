@@ -10,13 +10,13 @@ from pairs import by_default, in_turn
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_commands import chapters as chapters_command
-from midus_config.fetched_blocks import BANKS_FOLDER
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.cli.look import chapters as chapters_command
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.files.ownership import foreign_files
 from tests.upscalers.checkpoints import edit_config, file_digests, load, read_tensors, same_tensors
 from tests.upscalers.hub_server import Repository, files_of
 from tests.upscalers.real_configs import LLAMA_3_2_1B, write_config
-from upscalers.landing.ownership import foreign_files
 from upscalers.request.errors import VerificationError
 from upscalers.runs.inspection import inspect_checkpoint
 from upscalers.runs.strip import strip

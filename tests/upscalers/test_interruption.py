@@ -11,8 +11,8 @@ import torch
 from pairs import by_default
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, load, logits, save_base
-from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.request.errors import RequestError
+from upscalers.runs.output_folder import REPLACING, OutputFolder
 from upscalers.runs.upscale import upscale
 from upscalers.tensors import writer
 

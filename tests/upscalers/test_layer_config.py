@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tiny import FAMILIES as TINY
 
-from midus_config.memories.headwise import HeadwiseOptions
+from midus_hf.config.memories.headwise import HeadwiseOptions
 from upscalers.architecture.families import family_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.midus import MidusHml

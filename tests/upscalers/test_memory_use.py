@@ -15,7 +15,7 @@ LIMIT_BYTES, NOISE_BYTES = 1_000_000_000, 30_000_000
 COMMAND = """
 import os
 os.fsync = lambda file: None
-from midus_commands.upscale import main
+from midus_hf.cli.upscale import main
 main()
 """
 # What is freed goes back at once (M_TRIM_THRESHOLD), of one heap (M_ARENA_MAX): how much glibc keeps of it, and so by how much a peak

@@ -8,7 +8,7 @@ from models.fresh_process import run_python
 from pairs import in_turn
 from tiny import prompt, save_tiny_model
 
-from midus_config.fetched_blocks import BANKS_FOLDER
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
 from midus_hf.memory.depth_attention import DepthAttention
 from tests.upscalers.checkpoints import SMALL_MEMORY, load, logits, read_tensors, same_tensors
 from upscalers.request.errors import VerificationError
@@ -308,7 +308,7 @@ for family in ("olmo2", "gemma3"):
     acting.train()(tokens, labels=tokens).loss.backward()
     print(same, all(parameter.grad is not None for parameter in acting.parameters()))
     print(type(acting).__module__.startswith("transformers_modules."))
-assert not {"midus_hf", "midus_config", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
+assert not {"midus_hf", "upscalers"} & {name.partition(".")[0] for name in sys.modules}
 """
     assert run_python(code, tmp_path, package_present=False).split() == ["True", "True", "True"] * 2
 

@@ -5,14 +5,14 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from midus_config import MEMORY_TYPES
-from midus_config.memories.headwise import HeadwiseOptions
-from midus_config.memories.hierarchical import HierFFNOptions
-from midus_config.memories.linear import LinearOptions
-from midus_config.memories.product_key import ProductKeyOptions
-from midus_config.memory_types import MemoryOptions
-from midus_config.options import describe_options, option
-from midus_config.wording import near_matches
+from midus_hf.config import MEMORY_TYPES
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.config.memories.hierarchical import HierFFNOptions
+from midus_hf.config.memories.linear import LinearOptions
+from midus_hf.config.memories.product_key import ProductKeyOptions
+from midus_hf.config.memory_types import MemoryOptions
+from midus_hf.config.options import describe_options, option
+from midus_hf.config.wording import near_matches
 from upscalers.methods.contract import METHODS, get_method, register_method
 from upscalers.request.errors import RequestError
 from upscalers.request.options import parse_options

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.upscalers.checkpoints import SMALL_MEMORY, file_digests, logits
-from upscalers.landing.output_folder import REPLACING, OutputFolder
 from upscalers.request.errors import RequestError
+from upscalers.runs.output_folder import REPLACING, OutputFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 

@@ -8,15 +8,15 @@ import shutil
 import pytest
 from transformers import AutoConfig
 
-from midus_config.checkpoint_files import RUN_CONFIG, RUN_LOG
 from midus_hf.carried.module import write_code
+from midus_hf.files.checkpoint_files import RUN_CONFIG, RUN_LOG
+from midus_hf.files.ownership import check_replaceable, foreign_files, is_replaceable
 from tests.upscalers.checkpoints import SMALL, SMALL_MEMORY, file_digests, load, save_base
 from tests.upscalers.chosen_families import families
 from tests.upscalers.dense.requests import REQUESTS
 from tests.upscalers.test_provenance import tokenizer
-from upscalers.landing.output_folder import REPLACING, OutputFolder
-from upscalers.landing.ownership import check_replaceable, foreign_files, is_replaceable
 from upscalers.request.errors import RequestError
+from upscalers.runs.output_folder import REPLACING, OutputFolder
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale
 from upscalers.runs.writing import Writing

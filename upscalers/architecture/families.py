@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midus_config.model_sizes import ModelSizes, activation_of
-from midus_config.plugins import load_offered
+from midus_hf.config.model_sizes import ModelSizes, activation_of
+from midus_hf.config.plugins import load_offered
 from upscalers.request.errors import RequestError, refusing_requests
 
 Config = dict[str, Any]

@@ -1,7 +1,7 @@
 """The tensors that the layers of a model have, by its raw config: those of its family, and those of its memories."""
 
-from midus_config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
-from midus_config.memory_types import InsertedOptions
+from midus_hf.config.memory_entries import NO_MEMORIES, Memories, base_digest, inserted_options, read_memories
+from midus_hf.config.memory_types import InsertedOptions
 from upscalers.architecture.families import ATTENTION_OUTPUT_ROLES, ATTENTION_ROLES, Config, Family, LayerTensor, Shape
 from upscalers.request.errors import refusing_requests
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.fetched_blocks import BANK_AUDIT, BANKS_FOLDER, BankLayout
+from midus_hf.config.fetched_blocks import BANK_AUDIT, BANKS_FOLDER, BankLayout
 from upscalers.banks.nodes import Node, parse_nodes, written_node
 from upscalers.banks.opened import find_layout, open_bank
 from upscalers.checkpoint.source import resolve_source

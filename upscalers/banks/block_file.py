@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.fetched_blocks import BankLayout
-from midus_config.json_text import parse_json
-from midus_config.whole_files import whole_file
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.whole_files import whole_file
 from upscalers.banks.nodes import Node
 from upscalers.request.errors import RequestError
 

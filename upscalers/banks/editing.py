@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
-from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.files.checkpoint_files import BLOCK_STATES, CHECKPOINT_NAME, PARTIAL_MODEL, RESUMED, STATE, is_of
 from upscalers.banks.audit import record_of
 from upscalers.banks.block_file import BlockFile
 from upscalers.banks.nodes import Node, parse_nodes, written_node
@@ -16,8 +16,8 @@ from upscalers.banks.opened import find_layout, open_bank
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base
 from upscalers.checkpoint.source import resolve_source
-from upscalers.landing.output_folder import OutputFolder
 from upscalers.request.errors import RequestError, refusing_requests
+from upscalers.runs.output_folder import OutputFolder
 
 if TYPE_CHECKING:
     from midus_hf.banks.memory_bank import MemoryBank

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from midus_config.fetched_blocks import BANKS_FOLDER, level_file
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, level_file
 from upscalers.banks.opened import find_layout, open_bank
 from upscalers.checkpoint.source import resolve_source
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.fetched_blocks import BANK_AUDIT, TREE_FILES, BankLayout
+from midus_hf.config.fetched_blocks import BANK_AUDIT, TREE_FILES, BankLayout
 from upscalers.banks.audit import record_of
 from upscalers.banks.editing import BankRequest, edit_bank
 from upscalers.banks.nodes import Node, written_node

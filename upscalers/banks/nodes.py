@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from upscalers.request.errors import RequestError
 
 Node = tuple[int, int]

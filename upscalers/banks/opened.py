@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_config.fetched_blocks import BANKS_FOLDER, BankLayout
+from midus_hf.config.fetched_blocks import BANKS_FOLDER, BankLayout
 from upscalers.checkpoint.base_model import open_base
 from upscalers.request.errors import RequestError
 

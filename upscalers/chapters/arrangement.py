@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from midus_config.memories.chapters import ChaptersOptions
+from midus_hf.config.memories.chapters import ChaptersOptions
 from upscalers.chapters.banks import Bank, ChapterMemory
 from upscalers.chapters.numbers import written
 from upscalers.request.errors import RequestError

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from midus_config.memories.chapters import ChaptersOptions
-from midus_config.memory_entries import ATTACHED, TABLES, MemoryEntry
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.memory_entries import ATTACHED, TABLES, MemoryEntry
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.request.errors import RequestError
 

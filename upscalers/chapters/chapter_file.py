@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midus_config.json_text import parse_json
+from midus_hf.files.json_text import parse_json
 from upscalers.chapters.banks import STORED_INTEGERS, Bank, ChapterMemory, row_names
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor, read_header, read_metadata
 from upscalers.request.errors import RequestError

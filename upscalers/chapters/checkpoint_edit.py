@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from midus_config.memories.chapters import ChaptersOptions
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.families import Config
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory
 from upscalers.chapters.numbers import written
@@ -16,10 +17,10 @@ from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
-from upscalers.landing.output_folder import OutputFolder
-from upscalers.record.provenance import CONFIG_KEY, EDITS_KEY, has_config_entry, read_config_entry, read_plan
+from upscalers.record.provenance import EDITS_KEY, read_config_entry, read_plan
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 
 

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from midus_config.checkpoint_files import SINGLE_FILE
-from midus_config.whole_files import put_in_place
+from midus_hf.files.checkpoint_files import SINGLE_FILE
+from midus_hf.files.whole_files import put_in_place
 from upscalers.chapters.banks import Bank, ChapterMemory, find_memory, row_names
 from upscalers.chapters.chapter_file import is_chapter_file, metadata, router_bias, router_weight, seal
 from upscalers.chapters.numbers import parse_numbers

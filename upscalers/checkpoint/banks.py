@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from midus_config.checkpoint_files import BANKS, is_of
-from midus_config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER, BankLayout
+from midus_hf.files.checkpoint_files import BANKS, is_of
 from upscalers.request.errors import RequestError
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from midus_config.checkpoint_files import INDEX_FILE, SINGLE_FILE
-from midus_config.json_text import parse_json
-from midus_config.memory_entries import Memories
+from midus_hf.config.memory_entries import Memories
+from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from midus_hf.files.json_text import parse_json
 from upscalers.architecture.families import Config, Family, LayerTensor, family_of
 from upscalers.architecture.layer_tensors import expected_layer, expected_outer, memories_of
 from upscalers.checkpoint.safetensors_format import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from midus_config.json_text import parse_json
+from midus_hf.files.json_text import parse_json
 from upscalers.request.errors import RequestError
 
 ITEM_BYTES = {

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from midus_config.checkpoint_files import (
+from midus_hf.files.checkpoint_files import (
     BANKS,
     CARD_FILE,
     CONFIG_FILE,

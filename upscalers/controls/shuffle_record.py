@@ -3,8 +3,9 @@
 import copy
 from typing import Any
 
+from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.families import Config
-from upscalers.record.provenance import CONFIG_KEY, SHUFFLES_KEY, has_config_entry
+from upscalers.record.provenance import SHUFFLES_KEY
 
 Shuffle = dict[str, Any]
 """`{"seed", "version", "memories", "same_function"}`."""

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midus_config.controls import num_value_rows
-from midus_config.memory_entries import ATTACHED, INSERTED, TABLES
+from midus_hf.config.controls import num_value_rows
+from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.safetensors_format import StoredTensor
 from upscalers.checkpoint.source import resolve_source
 from upscalers.controls.shuffle_record import Shuffle, shuffled_card, shuffled_config, shuffled_record
-from upscalers.landing.output_folder import OutputFolder
 from upscalers.record.provenance import read_config_entry, read_plan
 from upscalers.request.errors import RequestError
 from upscalers.request.options import check_seed
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.runs.edited_checkpoint import edited_shards, write_siblings
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.recipes import Recipe, tensor_seed
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor
 

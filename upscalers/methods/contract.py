@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from midus_config.plugins import load_offered
-from midus_config.wording import near_matches
+from midus_hf.config.plugins import load_offered
+from midus_hf.config.wording import near_matches
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.layer_config import follow_plan

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from midus_config.options import option
+from midus_hf.config.options import option
 from upscalers.architecture.families import NORM_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import Method

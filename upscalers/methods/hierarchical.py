@@ -1,6 +1,6 @@
 """Hierarchical memories: methods whose memory a text fetches from a bank beside the checkpoint, so that no tensor is new."""
 
-from midus_config.memories.hierarchical import (
+from midus_hf.config.memories.hierarchical import (
     HierFFNOptions,
     HierKVOptions,
     HierLoraFFNOptions,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from midus_config.options import option
+from midus_hf.config.options import option
 from upscalers.architecture.families import MATRIX_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import LESA, register_method

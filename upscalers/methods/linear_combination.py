@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from midus_config.options import finite_number, option
+from midus_hf.config.options import finite_number, option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import (

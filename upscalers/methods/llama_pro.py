@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from midus_config.options import option
+from midus_hf.config.options import option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import LLAMA_PRO, register_method
 from upscalers.methods.dense_block import IDENTITY_HELP, DenseMethod, IdentityInit, layer_before

@@ -5,10 +5,10 @@ from abc import abstractmethod
 from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar
 
-from midus_config.declared_tensors import ZEROS, DeclaredTensor
-from midus_config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
-from midus_config.memory_types import InsertedOptions, MemoryOptions, Site
-from midus_config.options import option
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor
+from midus_hf.config.memory_entries import ATTACHED, INSERTED, TABLES, MemoryEntry
+from midus_hf.config.memory_types import InsertedOptions, MemoryOptions, Site
+from midus_hf.config.options import option
 from upscalers.architecture.families import FAMILIES, MEMORY_PREFIX, Config
 from upscalers.architecture.layer_tensors import kept_roles
 from upscalers.checkpoint.base_model import BaseModel

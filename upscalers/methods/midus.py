@@ -1,8 +1,8 @@
 """MIDUS with head-wise memory, the paper's own, and with the memories that the paper compares it with."""
 
-from midus_config.memories.headwise import HeadwiseOptions
-from midus_config.memories.linear import LinearOptions
-from midus_config.memories.product_key import ProductKeyOptions
+from midus_hf.config.memories.headwise import HeadwiseOptions
+from midus_hf.config.memories.linear import LinearOptions
+from midus_hf.config.memories.product_key import ProductKeyOptions
 from upscalers.methods.contract import register_method
 from upscalers.methods.memory_methods import InsertedMemoryMethod
 

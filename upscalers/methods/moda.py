@@ -1,6 +1,6 @@
 """Mixture-of-Depths Attention: heads that also read what earlier layers wrote at their own position."""
 
-from midus_config.memories.depth_attention import DepthAttentionOptions
+from midus_hf.config.memories.depth_attention import DepthAttentionOptions
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import MODA, register_method
 from upscalers.methods.memory_methods import AttachedMemoryMethod

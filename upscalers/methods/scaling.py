@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from midus_config.options import finite_number
-from midus_config.wording import near_matches
+from midus_hf.config.options import finite_number
+from midus_hf.config.wording import near_matches
 from upscalers.architecture.families import MATRIX_ROLES, NORM_ROLES
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.dense_block import combination

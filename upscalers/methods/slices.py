@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from midus_config.options import option
+from midus_hf.config.options import option
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.methods.contract import register_method
 from upscalers.methods.dense_block import DenseMethod, whole_layer

@@ -1,6 +1,6 @@
 """What a layer of an upscaled model is, in words."""
 
-from midus_config.memory_entries import Memories
+from midus_hf.config.memory_entries import Memories
 from upscalers.plan.plan import Plan
 
 

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from midus_config.memory_entries import MemoryEntry
+from midus_hf.config.memory_entries import MemoryEntry
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.plan.attention_pattern import implying_its_types, keeps_pattern

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from midus_config.wording import near_matches
+from midus_hf.config.wording import near_matches
 from upscalers.request.errors import RequestError
 
 Policy = Callable[[int, int, int | None], list[int]]

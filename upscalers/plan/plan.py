@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from midus_config.memory_entries import ATTACHED, TABLES
+from midus_hf.config.memory_entries import ATTACHED, TABLES
 from upscalers.request.errors import RequestError
 
 _LAYER_TENSOR = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<rest>.+)")

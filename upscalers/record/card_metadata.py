@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from midus_config.checkpoint_files import CARD_FILE
+from midus_hf.files.checkpoint_files import CARD_FILE
 from upscalers.checkpoint.hub import check_repo_id
 from upscalers.checkpoint.source import Source
 from upscalers.request.errors import RequestError, one_line

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from midus_config.memory_entries import Memories
+from midus_hf.config.memory_entries import Memories
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.source import Source
 from upscalers.methods.contract import Method

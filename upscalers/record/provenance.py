@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from midus_config.checkpoint_files import RECORD_FILE
-from midus_config.json_text import parse_json
-from midus_config.memory_entries import BASE_DIGEST, Memories
+from midus_hf.config.memory_entries import BASE_DIGEST, Memories
+from midus_hf.files.checkpoint_files import RECORD_FILE
+from midus_hf.files.json_text import parse_json
+from midus_hf.files.ownership import CONFIG_KEY, has_config_entry
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import MOST_LAYERS, BaseModel
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES
@@ -16,8 +17,6 @@ from upscalers.methods.contract import Method
 from upscalers.plan.plan import Plan
 from upscalers.request.errors import RequestError
 
-CONFIG_KEY = "upscale"
-STRIPPED_KEY = "stripped"
 DIGEST_KEY = BASE_DIGEST
 EDITS_KEY = "chapter_edits"
 SHUFFLES_KEY = "shuffles"
@@ -88,17 +87,6 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise RequestError(f"{path} is not JSON ({error}). Delete it to go by config.json alone.") from None
     return record if isinstance(record, dict) else None
-
-
-def is_record(record: Any) -> bool:
-    """Whether the content of an `upscale.json` is what `upscale` or `strip` writes there."""
-    return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
-
-
-def has_config_entry(config: Config) -> bool:
-    """Whether a config has the entry that `upscale` writes."""
-    entry = config.get(CONFIG_KEY)
-    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
 
 
 def read_config_entry(config: Config, folder: Path) -> Config:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from midus_config.options import read_options
+from midus_hf.config.options import read_options
 from upscalers.request.errors import RequestError, refusing_requests
 
 _SEEDS = 2**63
 
 
 def parse_options(options_class: type, values: Mapping[str, Any], what: str) -> Any:
-    """As `midus_config.options.read_options`; what it refuses is a request that cannot be carried out.
+    """As `midus_hf.config.options.read_options`; what it refuses is a request that cannot be carried out.
 
     Raises:
         RequestError: If a key is unknown or a value is refused.

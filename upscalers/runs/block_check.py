@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel
 
-from midus_config.memory_entries import TABLES, Memories
+from midus_hf.config.memory_entries import TABLES, Memories
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, StoredTensor

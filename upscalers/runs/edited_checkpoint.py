@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_config.checkpoint_files import CARD_FILE
+from midus_hf.files.checkpoint_files import CARD_FILE
+from midus_hf.files.ownership import code_files
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.source import copy_travelling_files
-from upscalers.landing.ownership import code_files
 from upscalers.record.provenance import read_record, write_record
 from upscalers.runs.code import write_code_of
 from upscalers.tensors.recipes import Copy

@@ -4,18 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from midus_hf.files.ownership import STRIPPED_KEY, has_config_entry
 from upscalers.checkpoint.base_model import BaseModel, open_base, read_config
 from upscalers.checkpoint.source import resolve_source
 from upscalers.plan.describe import describe_layer
-from upscalers.record.provenance import (
-    EDITS_KEY,
-    SHUFFLES_KEY,
-    STRIPPED_KEY,
-    has_config_entry,
-    read_config_entry,
-    read_plan,
-    read_record,
-)
+from upscalers.record.provenance import EDITS_KEY, SHUFFLES_KEY, read_config_entry, read_plan, read_record
 
 
 def inspect_checkpoint(model: str | Path) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
+from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.families import Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.base_model import BaseModel
@@ -14,7 +15,7 @@ from upscalers.machine.free_memory import available_bytes
 from upscalers.methods.contract import Method
 from upscalers.plan.attention_pattern import pattern_concern
 from upscalers.plan.plan import Plan
-from upscalers.record.provenance import CONFIG_KEY, config_entry
+from upscalers.record.provenance import config_entry
 from upscalers.record.report import ParameterCounts
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import Progress

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from midus_hf.files.ownership import STRIPPED_KEY
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.checkpoint.banks import bytes_of_banks, carry_banks, tie_banks
 from upscalers.checkpoint.base_model import open_base, read_config
@@ -14,19 +15,12 @@ from upscalers.checkpoint.content_digest import TensorDigests
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, dtype_of_most
 from upscalers.checkpoint.source import copy_travelling_files, resolve_source
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG
-from upscalers.landing.output_folder import OutputFolder
-from upscalers.record.provenance import (
-    DIGEST_KEY,
-    STRIPPED_KEY,
-    read_config_entry,
-    read_plan,
-    read_record,
-    write_record,
-)
+from upscalers.record.provenance import DIGEST_KEY, read_config_entry, read_plan, read_record, write_record
 from upscalers.request.errors import RequestError
 from upscalers.request.progress import NoProgress, Progress, begin_writing, shown
 from upscalers.runs.base_confirmation import base_tensors, compare_with_base, digested_names
 from upscalers.runs.code import write_code_of
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards
 
 _DEFAULT_SHARD_BYTES = 5 * 10**9

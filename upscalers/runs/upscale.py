@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from upscalers.checkpoint.banks import bytes_of_banks
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.checkpoint.hub import check_repo_id, check_write_access, push_folder, upload_command
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES
 from upscalers.checkpoint.source import name_and_revision, resolve_source
-from upscalers.landing.output_folder import OutputFolder
 from upscalers.methods.contract import Method, get_method
 from upscalers.plan.plan import Plan
 from upscalers.record.report import Bytes, Identity, PushError, UpscaleReport
@@ -23,6 +22,7 @@ from upscalers.request.errors import RequestError, one_line
 from upscalers.request.options import check_seed, parse_options
 from upscalers.request.progress import NoProgress, Progress, shown
 from upscalers.runs.job import Job
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.writing import Outcome, Writing
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

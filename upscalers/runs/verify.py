@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from midus_config.memory_entries import TABLES
+from midus_hf.config.memory_entries import TABLES
 from upscalers.architecture.families import Config
 from upscalers.checkpoint.base_model import BaseModel
 from upscalers.checkpoint.safetensors_format import ITEM_BYTES, TORCH_NAMES, StoredTensor

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from midus_config.checkpoint_files import CARD_FILE
+from midus_hf.files.checkpoint_files import CARD_FILE
+from midus_hf.files.ownership import CONFIG_KEY
 from upscalers.architecture.families import MEMORY_PREFIX, Config
 from upscalers.architecture.layer_tensors import memories_of
 from upscalers.checkpoint.banks import carry_banks, create_banks, tie_banks
@@ -15,14 +16,14 @@ from upscalers.checkpoint.content_digest import TensorDigests, content_sha256, w
 from upscalers.checkpoint.safetensors_format import TORCH_NAMES, read_header
 from upscalers.checkpoint.source import copy_travelling_files
 from upscalers.checkpoint.tokenizer import TOKENIZER_CONFIG, keep_tokenizer_class
-from upscalers.landing.output_folder import OutputFolder
 from upscalers.record.card_metadata import base_metadata
 from upscalers.record.model_card import model_card
-from upscalers.record.provenance import CONFIG_KEY, DIGEST_KEY, base_record, paper_entry, write_record
+from upscalers.record.provenance import DIGEST_KEY, base_record, paper_entry, write_record
 from upscalers.record.report import Bytes, Identity
 from upscalers.request.errors import RequestError, one_line
 from upscalers.request.progress import Progress, begin_writing
 from upscalers.runs.job import Job
+from upscalers.runs.output_folder import OutputFolder
 from upscalers.runs.slow_imports import import_early
 from upscalers.tensors.solver import Measurement
 from upscalers.tensors.writer import CheckpointWriter, OutputTensor, split_shards

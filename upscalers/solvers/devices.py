@@ -1,6 +1,6 @@
 """The device that a solver computes on."""
 
-from midus_config.usable_device import usable_device
+from midus_hf.config.usable_device import usable_device
 from upscalers.request.errors import RequestError
 
 

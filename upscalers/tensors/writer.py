@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midus_config.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from upscalers.checkpoint.safetensors_format import (
     INTEGER_NAMES,
     TORCH_NAMES,

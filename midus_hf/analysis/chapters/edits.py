@@ -11,7 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from midus_config.memory_entries import NO_MEMORIES, Memories, MemoryEntry
+from midus_hf.config.memory_entries import NO_MEMORIES, Memories, MemoryEntry
 
 _TYPE, _ROWS = "chapters", ("bank", "bank_integers", "bank_scales")
 """The type of memory, and what its tensors are called that have a row for each memory token."""

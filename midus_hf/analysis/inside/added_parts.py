@@ -9,8 +9,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_config.memory_entries import NO_MEMORIES, Memories
 from midus_hf.analysis.slots.memory_place import innermost
+from midus_hf.config.memory_entries import NO_MEMORIES, Memories
 from midus_hf.memory.protocols import AttendsToDepth
 
 Kind = Literal["block", "layer", "memory", "depth", "base"]

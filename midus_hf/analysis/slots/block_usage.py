@@ -8,10 +8,10 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from midus_config.fetched_blocks import BankLayout
 from midus_hf.analysis.slots.usage import MemoryUsage, summarise
 from midus_hf.analysis.text_rows import TextRows
 from midus_hf.banks.block_reader import GENERIC
+from midus_hf.config.fetched_blocks import BankLayout
 
 
 class BankLevel(NamedTuple):

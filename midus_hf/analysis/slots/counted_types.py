@@ -1,6 +1,6 @@
 """Which types of memory have something to count or to show: those that are registered, here or by another package, tell it."""
 
-from midus_config.plugins import load_offered
+from midus_hf.config.plugins import load_offered
 from midus_hf.memory.registry import MEMORY_MODULES
 
 

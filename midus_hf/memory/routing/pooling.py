@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from midus_config.installed import INSTALLED
+from midus_hf.config.installed import INSTALLED
 from midus_hf.memory.routing.stretches import EqualStretches, RowChunks, Stretches, grouped
 from midus_hf.memory.routing.token_places import TokenPlaces
 

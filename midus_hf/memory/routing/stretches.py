@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from midus_config.installed import INSTALLED
+from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.chapters.op import fewest_together
 
 Numbers = slice | torch.Tensor

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from midus_config.installed import INSTALLED
+from midus_hf.config.installed import INSTALLED
 
 
 @dataclasses.dataclass(frozen=True)

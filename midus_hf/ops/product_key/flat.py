@@ -2,7 +2,7 @@
 
 import torch
 
-from midus_config.installed import INSTALLED
+from midus_hf.config.installed import INSTALLED
 from midus_hf.ops.dispatch.choices import resolve
 from midus_hf.ops.dispatch.precision import without_autocast
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from midus_config.fetched_blocks import BankLayout
 from midus_hf.banks.bank_paths import check_nodes
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.documents import DocumentError
 from midus_hf.training.data.mapped_tokens import MappedTokens
 from midus_hf.training.data.packing import IGNORED_LABEL, PackedSequence, check_length, training_example

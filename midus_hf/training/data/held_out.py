@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.documents import document_rows, find_files, has_column, read_documents
 from midus_hf.documents.document_paths import DocumentPaths, read_paths
 from midus_hf.evaluation.perplexity import PerplexityResult, PreparedText, measure, prepare_text

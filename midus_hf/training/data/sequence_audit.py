@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from midus_config.fetched_blocks import BANK_AUDIT, BankLayout
 from midus_hf.banks.audit import BankAudit, Document, Trained
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.config.fetched_blocks import BANK_AUDIT, BankLayout
 from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.corpus import HubRows, LocalText
 from midus_hf.training.data.mixture import Mixture

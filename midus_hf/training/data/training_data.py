@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.documents import describe_files, import_datasets
 from midus_hf.documents.document_paths import read_paths
 from midus_hf.training.data.clustered_corpus import ClusteredDataset, check_paths, describe_leaves

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from midus_config.checkpoint_files import ADAPTERS, PARTS_OF_WEIGHTS, WEIGHTS, globs
+from midus_hf.files.checkpoint_files import ADAPTERS, PARTS_OF_WEIGHTS, WEIGHTS, globs
 
 
 class NotFiniteError(FloatingPointError):

@@ -9,8 +9,8 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from midus_config.declared_tensors import Role
-from midus_config.memory_entries import ATTACHED, TABLES
+from midus_hf.config.declared_tensors import Role
+from midus_hf.config.memory_entries import ATTACHED, TABLES
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.training.optim.cut_parameters import whole_numel

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from midus_config.declared_tensors import Role
+from midus_hf.config.declared_tensors import Role
 from midus_hf.memory.declared_module import DeclaredModule
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
-from midus_config.checkpoint_files import TRAINER_STATE
+from midus_hf.files.checkpoint_files import TRAINER_STATE
 from midus_hf.training.output.run_checkpoints import checkpoints
 from midus_hf.training.run_options import RunOptions
 

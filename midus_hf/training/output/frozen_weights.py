@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from midus_config.checkpoint_files import INDEX_FILE, SINGLE_FILE
-from midus_config.manifest import Manifest, first_misfit
+from midus_hf.files.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from midus_hf.files.manifest import Manifest, first_misfit
 from midus_hf.training.output.run_checkpoints import manifest_of
 
 _WORTH_A_FILE = 16 * 2**20

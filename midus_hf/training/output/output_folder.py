@@ -8,14 +8,13 @@ from pathlib import Path
 
 import yaml
 
-from midus_config.checkpoint_files import CONFIG_FILE, PARTIAL_MODEL, RUN_CONFIG
-from midus_config.fetched_blocks import BANK_DESCRIPTION
-from midus_config.locks import Lock
-from midus_config.whole_files import move_into_place, whole_file
-from midus_config.wording import first_few
-from midus_hf.training.output.output_lock import check_not_held, hold_output
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION
+from midus_hf.config.wording import first_few
+from midus_hf.files.checkpoint_files import CONFIG_FILE, PARTIAL_MODEL, RUN_CONFIG
+from midus_hf.files.locks import Lock, check_not_held, hold_output
+from midus_hf.files.run_files import RUN_MARK, foreign_files, is_of_a_run, remove_written
+from midus_hf.files.whole_files import move_into_place, whole_file
 from midus_hf.training.output.resumption import check_same_run, find_checkpoint, settle_resumption, tell_passed_over
-from midus_hf.training.output.written_files import RUN_MARK, foreign_files, is_of_a_run, remove_written
 from midus_hf.training.run_options import RunOptions
 
 _NAMED = 5

@@ -11,7 +11,8 @@ import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from midus_config.checkpoint_files import CONFIG_FILE, RUN_CONFIG, TRAINER_STATE
+from midus_hf.files.checkpoint_files import CONFIG_FILE, RUN_CONFIG, TRAINER_STATE
+from midus_hf.files.run_files import is_of_a_run
 from midus_hf.training.output.run_checkpoints import (
     UNFINISHED,
     damage_of,
@@ -19,7 +20,6 @@ from midus_hf.training.output.run_checkpoints import (
     missing_of_earlier_version,
     whole_checkpoint,
 )
-from midus_hf.training.output.written_files import is_of_a_run
 from midus_hf.training.run_options import AUTO, RunOptions
 
 Options = TypeVar("Options", bound=RunOptions)

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from midus_config.checkpoint_files import BEGUN_CHECKPOINT, CHECKPOINT_NAME, MANIFEST_FILE, TRAINER_STATE
-from midus_config.manifest import FileEntry, Manifest, describe_files, first_damage, first_misfit
-from midus_config.whole_files import sync, whole_file
-from midus_hf.training.output.written_files import is_of_checkpoint, remove_written
+from midus_hf.files.checkpoint_files import BEGUN_CHECKPOINT, CHECKPOINT_NAME, MANIFEST_FILE, TRAINER_STATE
+from midus_hf.files.manifest import FileEntry, Manifest, describe_files, first_damage, first_misfit
+from midus_hf.files.run_files import is_of_checkpoint, remove_written
+from midus_hf.files.whole_files import sync, whole_file
 
 UNFINISHED = "it was not written to its end"
 """What is said of a checkpoint that a run was writing when it ended."""

@@ -10,8 +10,8 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from transformers import PreTrainedConfig
 
-from midus_config.options import read_options
-from midus_config.wording import near_matches
+from midus_hf.config.options import read_options
+from midus_hf.config.wording import near_matches
 from midus_hf.training.optim.freezing import recorded_new_layers
 from midus_hf.training.run_options import AdapterLayers
 

@@ -29,9 +29,9 @@ from transformers.integrations.integration_utils import (
     get_available_reporting_integrations,
 )
 
-from midus_config.checkpoint_files import RUN_LOG
-from midus_config.locks import Lock
 from midus_hf.banks.level_file import BankError
+from midus_hf.files.checkpoint_files import RUN_LOG
+from midus_hf.files.locks import Lock
 from midus_hf.saved_models import refusing
 from midus_hf.training.data.held_out import HeldOut, check_held_out
 from midus_hf.training.optim.freezing import set_trainable

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
-from midus_config.checkpoint_files import BLOCK_STATES
 from midus_hf.evaluation.fetching import fetches_blocks
+from midus_hf.files.checkpoint_files import BLOCK_STATES
+from midus_hf.files.run_files import remove_written
 from midus_hf.models.fetching import Banks
 from midus_hf.models.host import MemoryModel
 from midus_hf.training.data.held_out import (
@@ -42,7 +43,6 @@ from midus_hf.training.output.run_checkpoints import (
     remove_old_checkpoints,
 )
 from midus_hf.training.output.saving import say, write_failure
-from midus_hf.training.output.written_files import remove_written
 from midus_hf.training.run.interruption import Interruption
 from midus_hf.training.run.progress import ProgressTable
 from midus_hf.training.run.training_clock import TrainingClock

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel, default_data_collator
 
-from midus_config.fetched_blocks import BankLayout
+from midus_hf.config.fetched_blocks import BankLayout
 from midus_hf.models.host import MemoryConfig
 from midus_hf.training.data.held_out import describe_held_out, prepare_held_out
 from midus_hf.training.data.mixture import Mixture

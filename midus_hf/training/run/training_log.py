@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from midus_config.whole_files import whole_file
+from midus_hf.files.whole_files import whole_file
 from midus_hf.training.output.saving import say
 
 

@@ -9,8 +9,9 @@ from typing import NoReturn
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from midus_config.checkpoint_files import PARTIAL_MODEL, TRAINER_STATE
-from midus_config.locks import Lock
+from midus_hf.files.checkpoint_files import PARTIAL_MODEL, TRAINER_STATE
+from midus_hf.files.locks import Lock
+from midus_hf.files.run_files import remove_written
 from midus_hf.library_bars import without_library_bars
 from midus_hf.training.data.held_out import held_out_losses, is_stopped_early
 from midus_hf.training.optim.precision import restore_dtypes
@@ -19,7 +20,6 @@ from midus_hf.training.output.model_card import add_training
 from midus_hf.training.output.output_folder import publish, write_options
 from midus_hf.training.output.run_checkpoints import last_checkpoint
 from midus_hf.training.output.saving import SaveError, save_where_possible, say
-from midus_hf.training.output.written_files import remove_written
 from midus_hf.training.run.interruption import RunInterrupted
 from midus_hf.training.run.run_trainer import InRun
 from midus_hf.training.run_options import RunOptions

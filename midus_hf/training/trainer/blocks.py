@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from midus_config.checkpoint_files import BLOCK_STATES
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.trained_bank import TrainedBank
+from midus_hf.files.checkpoint_files import BLOCK_STATES
 from midus_hf.models.fetching import IDS
 from midus_hf.training.data.sequence_audit import SEQUENCE, SequenceAudit
 from midus_hf.training.optim.parameter_groups import BLOCKS_GROUP, banks_that_train

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from midus_commands.banks import main
 from midus_hf.banks.memory_bank import MemoryBank
+from midus_hf.cli.banks import main
 
 
 def bank_of(folder: Path, writable: bool = False) -> MemoryBank:

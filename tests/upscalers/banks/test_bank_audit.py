@@ -8,9 +8,9 @@ import pytest
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_commands.banks import main
 from midus_hf.banks.audit import BankAudit, Document, Trained
 from midus_hf.banks.level_file import BankError
+from midus_hf.cli.banks import main
 from tests.upscalers.banks.bank_commands import refusal, run, write_blocks
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -8,7 +8,7 @@ import torch
 from tiny import prompt, save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from midus_commands.banks import main
+from midus_hf.cli.banks import main
 from tests.upscalers.banks.bank_commands import bank_of, refusal, run, write_blocks
 from upscalers.runs.strip import strip
 from upscalers.runs.upscale import upscale

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midus_commands import chapters as cli
+from midus_hf.cli.look import chapters as cli
 from tests.upscalers.chapters.made import save_chapters
 from tests.upscalers.conftest import Outcome
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from midus_config.memories.chapters import ChaptersOptions
-from midus_config.memory_entries import Memories, MemoryEntry
-from midus_config.model_sizes import ModelSizes
+from midus_hf.config.memories.chapters import ChaptersOptions
+from midus_hf.config.memory_entries import Memories, MemoryEntry
+from midus_hf.config.model_sizes import ModelSizes
 from tests.upscalers.checkpoints import content_digest, read_tensors, save_base
 from upscalers.runs.code import write_code_of
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from midus_config.controls import controls_of
+from midus_hf.config.controls import controls_of
 from midus_hf.training.optim.freezing import set_trainable
 from tests.upscalers.checkpoints import load, logits
 from tests.upscalers.chosen_families import families

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from midus_config.options import option
+from midus_hf.config.options import option
 from tests.upscalers.checkpoints import logits, read_tensors
 from tests.upscalers.dense.requests import OUTPUT_NORMS
 from upscalers.checkpoint.base_model import open_base

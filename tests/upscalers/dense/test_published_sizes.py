@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from midus_commands.upscale import RunRequest
+from midus_hf.cli.upscale import RunRequest
 from tests.upscalers.real_configs import LLAMA_3_1_8B, LLAMA_3_2_1B, write_config
 from tests.upscalers.test_placements import TABLES
 from upscalers.methods.contract import get_method

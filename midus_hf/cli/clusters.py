@@ -1,0 +1,336 @@
+"""The `midus-cluster` command."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from midus_hf.cli.exit_status import run_command
+
+app = typer.Typer(
+    name="midus-cluster",
+    help="Cluster a corpus into a tree of topics, find the paths of documents in it, and report what it makes of the corpus.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+CorpusPath = Annotated[str, typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH")]
+Column = Annotated[str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")]
+Encoding = Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")]
+Tree = Annotated[Path, typer.Option(help="What build has made.", metavar="TREE")]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+]
+_EMBEDDING = (
+    "corpus",
+    "embedding_model",
+    "tokenizer",
+    "column",
+    "label_column",
+    "encoding",
+    "window_tokens",
+    "max_tokens",
+    "dtype",
+    "batch_size",
+    "device",
+)
+"""Options of `build` that say what is embedded, and how."""
+
+BatchSize = Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")]
+
+
+@app.command()
+def build(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option(help="Folder of the tree.", metavar="TREE")],
+    corpus: Annotated[
+        str | None,
+        typer.Option("--corpus", help="A file or a folder of documents.", metavar="PATH", show_default=False),
+    ] = None,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a sentence-transformers model.", metavar="DIR", show_default=False),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the tokenizer that cuts windows.", metavar="DIR", show_default=False),
+    ] = None,
+    embeddings: Annotated[
+        Path | None,
+        typer.Option(
+            help="What tasks of a pipeline have embedded, in place of the three above.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    branching: Annotated[int, typer.Option(help="Children of a node.", metavar="N")] = 16,
+    levels: Annotated[int, typer.Option(help="Levels of the tree.", metavar="N")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of EM for each node.", metavar="N")] = 20,
+    samples: Annotated[int, typer.Option(help="Windows that are drawn for each step.", metavar="N")] = 6400,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", metavar="N")] = 0,
+    column: Column = "text",
+    label_column: Annotated[
+        str | None, typer.Option(help="Where rows hold gold labels, for the report.  [default: none]", metavar="NAME")
+    ] = None,
+    encoding: Encoding = "utf-8",
+    window_tokens: Annotated[int, typer.Option(help="Tokens of a window.", metavar="N")] = 2048,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window that are embedded.  [default: what the model says]", metavar="N"),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="What embeddings are kept as: float32 or float16.", metavar="NAME")
+    ] = "float32",
+    batch_size: BatchSize = 64,
+    device: Device = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tree; its embeddings are kept.")] = False,
+) -> None:
+    """Embed a corpus and cluster it; run again after an interruption, go on with what is there."""
+    from midus_hf.clusters.building import TreeOptions
+    from midus_hf.clusters.corpus import Corpus
+    from midus_hf.clusters.run import BuildRequest, build_from_embeddings
+    from midus_hf.clusters.run import build as build_tree_of
+    from midus_hf.config.usable_device import usable_device
+    from midus_hf.library_bars import library_bars_on_terminals
+
+    options = TreeOptions(branching, levels, steps, samples, seed)
+    if embeddings is not None:
+        _check_no_embedding(context)
+        with contextlib.redirect_stdout(sys.stderr):
+            tree = build_from_embeddings(embeddings, output, options, overwrite)
+    elif corpus is None or embedding_model is None or tokenizer is None:
+        given = {"--corpus": corpus, "--embedding-model": embedding_model, "--tokenizer": tokenizer}
+        lacking = ", ".join(name for name, value in given.items() if value is None)
+        raise ValueError(
+            f"build lacks {lacking}; expected a corpus with its model and tokenizer, or --embeddings. Set them."
+        )
+    else:
+        request = BuildRequest(
+            Corpus(corpus, column, label_column, encoding),
+            embedding_model,
+            tokenizer,
+            output,
+            options,
+            window_tokens,
+            max_tokens,
+            usable_device(device),
+            batch_size,
+            dtype,
+            overwrite,
+        )
+        with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+            _describe(corpus)
+            tree = build_tree_of(request)
+    assert tree.sizes is not None
+    used = int((tree.sizes[-1] > 0).sum())
+    print(
+        f"{output}: {int(tree.sizes[0].sum()):,} windows in {used:,} of {len(tree.sizes[-1]):,} leaves, "
+        f"{tree.levels} levels of {tree.branching}, fingerprint {tree.fingerprint[:16]}"
+    )
+    if (hint := options.hint(int(tree.sizes[0].sum()))) is not None:
+        print(hint, file=sys.stderr)
+
+
+@app.command()
+def assign(
+    tree: Tree,
+    corpus: CorpusPath,
+    output: Annotated[Path, typer.Option(help="File of JSON lines to make, a document a line.", metavar="FILE")],
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    block: Annotated[
+        list[str] | None, typer.Option(help="A node that is never taken; may be repeated.", metavar="LEVEL:NODE")
+    ] = None,
+    embedding_model: Annotated[
+        str | None, typer.Option(help="Where the model lies now.  [default: where it lay]", metavar="DIR")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where the tokenizer lies now.  [default: where it lay]", metavar="DIR")
+    ] = None,
+    batch_size: BatchSize = 64,
+    device: Device = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+) -> None:
+    """Find the path of each document; of the corpus that the tree was built from nothing is embedded again."""
+    import torch
+    from tqdm import tqdm
+
+    from midus_hf.clusters.assigning import document_paths, stored_paths
+    from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer, read_rows
+    from midus_hf.clusters.run import WINDOWS
+    from midus_hf.clusters.window_store import windows_of_corpus
+    from midus_hf.config.usable_device import usable_device
+    from midus_hf.documents import find_files
+    from midus_hf.files.whole_files import whole_file
+    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.retrieval.cluster_tree import ClusterTree
+    from midus_hf.retrieval.memory_retriever import MemoryRetriever
+
+    _check_lines(output, overwrite)
+    blocked = [_parse_block(words) for words in block or []]
+    with contextlib.redirect_stdout(sys.stderr), library_bars_on_terminals():
+        device = usable_device(device)
+        find_files(corpus)
+        _describe(corpus)
+        of_tree = ClusterTree.load(tree)
+        of_tree.paths(torch.zeros(1, of_tree.width), blocked)  # refuses what cannot be blocked
+        text = Corpus(corpus, column, None, encoding)
+        stored = windows_of_corpus(tree.expanduser() / WINDOWS, text) if embedding_model is tokenizer is None else None
+        if stored is not None:
+            print("the tree was built from this corpus, whose embeddings it has", file=sys.stderr)
+            paths = stored_paths(of_tree, stored, read_rows(text), blocked)
+        else:
+            retriever = MemoryRetriever.load(tree, embedding_model, device, batch_size)
+            name = tokenizer or of_tree.origin.tokenizer
+            if name is None:
+                raise ValueError(
+                    f"tree {str(tree)!r} does not say which tokenizer cuts windows; expected one. Set --tokenizer."
+                )
+            window_tokens = of_tree.origin.window_tokens or 2048
+            paths = document_paths(retriever, load_fast_tokenizer(name), read_rows(text), window_tokens, blocked)
+        written = 0
+        with whole_file(output) as partial:
+            with partial.open("w", encoding="utf-8") as file:
+                for row in tqdm(paths, desc="assigning", unit=" documents", disable=None):
+                    file.write(json.dumps(row, default=_as_text) + "\n")
+                    written += 1
+            if not written:
+                raise ValueError(f"corpus {corpus!r} has no document with a visible character. Add text to it.")
+    print(f"{output}: paths of {written:,} documents")
+
+
+@app.command()
+def report(
+    tree: Tree,
+    level: Annotated[int, typer.Option(help="Whose nodes are shown one by one.", metavar="N")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that are shown, the largest ones.", metavar="N")] = 16,
+    samples: Annotated[int, typer.Option(help="Documents of each that are quoted.", metavar="N")] = 3,
+    seed: Annotated[int, typer.Option(help="Draws them.", metavar="N")] = 0,
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="Where the corpus lies now.  [default: where build read it]", metavar="PATH"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Draw the tree (.png, .svg or .pdf).  [default: none]", metavar="FILE")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Say how large the nodes of a tree are, how they agree with gold labels, and what is in them."""
+    from midus_hf.clusters.corpus import Corpus
+    from midus_hf.clusters.picture import check_picture, draw_tree
+    from midus_hf.clusters.report import level_reports, node_reports, sample_texts
+    from midus_hf.clusters.run import check_scikit_learn, open_build
+
+    if output is not None:
+        check_picture(output)
+    built, stored, leaves = open_build(tree)
+    if stored.labels is not None:
+        check_scikit_learn()
+    of_nodes = node_reports(
+        built.branching,
+        built.levels,
+        leaves,
+        stored.documents,
+        stored.labels,
+        stored.label_names,
+        level=level,
+        most=nodes,
+        samples=samples,
+        seed=seed,
+    )
+    of_levels = level_reports(built.branching, built.levels, leaves, stored.labels)
+    place = stored.corpus if corpus is None else dataclasses.replace(stored.corpus or Corpus(corpus), path=corpus)
+    quoted = [number for node in of_nodes for number in node.samples]
+    texts = {} if place is None else sample_texts(place, quoted)
+    if json_output:
+        report_ = {
+            "tree": str(tree),
+            "fingerprint": built.fingerprint,
+            "windows": len(leaves),
+            "documents": int(stored.documents[-1]) + 1,
+            "levels": [dataclasses.asdict(row) for row in of_levels],
+            "level": level,
+            "nodes": [
+                {**dataclasses.asdict(row), "samples": [{"document": n, "text": texts.get(n)} for n in row.samples]}
+                for row in of_nodes
+            ],
+        }
+        print(json.dumps(report_, indent=2, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        from midus_hf.clusters.tables import level_table, node_table
+
+        console = Console()
+        console.print(level_table(of_levels))
+        console.print(node_table(of_nodes, level, texts))
+    if output is not None:  # last, so that a picture that cannot be written costs nothing else
+        draw_tree(built.branching, built.levels, leaves, output, stored.labels, stored.label_names)
+
+
+def _check_no_embedding(context: typer.Context) -> None:
+    """Refuse options that say how to embed where everything is embedded."""
+    for name in _EMBEDDING:
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{name.replace('_', '-')} is given with --embeddings, which were made without it; expected one of the two. "
+                "Leave it out."
+            )
+
+
+def _describe(corpus: str) -> None:
+    from midus_hf.documents import describe_files
+
+    if (line := describe_files(corpus)) is not None:
+        print(line, file=sys.stderr)
+
+
+def _check_lines(output: Path, overwrite: bool) -> None:
+    if output.suffix != ".jsonl":
+        raise ValueError(f"output is {str(output)!r}; expected a file ending in .jsonl.")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"output is {str(output)!r}, in a folder that does not exist; create it first.")
+    if output.exists() and not overwrite:
+        raise ValueError(f"output {str(output)!r} exists; pass --overwrite to replace it, or choose another file.")
+
+
+def _as_text(value: Any) -> str:
+    """A value of Parquet that JSON has not: a date, a time, or a number of so many digits."""
+    if isinstance(value, bytes):
+        raise ValueError(
+            f"a row has the bytes {value[:16]!r} in a column; expected text, numbers, dates, or lists of them. Leave that column out."
+        )
+    return str(value)
+
+
+def _parse_block(words: str) -> tuple[int, int]:
+    level, colon, node = words.partition(":")
+    if not (colon and level.isdecimal() and node.isdecimal()):
+        raise ValueError(f"block is {words!r}; expected LEVEL:NODE, such as 1:3.")
+    return int(level), int(node)
+
+
+def main(arguments: Sequence[str] | None = None, name: str = "midus-cluster") -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+        name: The program's name, as help has it. Default: `midus-cluster`.
+
+    Returns:
+        Exit status: 0 done, 1 the work failed, 2 the request is wrong, 130 interrupted; one line on standard error says how.
+    """
+    return run_command(
+        app,
+        arguments,
+        name,
+        hint=f" See '{name} --help'.",
+        failure="failed: ",
+        interruption="interrupted; build goes on where it was if it is run again.",
+    )

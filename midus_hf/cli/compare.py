@@ -1,0 +1,108 @@
+"""The `midus-compare` command."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_hf.cli.exit_status import FAILED, Ending, run_command
+from midus_hf.cli.reading import Json, show_report
+from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
+
+if TYPE_CHECKING:
+    from midus_hf.compare.arms import Arm
+    from midus_hf.compare.options import Comparison
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def midus_compare(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file of a comparison; some are in configs/compare.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Options that replace those of the file.", show_default=False),
+    ] = None,
+    jobs: Jobs = 1,
+    devices: Devices = None,
+    dry_run: DryRun = False,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing; write the report of what is done.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Train methods on the same text from the same base, and tell what each learned and what it forgot.
+
+    Every run is a process of its own. What the output holds already is not done again, so that the same command goes on where an
+    earlier one was interrupted, and arms, rates and seeds can be added later.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        from midus_hf.compare.arms import plan
+        from midus_hf.compare.checking import check
+        from midus_hf.compare.options import Comparison
+        from midus_hf.config.yaml_options import read_config
+
+        given = devices_of(devices, jobs)
+        comparison, arms = plan(read_config(Comparison, config, overrides or []))
+        check(comparison, arms)
+    if dry_run:
+        _show_plan(comparison, arms, json_)
+        return
+    failures: dict[str, str] = {}
+    if not report_only:
+        from midus_hf.compare.progress import ShownProgress
+        from midus_hf.compare.running import Running
+
+        with ShownProgress() as progress:
+            running = Running(comparison, arms, progress, jobs, given)
+            try:
+                running.run()
+            finally:
+                failures = running.failures
+    _report(comparison, arms, failures, json_)
+    fail_for(failures)
+
+
+def _show_plan(comparison: "Comparison", arms: "Sequence[Arm]", json_: bool) -> None:
+    from midus_hf.compare.report.planned import plan_table, planned
+
+    show_report({"arms": planned(comparison, arms), "seeds": comparison.seeds}, [plan_table(comparison, arms)], json_)
+
+
+def _report(comparison: "Comparison", arms: "Sequence[Arm]", failures: dict[str, str], json_: bool) -> None:
+    """Write the report of what is done, and show it."""
+    from midus_hf.compare.collecting import collect
+    from midus_hf.compare.report.findings import findings
+    from midus_hf.compare.report.tables import as_json, controls_table, short_table
+    from midus_hf.compare.report.words import sentences
+    from midus_hf.compare.report.writing import write_report
+
+    base, results, missing = collect(comparison, arms)
+    if base is None:
+        raise Ending(
+            FAILED, f"{comparison.output} holds no result yet: {failures.get('base', 'the base is measured first')}"
+        )
+    found = findings(comparison, base, results, failures, missing)
+    files = write_report(Path(comparison.output), found, results)
+    shown = [table for table in (short_table(found), controls_table(found)) if table.rows]
+    show_report(as_json(found, files), shown, json_)
+    if not json_:
+        print("\n".join([*sentences(found), "", f"report: {files[-1]}"]))
+
+
+def main() -> None:
+    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
+    status = run_command(
+        app,
+        None,
+        "midus-compare",
+        hint=" See 'midus-compare --help'.",
+        failure="failed: ",
+        interruption="interrupted; the same command goes on",
+    )
+    sys.exit(status)

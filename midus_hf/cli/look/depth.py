@@ -1,0 +1,152 @@
+"""The `midus-depth` command."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.reading import (
+    BatchSize,
+    Column,
+    Device,
+    Dtype,
+    Encoding,
+    Json,
+    Limit,
+    MaxTokens,
+    SequenceLength,
+    adding,
+    check_picture,
+    load_to_read,
+    rows_of,
+    show_report,
+    sizes_of,
+    token_bar,
+    working,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_MOST_WRITERS = 10
+"""That are shown on a terminal; JSON and the page have all."""
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def midus_depth(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model whose heads read the depth (moda).")
+    ],
+    text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
+    column: Column = "text",
+    encoding: Encoding = "utf-8",
+    limit: Limit = None,
+    sequence_length: SequenceLength = None,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 4,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    memory: Annotated[
+        str | None, typer.Option(help="One of several memories that read the depth.  [default: all]", metavar="NAME")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Those that read, such as 3,7-9.  [default: all]", metavar="LIST")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Their numbers, such as 0,4-5.  [default: all]", metavar="LIST")
+    ] = None,
+    map_: Annotated[
+        str | None,
+        typer.Option("--map", help="Draw what each token of a row reads in this head.", metavar="LAYER:HEAD"),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw maps of layers and heads (.png).  [default: none]", metavar="FILE")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write tables and maps (.html).  [default: none]", metavar="FILE")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Let a model read a text, and say what share of attention goes to the depth, and which earlier layers are read."""
+    with working():
+        place = _place(map_)
+        check_picture("picture", picture, ".png")
+        check_picture("page", page, ".html")
+        if place is not None and picture is None and page is None:
+            raise ValueError(f"map is {map_!r}, and nothing to draw it on; expected --picture or --page as well.")
+        documents = _documents(text, column, encoding, limit)
+        from midus_hf.analysis.depth.map import depth_map
+        from midus_hf.analysis.depth.readers import readers_of_depth
+        from midus_hf.analysis.depth.reading import depth_readings, writers
+        from midus_hf.analysis.depth.records import record_depth
+        from midus_hf.analysis.text_rows import read_rows
+
+        loaded, tokenizer = load_to_read(model, dtype, device)
+        of_layers, of_heads = _numbers(loaded, layers, heads)
+        readers_of_depth(loaded, memory, of_layers)
+        (rows,) = rows_of(loaded, tokenizer, {text: documents}, sequence_length, max_tokens)
+        of_head = None if place is None else depth_map(loaded, rows.rows[0], *place, memory)
+        recording = record_depth(loaded, memory, layers=of_layers, heads=of_heads)
+        with token_bar() as show, recording as records:
+            losses = read_rows(loaded, rows, batch_size=batch_size, progress=adding(show, rows.num_tokens))
+        readings = depth_readings(records)
+        found = writers(readings)
+    from midus_hf.analysis.depth.tables import as_json, layers_table, writers_table
+
+    report = {
+        "model": model,
+        "text": {"path": text, **sizes_of(rows), "loss": losses.mean},
+        **as_json(readings, found),
+    }
+    show_report(report, [layers_table(readings), writers_table(found, _MOST_WRITERS)], json_)
+    if picture is not None:  # last, so that a picture that cannot be written costs nothing else
+        from midus_hf.analysis.depth.pictures import draw_depth
+
+        picture.write_bytes(draw_depth(readings, of_head))
+    if page is not None:
+        from midus_hf.analysis.depth.page import write_depth_page
+
+        write_depth_page(page, report, readings, found, of_head)
+
+
+def _place(given: str | None) -> tuple[int, int] | None:
+    """The layer and the head whose map is to be drawn."""
+    if given is None:
+        return None
+    layer, colon, head = given.partition(":")
+    if not (colon and layer.isdecimal() and head.isdecimal()):
+        raise ValueError(f"map is {given!r}; expected LAYER:HEAD, such as 3:0.")
+    return int(layer), int(head)
+
+
+def _documents(path: str, column: str, encoding: str, limit: int | None) -> list[str]:
+    from midus_hf.documents import describe_files, read_documents
+
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; expected at least 1.")
+    if (line := describe_files(path)) is not None:
+        print(line, file=sys.stderr)
+    return read_documents(path, column, encoding)[:limit]
+
+
+def _numbers(
+    model: "PreTrainedModel", layers: str | None, heads: str | None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The layers and heads that are meant; None for all of them."""
+    from upscalers.chapters.numbers import parse_numbers
+
+    config = model.config.get_text_config()
+    return (
+        None if layers is None else parse_numbers(layers, config.num_hidden_layers, "layers"),
+        None if heads is None else parse_numbers(heads, config.num_attention_heads, "heads"),
+    )
+
+
+def main() -> None:
+    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
+    status = run_command(app, None, "midus-depth", hint=" See 'midus-depth --help'.", failure="failed: ")
+    sys.exit(status)

@@ -1,0 +1,176 @@
+"""The `midus-usage` command."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.loaded_model import load_on
+from midus_hf.cli.reading import Retriever, path_finder, show_tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from midus_hf.analysis.slots.block_usage import BankLevel
+    from midus_hf.analysis.slots.memory_place import MemoryPlace
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def midus_usage(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of a model with memory layers.")],
+    text: Annotated[str, typer.Option(help="The file or folder to read.", metavar="PATH")],
+    column: Annotated[
+        str, typer.Option(help="Where rows of JSON and Parquet hold the text.", metavar="NAME")
+    ] = "text",
+    encoding: Annotated[str, typer.Option(help="Of plain text and JSON lines.", metavar="NAME")] = "utf-8",
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a window.  [default: 1024, or what the model was made for]", metavar="N"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the text to read.  [default: all]", metavar="N")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows per forward pass.", metavar="N")] = 4,
+    retriever: Retriever = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", metavar="NAME")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Such as cpu or cuda:0.  [default: the first GPU, else cpu]", metavar="NAME")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the usage, most retrieved slots first (.png, .svg or .pdf).  [default: none]", metavar="FILE"
+        ),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Let a model read a text and say which slots are retrieved, which chapters opened and which blocks fetched, and how evenly."""
+    from rich.console import Console
+    from tqdm import tqdm
+
+    from midus_hf.analysis.chapters.usage import record_chapter_usage
+    from midus_hf.analysis.report import draw_usage, usage_table
+    from midus_hf.analysis.slots.block_report import as_json, blocks_table
+    from midus_hf.analysis.slots.block_usage import bank_layouts, record_block_usage
+    from midus_hf.analysis.slots.counted_types import counted_types
+    from midus_hf.analysis.slots.usage import record_usage, summarise, uncounted_memories
+    from midus_hf.documents import describe_files, read_documents
+    from midus_hf.evaluation.perplexity import perplexity
+    from midus_hf.evaluation.settings import check_dtype
+    from midus_hf.memory.protocols import RetrievesSlots
+
+    check_dtype(dtype)
+    if output is not None:
+        _check_output(output)
+    if (line := describe_files(text)) is not None:
+        print(line, file=sys.stderr)
+    documents = read_documents(text, column, encoding)
+    # Libraries that print must not come between the caller and the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded, tokenizer = load_on(model, dtype, device)
+        uncounted = uncounted_memories(loaded)
+        has_chapters = uncounted.pop("chapters", None) is not None
+        has_slots = any(isinstance(module, RetrievesSlots) for module in loaded.modules())
+        banks = bank_layouts(loaded)
+        if banks and retriever is None and not (has_slots or has_chapters):
+            raise ValueError(
+                f"the texts of this {loaded.config.model_type} model fetch blocks, and nothing says which; expected "
+                "the tree of topics that they are found by. Pass --retriever."
+            )
+        if not (has_slots or has_chapters or banks):
+            others = ", ".join(uncounted)
+            raise ValueError(
+                f"this {loaded.config.model_type} model has no memory whose use can be counted"
+                f"{others and f', only memory of type {others}'}; expected an upscaled model with memory of one of the types: "
+                f"{', '.join(counted_types())}."
+            )
+        find_paths = path_finder(loaded, retriever)
+        blocks = None
+        with contextlib.ExitStack() as stack, tqdm(desc="reading", unit=" tokens", disable=None) as bar:
+            recorded = []
+            if find_paths is not None:
+                blocks = stack.enter_context(record_block_usage(loaded))
+                for layout in banks.values():
+                    uncounted.pop(layout.memory_type, None)
+            if has_slots:
+                recorded.append(stack.enter_context(record_usage(loaded)))
+            if has_chapters:
+                recorded.append(stack.enter_context(record_chapter_usage(loaded)))
+
+            def show_progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            result = perplexity(
+                loaded,
+                tokenizer,
+                documents,
+                sequence_length=sequence_length,
+                max_tokens=max_tokens,
+                batch_size=batch_size,
+                progress=show_progress,
+                apart=find_paths is not None,
+                find_paths=find_paths,
+            )
+    counts = {place: of_memory for usage in recorded for place, of_memory in usage.counts.items()}
+    memories = summarise(dict(sorted(counts.items())))
+    for memory_type, of_type in uncounted.items():
+        listed = ", ".join(map(str, of_type))
+        print(f"not counted: memory of type {memory_type} in layers {listed}, which has no slots", file=sys.stderr)
+    if json_output:
+        report = {
+            "model": model,
+            "tokens": result.tokens,
+            "perplexity": result.perplexity,
+            "layers": {str(place): dataclasses.asdict(of_memory) for place, of_memory in memories.items()},
+            "blocks": {} if blocks is None else as_json(blocks),
+            "not_counted": uncounted,
+        }
+        print(json.dumps(report, indent=2, allow_nan=False))
+    else:
+        console = Console()
+        if memories:
+            console.print(usage_table(memories))
+        if blocks is not None:
+            show_tables([blocks_table({Path(text).name: blocks})])
+        console.print(f"{result.tokens:,} tokens of {text}, perplexity {result.perplexity:.4f}")
+    if output is not None:  # last, so that a picture that cannot be written costs nothing else
+        drawn: dict[MemoryPlace | BankLevel, torch.Tensor] = dict(counts.items())
+        drawn.update({} if blocks is None else blocks.counts.items())
+        draw_usage(drawn, output)
+
+
+def _check_output(path: Path) -> None:
+    from midus_hf.analysis.report import PICTURE_SUFFIXES
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'."
+        )
+    if path.suffix not in PICTURE_SUFFIXES:
+        raise ValueError(f"output is {str(path)!r}; expected a file ending in {', '.join(PICTURE_SUFFIXES)}.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"output is {str(path)!r}, in a folder that does not exist; create it first.")
+
+
+def main(arguments: Sequence[str] | None = None, name: str = "midus-usage") -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Words after the program's name. Default: those of the process.
+        name: The program's name, as help has it. Default: `midus-usage`.
+
+    Returns:
+        Exit status: 0 done, 2 the request is wrong, 130 interrupted; one line on standard error says how. A failure of
+        the work raises.
+    """
+    return run_command(app, arguments, name, hint=f" See '{name} --help'.", failure=None)

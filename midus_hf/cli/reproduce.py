@@ -1,0 +1,129 @@
+"""The `midus-reproduce` command."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midus_hf.cli.exit_status import run_command
+from midus_hf.cli.reading import Json, show_report
+from midus_hf.cli.runs import Devices, DryRun, Jobs, devices_of, fail_for
+
+if TYPE_CHECKING:
+    from midus_hf.compare.reproduce.repository import Repository
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def midus_reproduce(
+    paper: Annotated[
+        str | None, typer.Argument(metavar="PAPER", help="Such as midus; without it, tables are listed.")
+    ] = None,
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Its number, such as 1.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Keys of the scale that replace its own, such as limit=50.", show_default=False
+        ),
+    ] = None,
+    scale: Annotated[
+        str,
+        typer.Option(
+            help="paper: as printed, on GPUs. small: SmolLM2-135M on a CPU. tiny: a random model.", metavar="NAME"
+        ),
+    ] = "small",
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Some rows alone, by name, joined by semicolons.  [default: all]", metavar="NAMES"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder, which a later run goes on with.  [default: outputs/reproduce/...]", metavar="DIR"),
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option(help="Clone of the repository.  [default: that of this package]", metavar="DIR")
+    ] = None,
+    jobs: Jobs = 1,
+    devices: Devices = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Do a table of a paper: upscale, train, fine-tune and evaluate each row, and put the paper's numbers beside ours.
+
+    Every step is kept: the same command goes on where an earlier one was interrupted, and does failed rows again.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        from midus_hf.compare.arms import plan
+        from midus_hf.compare.checking import check_runs
+        from midus_hf.compare.reproduce.repository import Repository
+        from midus_hf.compare.reproduce.table import arm_name, read_table
+
+        repository = Repository(root)
+    if paper is None:
+        _list(repository, json_)
+        return
+    if table is None:
+        raise ValueError(f"no table of {paper} is named; 'midus-reproduce' alone lists those that there are.")
+    given = devices_of(devices, jobs)
+    with contextlib.redirect_stdout(sys.stderr):
+        read = read_table(repository, paper, table, scale, overrides or [])
+        by_arm = {arm_name(name): name for name in read.options.rows}
+        asked = list(read.options.rows) if rows is None else [name.strip() for name in rows.split(";")]
+        names = [by_arm.get(name, name) for name in asked]
+        for name in names:
+            if name not in read.options.rows:
+                raise ValueError(f"rows names {name!r}; expected some of: {'; '.join(read.options.rows)}.")
+        place = output or Path("outputs") / "reproduce" / f"{paper}-{table}-{scale}"
+        comparison, arms = plan(read.comparison(repository, place, names))
+        check_runs(comparison, arms)
+    from midus_hf.compare.collecting import collect
+    from midus_hf.compare.progress import ShownProgress
+    from midus_hf.compare.report.planned import plan_table, planned
+    from midus_hf.compare.reproduce.report import as_json, stage_table, write_table
+    from midus_hf.compare.running import Running
+
+    if dry_run:
+        show_report(
+            {"needs": read.scale.needs, "rows": planned(comparison, arms)}, [plan_table(comparison, arms)], json_
+        )
+        return
+    with ShownProgress() as progress:
+        running = Running(comparison, arms, progress, jobs, given)
+        running.run()
+    _, results, _ = collect(comparison, arms)
+    of_rows = {arm.name: [result for result in results if result.arm == arm.name] for arm in arms}
+    files = write_table(place, read, of_rows, running.failures)
+    report = {**as_json(read, of_rows, running.failures), "files": list(map(str, files))}
+    show_report(report, [stage_table(read, stage, of_rows, running.failures) for stage in read.options.stages], json_)
+    if not json_:
+        print(f"\nreport: {files[-1]}")
+    fail_for(running.failures)
+
+
+def _list(repository: "Repository", json_: bool) -> None:
+    from midus_hf.analysis.table_of_words import TableOfWords
+    from midus_hf.compare.reproduce.table import read_options_of
+
+    found = [
+        {"paper": paper, "table": table, "title": read_options_of(repository, paper, table).title}
+        for paper, tables in repository.tables().items()
+        for table in tables
+    ]
+    words = TableOfWords("Tables", ["paper", "table", "title"], [list(row.values()) for row in found])
+    show_report({"tables": found}, [words], json_)
+
+
+def main() -> None:
+    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
+    status = run_command(
+        app,
+        None,
+        "midus-reproduce",
+        hint=" See 'midus-reproduce --help'.",
+        failure="failed: ",
+        interruption="interrupted; the same command goes on",
+    )
+    sys.exit(status)

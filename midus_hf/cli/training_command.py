@@ -1,0 +1,148 @@
+"""What the commands that train have in common: one run, one line at its end, help from docstrings."""
+
+import ast
+import gc
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from midus_hf.cli.exit_status import FAILED, WRONG_REQUEST, Ending, run_command
+
+
+def run_training_command(
+    command: Callable[..., None], keys: Mapping[str, str], arguments: Sequence[str] | None, name: str
+) -> int:
+    """Run a command that trains.
+
+    Args:
+        command: What it does, with its words as typer has them.
+        keys: What is told of the keys of its configs, by what stands above it.
+        arguments: Words after the program's name. `None`: those of the process.
+        name: The program's name, as help has it.
+
+    Returns:
+        Exit status: 0 done, 1 the trained model is not in the output, or was not finite, 2 the request is wrong, 130 or 143
+        interrupted by Ctrl-C or SIGTERM; one line on standard error says how. Any other failure of the work raises.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(epilog=_help_sections(keys), context_settings={"help_option_names": ["-h", "--help"]})(command)
+    return run_command(
+        app,
+        arguments,
+        name,
+        refusals=(),  # only while a run is prepared is a ValueError one: later it is a failure, and shows where
+        hint=f" See '{name} --help'.",
+        failure=None,
+        silent=not is_main_process(),
+    )
+
+
+def train_in_group(
+    options_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
+) -> None:
+    """Read the options of a run, make it ready, train, and say in one line what was done.
+
+    Args:
+        options_class: The dataclass of the options.
+        prepare: Makes a run of them.
+        path: The YAML file of options.
+        overrides: Words `key=value` that replace options of the file.
+
+    Raises:
+        Ending: If not all was done.
+    """
+    group_is_ours = not _is_in_process_group()
+    ending = _train(options_class, prepare, path, overrides)  # not raised there: an exception would hold the trainer
+    if group_is_ours:
+        _leave_process_group()
+    if ending is not None:
+        raise ending
+
+
+def _train(
+    options_class: type[Any], prepare: Callable[[Any], Any], path: str, overrides: Sequence[str]
+) -> Ending | None:
+    from midus_hf.config.yaml_options import read_config
+    from midus_hf.documents import DocumentError
+    from midus_hf.library_bars import library_bars_on_terminals
+    from midus_hf.training.optim.finite import NotFiniteError
+    from midus_hf.training.output.saving import SaveError
+    from midus_hf.training.run.interruption import RunInterrupted
+
+    try:
+        try:
+            config = read_config(options_class, path, overrides)
+            with library_bars_on_terminals():
+                run = prepare(config)
+        except ValueError as error:
+            return Ending(WRONG_REQUEST, str(error))
+        result = run.execute()
+    except RunInterrupted as interrupted:
+        return Ending(128 + interrupted.signal_number, str(interrupted))
+    except DocumentError as error:
+        return Ending(WRONG_REQUEST, str(error))
+    except (SaveError, NotFiniteError) as error:
+        return Ending(FAILED, str(error))
+    if is_main_process():
+        speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
+        loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+        print(f"{result.output}: {result.steps:,} steps, {result.tokens:,} tokens{loss}{speed}")
+        if result.output != run.config.output:
+            return Ending(FAILED)
+    return None
+
+
+_SECONDS_TO_SETTLE = 0.5
+
+
+def _is_in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
+def _leave_process_group() -> None:
+    """Leave the group of a launcher's processes: a thread of it that is left at exit may abort the process (gloo).
+
+    An interrupted process does not: the others may be waiting for it.
+    """
+    if _is_in_process_group():
+        sys.modules["torch.distributed"].destroy_process_group()
+        # A thread of gloo that has just finished lets go of tensors, for which it needs the interpreter's lock, while it holds one
+        # that the end of the group asks for: where collecting gets there first, both wait for ever. This lets it go first.
+        time.sleep(_SECONDS_TO_SETTLE)
+        gc.collect()  # Trainer and model are cycles, and hold the group and so its threads
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that speaks: by what launchers say, so that it is known before anything is set up."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def documented_keys(*files: str) -> dict[str, str]:
+    """What docstrings say of the keys of options, by their class, read from the source: importing it takes seconds.
+
+    Args:
+        files: Paths within `midus_hf`.
+    """
+    package = importlib.util.find_spec("midus_hf")
+    assert package is not None and package.submodule_search_locations
+    folder = Path(package.submodule_search_locations[0])
+    trees = [ast.parse((folder / file).read_text(encoding="utf-8")) for file in files]
+    documented = {
+        node.name: ast.get_docstring(node) or ""
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    return {name: text.partition("Args:\n")[2].partition("\n\nRaises:")[0] for name, text in documented.items()}
+
+
+def _help_sections(sections: Mapping[str, str]) -> str:
+    # \b keeps the lines of a paragraph as they are.
+    return "\n\n".join(f"\b\n{heading}:\n{keys}" for heading, keys in sections.items())

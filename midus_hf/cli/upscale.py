@@ -1,0 +1,293 @@
+"""The `upscale` command."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from midus_hf.cli.exit_status import FAILED, INTERRUPTED, Ending, run_command
+from midus_hf.config.yaml_options import GivenTwice, read_yaml
+from upscalers.record.report import PushError
+from upscalers.request.errors import RequestError, one_line
+from upscalers.request.options import parse_options
+
+app = typer.Typer(
+    name="upscale",
+    help="Upscale a pretrained checkpoint: add memory or depth without changing what it computes.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file with these options; the command line wins.", metavar="FILE")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+@dataclasses.dataclass
+class RunRequest:
+    """What a YAML file may say, by the names of `upscalers.upscale`; `placement` may be a list as well."""
+
+    base: str | None = None
+    method: str | None = None
+    output: str | None = None
+    num_new_layers: int | None = None
+    placement: Any = None
+    options: dict | None = None
+    seed: int | None = None
+    dtype: str | None = None
+    max_shard_size: Any = None
+    dry_run: bool | None = None
+    verify: bool | None = None
+    allow_nan: bool | None = None
+    overwrite: bool | None = None
+    push_to_hub: str | None = None
+    private: bool | None = None
+    revision: str | None = None
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Folder, .gguf file or hub id (owner/name, owner/name@revision).", metavar="DIR_OR_HUB_ID"),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="See 'upscale methods'.", metavar="NAME")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to make; needed unless --dry-run.", metavar="DIR")] = None,
+    num_new_layers: Annotated[
+        int | None, typer.Option(help="New layers to insert.  [default: half the base's, or near it]", metavar="K")
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            help="distributed, top-heavy, bottom-heavy, llama-pro, whole-periods (keeps a pattern of sliding and full "
+            "attention), or indices in the result.  [default: the method's]",
+            metavar="POLICY|I,J,K",
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of the method, such as n=32; repeat for more.", metavar="KEY=VALUE"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.  [default: 0]", metavar="N")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16 or float16.  [default: auto]", metavar="DTYPE")
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Largest size of an output file.  [default: 5GB]", metavar="SIZE")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; config.json suffices.")] = False,
+    json_: Json = False,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Scan the base for NaN and compare both models' logits, layer by layer in little memory, or only check "
+            "each new block.  [default: verify, but check new blocks where memory does not suffice]",
+        ),
+    ] = None,
+    allow_nan: Annotated[
+        bool, typer.Option("--allow-nan", help="Let NaN and infinite values in the base pass.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload the result.", metavar="REPO")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Upload to a private repository.")] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a base on the hub.  [default: its main branch]", metavar="REV"),
+    ] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Upscale a pretrained checkpoint: add memory or depth without changing what it computes."""
+    if version:
+        print(importlib.metadata.version("midus-hf"))
+        raise typer.Exit
+    if context.invoked_subcommand is not None:
+        return
+    given = {
+        "base": base,
+        "method": method,
+        "output": output,
+        "num_new_layers": num_new_layers,
+        "placement": placement,
+        "seed": seed,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+        "dry_run": dry_run or None,
+        "verify": verify,
+        "allow_nan": allow_nan or None,
+        "overwrite": overwrite or None,
+        "push_to_hub": push_to_hub,
+        "private": private or None,
+        "revision": revision,
+    }
+    request = {**_read_config_file(config), **{key: value for key, value in given.items() if value is not None}}
+    request["options"] = {**(request.get("options") or {}), **_parse_settings(set_ or [])}
+    if isinstance(request.get("placement"), int):
+        request["placement"] = [request["placement"]]
+    for needed in ("base", "method"):
+        if not request.get(needed):
+            raise RequestError(f"--{needed} is missing. See 'upscale --help'; 'upscale methods' lists the methods.")
+
+    from upscalers.console import Console, print_report
+    from upscalers.runs.upscale import upscale
+
+    ending: Ending | None = None
+    try:
+        report = upscale(**request, progress=Console())
+    except PushError as error:
+        report, ending = error.report, Ending(INTERRUPTED if error.interrupted else FAILED, str(error))
+    if json_:
+        print(json.dumps(report.to_dict()))
+    else:
+        print_report(report, dry_run=bool(request.get("dry_run")))
+    if ending is not None:
+        raise ending
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Only this one.  [default: all]", metavar="NAME")] = None,
+    json_: Json = False,
+) -> None:
+    """List every method, its options, defaults and paper."""
+    import upscalers.methods  # noqa: F401 - fills the table
+    from midus_hf.config.options import describe_options
+    from upscalers.console import print_methods
+    from upscalers.methods.contract import METHODS, get_method, load_offered_methods
+    from upscalers.record.provenance import paper_entry
+
+    load_offered_methods()
+    described = [
+        {
+            "name": method.name,
+            "summary": method.summary,
+            "identity": method.identity,
+            "trainable": method.trainable,
+            "placement": method.default_placement,
+            "adds_layers": method.adds_layers,
+            "options": describe_options(method.options_class),
+            "paper": paper_entry(method),
+        }
+        for method in ([get_method(name)] if name else [METHODS[known] for known in sorted(METHODS)])
+    ]
+    if json_:
+        print(json.dumps(described))
+    else:
+        print_methods(described)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A checkpoint that was upscaled or stripped.", metavar="DIR")],
+    json_: Json = False,
+) -> None:
+    """Show what was done to a checkpoint."""
+    from upscalers.console import print_inspection
+    from upscalers.runs.inspection import inspect_checkpoint
+
+    inspection = inspect_checkpoint(model)
+    if json_:
+        print(json.dumps(inspection))
+    else:
+        print_inspection(inspection)
+
+
+@app.command()
+def strip(
+    model: Annotated[str, typer.Argument(help="An upscaled checkpoint.", metavar="DIR")],
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    json_: Json = False,
+) -> None:
+    """Take the new parts out again, and say whether the base is left, byte for byte."""
+    from upscalers.console import Console, print_stripped
+    from upscalers.runs.strip import strip as strip_checkpoint
+
+    result = strip_checkpoint(model, output, overwrite, progress=Console())
+    if json_:
+        print(json.dumps(result))
+    else:
+        print_stripped(result)
+
+
+@app.command()
+def shuffle(
+    model: Annotated[str, typer.Argument(help="An upscaled checkpoint with memory, trained or not.", metavar="DIR")],
+    output: Annotated[str, typer.Option(help="Folder to make.", metavar="DIR2")],
+    seed: Annotated[int, typer.Option(help="Of the orders.", metavar="N")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what upscale or strip wrote there.")] = False,
+    json_: Json = False,
+) -> None:
+    """Permute the rows of a memory's values: a control, of which addresses have lost their meaning."""
+    from upscalers.console import Console, print_shuffled
+    from upscalers.controls.shuffling import shuffle as shuffle_checkpoint
+
+    result = shuffle_checkpoint(model, output, seed, overwrite, progress=Console())
+    if json_:
+        print(json.dumps(result))
+    else:
+        print_shuffled(result)
+
+
+def _parse_settings(settings: list[str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator or not key:
+            raise RequestError(f"--set is {setting!r}; expected key=value.")
+        key = key.strip().replace("-", "_")
+        if key in words:
+            raise RequestError(
+                f"--set {key} is given twice, as {words[key]!r} and as {value!r}; expected each key once. Leave one out."
+            )
+        words[key] = value
+        try:
+            parsed[key] = read_yaml(value)
+        except GivenTwice as error:
+            raise RequestError(f"--set is {setting!r}, which {error}") from None
+        except yaml.YAMLError:
+            raise RequestError(f"--set is {setting!r}; expected a YAML scalar after '='.") from None
+    return parsed
+
+
+def _read_config_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except GivenTwice as error:
+        raise RequestError(f"--config {path} {error}") from None
+    except OSError as error:
+        raise RequestError(f"--config {path} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"--config {path} is not YAML: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"--config {path} holds no mapping; expected keys such as base, method, output.")
+    given = vars(parse_options(RunRequest, content, f"--config {path}"))
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def main() -> None:
+    """Run the command, and exit with its status, also if that is 0; every error is one line on standard error."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it would say of the base is checked here
+    status = run_command(
+        app,
+        None,
+        "upscale",
+        refusals=(RequestError,),
+        hint=" See 'upscale --help'.",
+        failure="failed: ",
+        interruption="interrupted; nothing is left of the output.",
+    )
+    sys.exit(status)

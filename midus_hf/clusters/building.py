@@ -1,0 +1,276 @@
+"""Hierarchical k-means: a tree from its root to its leaves, and the leaf of each row."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from midus_hf.clusters.finished_nodes import FinishedNodes
+from midus_hf.clusters.kmeans import kmeans, nearest
+from midus_hf.clusters.window_shards import Embeddings
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.tree_files import TreeOrigin
+
+_STRETCH = 8192
+"""Rows that are read and assigned at a time."""
+
+_MOST_LEAVES = 2**24
+
+_FILLED = 8
+"""Windows of a leaf, on average, in a tree that is proposed for a small corpus."""
+
+_MOST_MEASURED = 2**16
+"""Rows that the least similarity of a tree is measured on: its rank among as many is known to 0.04 of a percent."""
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """How a tree is built.
+
+    Args:
+        branching: Children of a node. Default: 16.
+        levels: Levels of the tree. Default: 4.
+        steps: Steps of EM for each node. Default: 20.
+        samples: Rows that are drawn for each step. Default: 6400.
+        seed: Of everything that is random. Default: 0.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    branching: int = 16
+    levels: int = 4
+    steps: int = 20
+    samples: int = 6400
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"branching": 2, "levels": 1, "steps": 1, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+        if self.samples < 2 * self.branching:
+            raise ValueError(
+                f"samples is {self.samples}; expected at least {2 * self.branching}, two for each of {self.branching} clusters."
+            )
+        if self.branching**self.levels > _MOST_LEAVES:
+            raise ValueError(
+                f"branching {self.branching} and levels {self.levels} make {self.branching**self.levels:,} leaves; expected at "
+                f"most {_MOST_LEAVES:,}. Lower one of them."
+            )
+
+    def hint(self, windows: int) -> str | None:
+        """Return what to say of a tree that has more leaves than a corpus can fill, and which tree it could; None where it fills it.
+
+        A node is split into one cluster for every two windows at most, so two windows a leaf are the least.
+
+        Args:
+            windows: Of the corpus.
+        """
+        leaves = self.branching**self.levels
+        if windows >= 2 * leaves:
+            return None
+        branching, levels = self.branching, self.levels
+        while levels > 1 and _FILLED * branching**levels > windows:
+            levels -= 1
+        if _FILLED * branching**levels > windows:
+            branching = max(2, windows // _FILLED)
+        return (
+            f"{windows:,} windows cannot fill {leaves:,} leaves, so that most of them stay without text; expected two windows a leaf "
+            f"or more. Add text, or build it with --branching {branching} --levels {levels}."
+        )
+
+
+@dataclass(frozen=True)
+class BuiltTree:
+    """A tree, and where its data went.
+
+    Args:
+        tree: Its `sizes` count rows.
+        leaves: The leaf of each row, `[N]` int64: what `tree.paths` gives for it last.
+    """
+
+    tree: ClusterTree
+    leaves: np.ndarray
+
+
+def build_tree(
+    embeddings: Embeddings,
+    options: TreeOptions,
+    origin: TreeOrigin | None = None,
+    progress: Callable[[int], None] | None = None,
+    finished: FinishedNodes | None = None,
+) -> BuiltTree:
+    """Cluster rows into a tree.
+
+    Each node is clustered by `kmeans`, then all of its members go to the nearest centroid of its children: that is greedy
+    descent, so clusters can be larger than those that EM has balanced. A node with fewer than `2 * branching` members makes
+    a cluster for every two of them, and a node with fewer than 4 stays whole: it has one child. Children without members
+    have no data, and no path leads there. What is random at a node depends on the seed and the node alone.
+
+    Args:
+        embeddings: `[N, c]` float16 or float32: an array, a memory map, or `JoinedRows`. Rows are divided by their lengths when
+            they are read, a stretch at a time; beside what is read, 34 bytes a row are held in memory.
+        options: How the tree is built.
+        origin: What its record says of where it is from. Default: only the seed.
+        progress: Told of the number of rows that have found their node in a level; N for each level in all. Default: None.
+        finished: What an interrupted run with the same embeddings and options has done, which is not done again; what this one
+            does is added to it. Default: None.
+
+    Raises:
+        ValueError: If there are no rows, or rows of length 0 or that are not finite.
+    """
+    if not len(embeddings):
+        raise ValueError("embeddings has no rows; expected at least 1. Add text to the corpus.")
+    branching = options.branching
+    nodes = np.zeros(len(embeddings), np.int64)
+    centroids, sizes = [], []
+    for level in range(1, options.levels + 1):
+        of_level = cluster_level(embeddings, options, level, nodes, finished)
+        assigned = None if finished is None else finished.nodes(level)
+        if assigned is not None:
+            nodes = assigned
+            if progress is not None:
+                progress(len(nodes))
+        else:
+            nodes = assign_rows(embeddings, 0, nodes, of_level, branching, progress)
+            if finished is not None:
+                finished.finish_level(level, nodes)
+        counts = torch.from_numpy(np.bincount(nodes, minlength=branching**level))
+        of_level[counts == 0] = torch.nan
+        centroids.append(of_level)
+        sizes.append(counts)
+    tree = ClusterTree(branching, centroids, origin or TreeOrigin(seed=options.seed), sizes)
+    tree.min_similarity = _least_similarity(tree, embeddings, options.seed)
+    return BuiltTree(tree, nodes)
+
+
+def cluster_level(
+    embeddings: Embeddings,
+    options: TreeOptions,
+    level: int,
+    nodes: np.ndarray,
+    finished: FinishedNodes | None = None,
+) -> torch.Tensor:
+    """Find the centroids of the children of all nodes of a level.
+
+    Args:
+        embeddings: As in `build_tree`.
+        options: How the tree is built.
+        level: Of the children, from 1.
+        nodes: The node of each row in the level above, `[N]` int64.
+        finished: As in `build_tree`.
+
+    Returns:
+        `[branching ** level, c]` float32; NaN for children that a node has not.
+    """
+    branching = options.branching
+    of_level = torch.full((branching**level, embeddings.shape[1]), torch.nan)
+    for parent, members in _members_of(nodes):
+        found = None if finished is None else finished.centroids(level, parent)
+        if found is None:
+            found = kmeans(
+                _Members(embeddings, members),
+                _num_clusters(len(members), branching),
+                options.steps,
+                options.samples,
+                np.random.default_rng([options.seed, level, parent]),
+            )
+            if finished is not None:
+                finished.add(level, parent, found)
+        of_level[branching * parent : branching * parent + len(found)] = found
+    return of_level
+
+
+def assign_rows(
+    embeddings: Embeddings,
+    first: int,
+    nodes: np.ndarray,
+    of_level: torch.Tensor,
+    branching: int,
+    progress: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Find for rows that follow one another which child of its node each row is nearest to.
+
+    Args:
+        embeddings: As in `build_tree`.
+        first: The first of the rows.
+        nodes: The node of each row in the level above, `[n]` int64.
+        of_level: The centroids of children, from `cluster_level`.
+        branching: Children of a node.
+        progress: As in `build_tree`. Default: None.
+
+    Returns:
+        The child of each row, `[n]` int64.
+    """
+    children = np.empty_like(nodes)
+    for parent, members in _members_of(nodes):
+        found = of_level[branching * parent : branching * (parent + 1)]
+        found = found[~found[:, 0].isnan()]
+        for stretch in np.array_split(members, range(_STRETCH, len(members), _STRETCH)):
+            children[stretch] = branching * parent + nearest(unit_rows(embeddings, first + stretch), found).numpy()
+            if progress is not None:
+                progress(len(stretch))
+    return children
+
+
+def _least_similarity(tree: ClusterTree, embeddings: Embeddings, seed: int) -> float:
+    """Return the similarity that 99 of 100 rows have, or more: the first percentile of rows, rounded down to four places.
+
+    Of many rows some are drawn. What a row loses when it is embedded in another batch is less than what rounding takes away.
+    """
+    rows = np.arange(len(embeddings))
+    if len(rows) > _MOST_MEASURED:
+        drawn = np.random.default_rng([seed, 0]).choice(len(rows), _MOST_MEASURED, replace=False, shuffle=False)
+        rows = np.sort(drawn)
+    stretches = np.array_split(rows, range(_STRETCH, len(rows), _STRETCH))
+    similarity = np.concatenate([tree.similarity(unit_rows(embeddings, stretch)).numpy() for stretch in stretches])
+    return math.floor(np.percentile(similarity, 1, method="lower") * 10_000) / 10_000
+
+
+def unit_rows(embeddings: Embeddings, rows: np.ndarray | slice) -> torch.Tensor:
+    """Rows of a memory map, divided by their lengths.
+
+    Args:
+        embeddings: `[N, c]` float16 or float32.
+        rows: Which; in ascending order they are read fastest.
+
+    Returns:
+        `[n, c]` float32.
+
+    Raises:
+        ValueError: If a row has length 0 or is not finite.
+    """
+    read = torch.from_numpy(np.array(embeddings[rows], np.float32))
+    lengths = read.norm(dim=-1, keepdim=True)
+    if not (lengths.isfinite() & (lengths > 0)).all():
+        raise ValueError(
+            "embeddings have rows of length 0 or that are not finite; expected others. Embed the corpus again."
+        )
+    return read / lengths
+
+
+class _Members:
+    """Draws from the members of a node."""
+
+    def __init__(self, embeddings: Embeddings, members: np.ndarray):
+        self._embeddings, self._members = embeddings, members
+
+    def __call__(self, number: int, rng: np.random.Generator) -> torch.Tensor:
+        drawn = self._members
+        if len(drawn) > number:
+            drawn = np.sort(rng.choice(drawn, number, replace=False, shuffle=False))
+        return unit_rows(self._embeddings, drawn)
+
+
+def _members_of(nodes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The nodes that have members, in their order, each with its members in theirs."""
+    order = np.argsort(nodes, kind="stable")
+    in_order = nodes[order]
+    begins = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
+    return zip(in_order[begins].tolist(), np.split(order, begins[1:]), strict=True)
+
+
+def _num_clusters(members: int, branching: int) -> int:
+    return max(1, min(branching, members // 2))

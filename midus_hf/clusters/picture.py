@@ -1,0 +1,109 @@
+"""A picture of a tree: a row of boxes for each level, a box as wide as its node has windows."""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from midus_hf.clusters.report import commonest_labels
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+_CHARACTER = 0.0047
+"""Share of the picture's width that a character takes."""
+
+
+def check_picture(path: Path) -> None:
+    """Refuse what could not be written at the end.
+
+    Args:
+        path: The picture.
+
+    Raises:
+        ValueError: If matplotlib is not installed, the ending is unknown, or the folder does not exist.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "output is a picture, which needs matplotlib; install it with pip install 'midus-hf[report]'."
+        )
+    if path.suffix not in PICTURE_SUFFIXES:
+        raise ValueError(f"output is {str(path)!r}; expected a file ending in {', '.join(PICTURE_SUFFIXES)}.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"output is {str(path)!r}, in a folder that does not exist; create it first.")
+
+
+def draw_tree(
+    branching: int,
+    levels: int,
+    leaves: np.ndarray,
+    path: Path,
+    labels: np.ndarray | None = None,
+    label_names: Sequence[str] = (),
+) -> None:
+    """Draw the tree, the first level at the top; children stand below their node. Needs matplotlib.
+
+    With labels, a box has the colour of its commonest label, and wide ones its name; otherwise that of its node of level 1.
+
+    Args:
+        branching: Of the tree.
+        levels: Of the tree.
+        leaves: The leaf of each window, `[N]`.
+        path: The file to write, of a kind in `PICTURE_SUFFIXES`.
+        labels: The label of each window, `[N]`. Default: None.
+        label_names: What labels are called. Default: none.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 0.8 * levels), dpi=120)
+    axes = figure.subplots()
+    colours = colormaps["turbo"]
+    hues = (branching if labels is None else len(label_names)) - 1
+    for level in range(1, levels + 1):
+        nodes = np.asarray(leaves, np.int64) // branching ** (levels - level)
+        present, sizes = np.unique(nodes, return_counts=True)
+        begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]) / len(nodes)
+        widths = sizes / len(nodes)
+        commonest = {} if labels is None else commonest_labels(nodes, labels)
+        kinds = [commonest.get(node, node // branching ** (level - 1)) for node in present.tolist()]
+        axes.broken_barh(
+            list(zip(begins.tolist(), widths.tolist(), strict=True)),
+            (-level + 0.05, 0.9),
+            facecolors=[colours(_hue(kind, hues)) for kind in kinds],
+            edgecolors="white",
+            linewidth=0.8 / level if len(present) < 1000 else 0,
+        )
+        for node, kind, begin, width in zip(present.tolist(), kinds, begins, widths, strict=True):
+            label = "" if labels is None else label_names[kind]
+            lines = [words for words in (str(node), label) if words and _CHARACTER * len(words) < width]
+            red, green, blue, _ = colours(_hue(kind, hues))
+            axes.text(
+                begin + width / 2,
+                -level + 0.5,
+                "\n".join(lines),
+                color="black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white",
+                fontsize=6,
+                ha="center",
+                va="center",
+            )
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-levels, 0)
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel("windows of the corpus")
+    axes.set_yticks(
+        [-level + 0.5 for level in range(1, levels + 1)], [f"level {level}" for level in range(1, levels + 1)]
+    )
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _hue(kind: int, last: int) -> float:
+    """Where in a colour map a kind is; those with neighbouring numbers are far from each other."""
+    steps = last + 1
+    stride = next(
+        stride for stride in range(max(1, round(0.38 * steps)), 2 * steps + 1) if math.gcd(stride, steps) == 1
+    )
+    return 0.05 + 0.9 * (kind * stride % steps) / max(1, last)

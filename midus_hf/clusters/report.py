@@ -1,0 +1,195 @@
+"""What a tree makes of its corpus: sizes of nodes, agreement with gold labels, and some documents of each topic."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from midus_hf.clusters.corpus import Corpus, read_corpus
+
+_TEXT = 160
+"""Characters of a sample document that are shown."""
+
+
+@dataclass(frozen=True)
+class LevelReport:
+    """A level; level 0 is the root, which has all windows.
+
+    Args:
+        level: From 0.
+        nodes: Nodes of the level, empty ones included.
+        empty: Nodes without windows.
+        least: Windows of the smallest node that has any.
+        median: Windows of the middle one of those.
+        most: Windows of the largest.
+        purity: Share of windows that have the commonest label of their node; None without labels.
+        nmi: Normalised mutual information of nodes and labels, by the arithmetic mean of their entropies; None without labels.
+    """
+
+    level: int
+    nodes: int
+    empty: int
+    least: int
+    median: float
+    most: int
+    purity: float | None = None
+    nmi: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """A node.
+
+    Args:
+        node: Its number in its level.
+        windows: How many it has.
+        labels: Its commonest labels, the first first, each with its share of the node's windows; empty without labels.
+        samples: The numbers of some of its documents, drawn at random.
+    """
+
+    node: int
+    windows: int
+    labels: list[tuple[str, float]]
+    samples: list[int]
+
+
+def level_reports(
+    branching: int, levels: int, leaves: np.ndarray, labels: np.ndarray | None = None
+) -> list[LevelReport]:
+    """Report on each level, the root first.
+
+    Args:
+        branching: Of the tree.
+        levels: Of the tree.
+        leaves: The leaf of each window, `[N]`.
+        labels: The label of each window, `[N]`, whole numbers from 0. Default: None.
+    """
+    return [
+        _level_report(level, branching**level, _nodes(leaves, branching, levels, level), labels)
+        for level in range(levels + 1)
+    ]
+
+
+def node_reports(
+    branching: int,
+    levels: int,
+    leaves: np.ndarray,
+    documents: np.ndarray,
+    labels: np.ndarray | None = None,
+    label_names: Sequence[str] = (),
+    *,
+    level: int = 1,
+    most: int = 16,
+    samples: int = 3,
+    seed: int = 0,
+) -> list[NodeReport]:
+    """Report on the largest nodes of a level, in the order of their numbers.
+
+    Args:
+        branching: Of the tree.
+        levels: Of the tree.
+        leaves: The leaf of each window, `[N]`.
+        documents: The document of each window, `[N]`.
+        labels: As in `level_reports`. Default: None.
+        label_names: What labels are called. Default: none.
+        level: From 1. Default: 1.
+        most: Nodes at most. Default: 16.
+        samples: Documents of each. Default: 3.
+        seed: Draws them, for each node by itself. Default: 0.
+
+    Raises:
+        ValueError: If the tree has no such level, or a number is out of range.
+    """
+    if not 1 <= level <= levels:
+        raise ValueError(f"level is {level}; expected a number from 1 to {levels}, the levels of the tree.")
+    for name, value, least in (("nodes", most, 1), ("samples", samples, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}.")
+    nodes = _nodes(leaves, branching, levels, level)
+    sizes = np.bincount(nodes, minlength=branching**level)
+    largest = np.argsort(-sizes, kind="stable")[:most]
+    reports = []
+    for node in sorted(largest[sizes[largest] > 0].tolist()):
+        members = np.flatnonzero(nodes == node)
+        present = np.unique(documents[members])
+        drawn = np.random.default_rng([seed, level, node]).choice(present, min(samples, len(present)), replace=False)
+        of_node = [] if labels is None else _commonest(labels[members], label_names)
+        reports.append(NodeReport(node, len(members), of_node, sorted(drawn.tolist())))
+    return reports
+
+
+def sample_texts(corpus: Corpus, numbers: Sequence[int]) -> dict[int, str]:
+    """The beginnings of documents, on one line each; the corpus is read as far as the last of them.
+
+    Args:
+        corpus: Where they are.
+        numbers: Of documents, as in `Document`.
+
+    Raises:
+        ValueError: As `read_corpus`.
+    """
+    wanted = set(numbers)
+    found: dict[int, str] = {}
+    for document in read_corpus(corpus) if wanted else ():
+        if document.number in wanted:
+            found[document.number] = " ".join(document.text[: 2 * _TEXT].split())[:_TEXT]
+            if len(found) == len(wanted):
+                break
+    return found
+
+
+def commonest_labels(nodes: np.ndarray, labels: np.ndarray) -> dict[int, int]:
+    """The commonest label of each node that has windows, the first among equals.
+
+    Args:
+        nodes: The node of each window, `[N]`.
+        labels: The label of each window, `[N]`.
+    """
+    best: dict[int, tuple[int, int]] = {}
+    for node, label, count in _pairs(nodes, labels):
+        if count > best.get(node, (0, 0))[0]:
+            best[node] = (count, label)
+    return {node: label for node, (_, label) in best.items()}
+
+
+def _nodes(leaves: np.ndarray, branching: int, levels: int, level: int) -> np.ndarray:
+    return np.asarray(leaves, np.int64) // branching ** (levels - level)
+
+
+def _level_report(level: int, count: int, nodes: np.ndarray, labels: np.ndarray | None) -> LevelReport:
+    sizes = np.bincount(nodes, minlength=count)
+    present = sizes[sizes > 0]
+    agreement: dict[str, Any] = {}
+    if labels is not None:
+        from sklearn.metrics import normalized_mutual_info_score
+
+        most = dict.fromkeys(np.unique(nodes).tolist(), 0)
+        for node, _, windows in _pairs(nodes, labels):
+            most[node] = max(most[node], windows)
+        agreement = {
+            "purity": sum(most.values()) / len(nodes),
+            "nmi": float(normalized_mutual_info_score(labels, nodes)),
+        }
+    return LevelReport(
+        level,
+        count,
+        count - len(present),
+        int(present.min()),
+        float(np.median(present)),
+        int(present.max()),
+        **agreement,
+    )
+
+
+def _pairs(nodes: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Each node and label that occur together, and how often."""
+    num_labels = int(labels.max()) + 1
+    pairs, counts = np.unique(nodes.astype(np.int64) * num_labels + labels, return_counts=True)
+    return zip((pairs // num_labels).tolist(), (pairs % num_labels).tolist(), counts.tolist(), strict=True)
+
+
+def _commonest(labels: np.ndarray, names: Sequence[str], number: int = 3) -> list[tuple[str, float]]:
+    counts = np.bincount(labels, minlength=len(names))
+    first = np.argsort(-counts, kind="stable")[:number]
+    return [(names[label], float(counts[label] / len(labels))) for label in first.tolist() if counts[label]]

@@ -1,0 +1,292 @@
+"""From a corpus to a folder with its tree."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from midus_hf.clusters.building import TreeOptions, assign_rows, build_tree, cluster_level
+from midus_hf.clusters.corpus import Corpus, load_fast_tokenizer
+from midus_hf.clusters.finished_nodes import FinishedNodes
+from midus_hf.clusters.growing_array import map_array
+from midus_hf.clusters.window_shards import JoinedRows, join_shards
+from midus_hf.clusters.window_store import StoredWindows, open_windows, store_windows
+from midus_hf.clusters.window_writer import only_run, read_record
+from midus_hf.documents import find_files
+from midus_hf.files.whole_files import whole_file
+from midus_hf.retrieval.cluster_tree import ClusterTree
+from midus_hf.retrieval.embedding import TextEmbedder
+from midus_hf.retrieval.tree_files import CENTROIDS_FILE, RECORD_FILE, TreeOrigin, lasting_name
+
+WINDOWS = "windows"
+"""The folder within a tree's where the embeddings of its corpus are."""
+
+_LEAVES = "leaves.npy"
+_FINISHED = "clustering"
+"""The folder within that of windows where nodes are kept until the tree is whole."""
+
+_VERSION = 1
+"""Of what makes centroids of embeddings and options."""
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What a person asks for.
+
+    Args:
+        corpus: The documents.
+        embedding_model: Folder or hub id, as in `TextEmbedder`.
+        tokenizer: Folder or hub id of the tokenizer that cuts windows.
+        output: Folder of the tree.
+        options: How the tree is built.
+        window_tokens: Tokens of a window. Default: 2048.
+        max_tokens: As in `TextEmbedder`. Default: None.
+        device: As in `TextEmbedder`. Default: `"cpu"`.
+        batch_size: As in `TextEmbedder`. Default: 64.
+        dtype: What embeddings are kept as. Default: `"float32"`.
+        overwrite: Whether a tree in `output` may be replaced; embeddings of the same request are kept. Default: false.
+    """
+
+    corpus: Corpus
+    embedding_model: str
+    tokenizer: str
+    output: Path
+    options: TreeOptions = field(default_factory=TreeOptions)
+    window_tokens: int = 2048
+    max_tokens: int | None = None
+    device: str = "cpu"
+    batch_size: int = 64
+    dtype: str = "float32"
+    overwrite: bool = False
+
+
+def build(request: BuildRequest) -> ClusterTree:
+    """Embed a corpus, cluster it and write the tree: `tree.safetensors`, `tree.json`, and `windows/` with the embeddings.
+
+    Run again after an interruption, it goes on with the embeddings that are there, and then with the node that it was at.
+
+    Args:
+        request: What is wanted.
+
+    Raises:
+        ValueError: If the output holds a tree or other files, scikit-learn is not installed, or as `store_windows`, `build_tree`
+            and what they are given.
+    """
+    check_scikit_learn()
+    output = request.output.expanduser()
+    _check_output(output, request.overwrite)
+    find_files(request.corpus.path)  # refuses what is not there, before models are loaded
+    tokenizer = load_fast_tokenizer(request.tokenizer)
+    embedder = TextEmbedder(request.embedding_model, request.device, request.batch_size, request.max_tokens)
+    stored = store_windows(output / WINDOWS, request.corpus, tokenizer, embedder, request.window_tokens, request.dtype)
+    origin = TreeOrigin(
+        embedding_model=lasting_name(request.embedding_model),
+        embedding_fingerprint=embedder.fingerprint,
+        embedding_max_tokens=embedder.max_tokens,
+        tokenizer=lasting_name(request.tokenizer),
+        window_tokens=request.window_tokens,
+        seed=request.options.seed,
+    )
+    return _cluster(output, stored, request.options, origin)
+
+
+def build_from_embeddings(
+    embeddings: Path, output: Path, options: TreeOptions | None = None, overwrite: bool = False
+) -> ClusterTree:
+    """Cluster what the tasks of a pipeline have embedded, and write the tree; nothing is embedded here, and no model is loaded.
+
+    `windows/` has no embeddings: they stay where they are, and are read from there. Run again after an interruption, it goes on with
+    the node that it was at.
+
+    Args:
+        embeddings: Folder that `midus_hf.clusters.datatrove_steps.EmbedWindows` wrote.
+        output: Folder of the tree.
+        options: How the tree is built. Default: `TreeOptions()`.
+        overwrite: Whether a tree in `output` may be replaced. Default: false.
+
+    Raises:
+        ValueError: If a task is not complete, or as `build`.
+    """
+    check_scikit_learn()
+    options = options or TreeOptions()
+    output = output.expanduser()
+    stored = _joined_windows(embeddings, output, overwrite)
+    record = read_record(output / WINDOWS)
+    assert record is not None
+    made_with = record.request
+    origin = TreeOrigin(
+        embedding_model=made_with["embedding_model_name"],
+        embedding_fingerprint=made_with["embedding_model"],
+        embedding_max_tokens=made_with["max_tokens"],
+        tokenizer=made_with["tokenizer_name"],
+        window_tokens=made_with["window_tokens"],
+        seed=options.seed,
+    )
+    return _cluster(output, stored, options, origin)
+
+
+def cluster_level_from_embeddings(embeddings: Path, output: Path, level: int, options: TreeOptions) -> None:
+    """Find the centroids of one level of the tree that `build_from_embeddings` makes, which then does not look for them.
+
+    Args:
+        embeddings: As in `build_from_embeddings`.
+        output: As in `build_from_embeddings`.
+        level: From 1. Windows must be assigned to the nodes of the level above.
+        options: How the tree is built.
+
+    Raises:
+        ValueError: As `build_from_embeddings`; if the tree has no such level, or windows are not assigned in the level above.
+    """
+    check_scikit_learn()
+    _check_level(level, options)
+    output = output.expanduser()
+    stored = _joined_windows(embeddings, output, overwrite=False)
+    with only_run(output / WINDOWS), contextlib.closing(_finished(output, stored, options)) as finished:
+        cluster_level(
+            stored.embeddings, options, level, _nodes_above(finished, level, len(stored.documents)), finished
+        )
+
+
+def assign_windows(output: Path, level: int, options: TreeOptions, rank: int, tasks: int) -> int:
+    """Assign a share of the windows of a tree to nodes of a level; others may assign other shares at the same time.
+
+    Args:
+        output: The folder of the tree.
+        level: From 1, of which `cluster_level_from_embeddings` has found the centroids.
+        options: As they were for that.
+        rank: Which share, from 0.
+        tasks: How many shares there are.
+
+    Returns:
+        How many windows were assigned; 0 if that was done before.
+
+    Raises:
+        ValueError: If the tree has no such level, or its centroids are not there.
+    """
+    _check_level(level, options)
+    output = output.expanduser()
+    stored = open_windows(output / WINDOWS)
+    count = len(stored.documents)
+    first, end = (count * number // tasks for number in (rank, rank + 1))
+    with contextlib.closing(_finished(output, stored, options, read_only=True)) as finished:
+        if first == end or finished.has_part(level, first, end) or finished.nodes(level) is not None:
+            return 0
+        nodes = _nodes_above(finished, level, count)[first:end]
+        of_level = torch.full((options.branching**level, stored.embeddings.shape[1]), torch.nan)
+        for parent in np.unique(nodes).tolist():
+            found = finished.centroids(level, parent)
+            if found is None:
+                raise ValueError(
+                    f"folder {str(output)!r} has no centroids of level {level} below node {parent}; expected those that ClusterLevel "
+                    "finds. Run it first."
+                )
+            of_level[options.branching * parent : options.branching * parent + len(found)] = found
+        finished.add_part(level, first, assign_rows(stored.embeddings, first, nodes, of_level, options.branching))
+    return end - first
+
+
+def _check_level(level: int, options: TreeOptions) -> None:
+    if not 1 <= level <= options.levels:
+        raise ValueError(f"level is {level}; expected one from 1 to {options.levels}, those of the tree.")
+
+
+def _nodes_above(finished: FinishedNodes, level: int, count: int) -> np.ndarray:
+    """The node of each window in the level above, `[N]` int64."""
+    nodes = np.zeros(count, np.int64) if level == 1 else finished.nodes(level - 1)
+    if nodes is None:
+        raise ValueError(
+            f"windows are not all assigned to nodes of level {level - 1}; expected the parts of all tasks. Run AssignWindows of that "
+            "level first."
+        )
+    return nodes
+
+
+def _joined_windows(embeddings: Path, output: Path, overwrite: bool) -> StoredWindows:
+    """The windows of tasks in the folder of a tree."""
+    embeddings = embeddings.expanduser()
+    _check_output(output, overwrite)
+    len(JoinedRows(embeddings))  # refuses what is not complete, before anything is made
+    with only_run(output / WINDOWS):
+        join_shards(embeddings, output / WINDOWS)
+    return open_windows(output / WINDOWS)
+
+
+def _finished(output: Path, stored: StoredWindows, options: TreeOptions, read_only: bool = False) -> FinishedNodes:
+    """What is done of a tree of these windows and options."""
+    rows, width = stored.embeddings.shape
+    asked = json.dumps([_VERSION, stored.fingerprint, dataclasses.asdict(options)])
+    fingerprint = hashlib.sha256(asked.encode()).hexdigest()
+    return FinishedNodes(output / WINDOWS / _FINISHED, fingerprint, options.branching, width, rows, read_only)
+
+
+def open_build(folder: Path) -> tuple[ClusterTree, StoredWindows, np.ndarray]:
+    """What `build` has written.
+
+    Args:
+        folder: Its output.
+
+    Returns:
+        The tree; the windows; the leaf of each window, `[N]` int32, mapped.
+
+    Raises:
+        ValueError: If something is absent or was altered.
+    """
+    folder = folder.expanduser()
+    tree = ClusterTree.load(folder)
+    stored = open_windows(folder / WINDOWS)
+    leaves = map_array(folder / WINDOWS / _LEAVES, len(stored.documents), "Build the tree again with --overwrite.")
+    return tree, stored, leaves
+
+
+def _cluster(output: Path, stored: StoredWindows, options: TreeOptions, origin: TreeOrigin) -> ClusterTree:
+    """Cluster windows, and write the tree and their leaves."""
+    from tqdm import tqdm
+
+    rows = len(stored.documents)
+    with only_run(output / WINDOWS):
+        finished = _finished(output, stored, options)
+        with (
+            contextlib.closing(finished),
+            tqdm(desc="clustering", unit=" rows", total=rows * options.levels, disable=None) as bar,
+        ):
+            built = build_tree(stored.embeddings, options, origin, bar.update, finished)
+        (output / RECORD_FILE).unlink(missing_ok=True)  # so that leaves are never those of another tree
+        with whole_file(output / WINDOWS / _LEAVES) as partial, partial.open("wb") as file:
+            np.save(file, built.leaves.astype(np.int32))
+        built.tree.save(output)
+        finished.delete()
+    return built.tree
+
+
+def check_scikit_learn() -> None:
+    """Refuse to begin without what is needed at the end.
+
+    Raises:
+        ValueError: If scikit-learn is not installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise ValueError("clustering needs scikit-learn; install it with pip install 'midus-hf[clusters]'.")
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output is {str(output)!r}, which is a file; expected a folder to make. Name another.")
+    if (output / RECORD_FILE).exists():
+        if not overwrite:
+            raise ValueError(
+                f"output {str(output)!r} holds a tree; pass --overwrite to replace it, which keeps the embeddings, or choose "
+                "another folder."
+            )
+        return
+    # A build that was killed between the two files of a tree keeps its nodes, by which the first of them is known as its own.
+    ours = {WINDOWS, CENTROIDS_FILE} if (output / WINDOWS / _FINISHED).is_dir() else {WINDOWS}
+    if output.is_dir() and any(path.name not in ours and not path.name.startswith(".") for path in output.iterdir()):
+        raise ValueError(
+            f"output is {str(output)!r}, which holds other files than those of a tree; expected a new folder. Name another."
+        )

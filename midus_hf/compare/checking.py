@@ -1,0 +1,77 @@
+"""What can be wrong with a comparison, seen before anything runs."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from midus_hf.compare.arms import Arm
+from midus_hf.compare.cells import cells_of
+from midus_hf.compare.options import Comparison
+from midus_hf.config.yaml_options import from_mapping
+from midus_hf.sft.options import SftConfig
+from midus_hf.training.data.held_out import check_held_out
+from midus_hf.training.optim.rates import Rates
+from midus_hf.training.options import TrainConfig
+
+_RATES = [field.name for field in dataclasses.fields(Rates) if isinstance(field.default, float | None)]
+"""Keys of rates that are numbers."""
+
+
+def check(comparison: Comparison, arms: Sequence[Arm]) -> None:
+    """See that a comparison can be run: that its texts are there, some of the domain among them, and its runs right.
+
+    Args:
+        comparison: From `plan`.
+        arms: From `plan`.
+
+    Raises:
+        ValueError: If a key is unknown or a value out of range, or a text does not exist.
+    """
+    if not comparison.domain:
+        raise ValueError("domain is empty; expected held-out text by which learning is measured, by name.")
+    for kind in ("domain", "retention"):
+        for name, path in getattr(comparison, kind).items():
+            if not Path(path).exists():
+                raise ValueError(
+                    f"{kind}.{name} is {path!r}, which does not exist; expected a file or a folder of text."
+                )
+    check_runs(comparison, arms)
+
+
+def check_runs(comparison: Comparison, arms: Sequence[Arm]) -> None:
+    """See that every run is one that `midus-train`, and `midus-sft` behind it, take.
+
+    Args:
+        comparison: From `plan`.
+        arms: From `plan`.
+
+    Raises:
+        ValueError: If a key is unknown or a value out of range, or the output is a file.
+    """
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    output = Path(comparison.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output is {comparison.output!r}, a file; expected a folder.")
+    for arm in arms:
+        for key in {key for rate in arm.rates for key in rate}:
+            if key not in _RATES:
+                raise ValueError(f"arms.{arm.name} has a rate {key!r}; expected one of: {', '.join(_RATES)}.")
+        most, of_all = arm.train.get("eval_max_tokens"), comparison.train.get("eval_max_tokens")
+        if most != of_all:
+            raise ValueError(
+                f"arms.{arm.name}.train.eval_max_tokens is {most}, and that of all is {of_all}; expected the same, since all are "
+                "measured alike. Set train.eval_max_tokens."
+            )
+        for cell in cells_of(arm, comparison):
+            keys = cell.training_keys(comparison, model="model", output=Path("run"))
+            _check_keys(arm, "midus-train", TrainConfig, keys)
+            if arm.fine_tune is not None:
+                _check_keys(arm, "midus-sft", SftConfig, cell.fine_tuning_keys("model", Path("tuned")))
+
+
+def _check_keys(arm: Arm, command: str, options: type[Any], keys: Mapping[str, Any]) -> None:
+    try:
+        check_held_out(from_mapping(options, keys))
+    except ValueError as error:
+        raise ValueError(f"arms.{arm.name}, as a run of {command}: {error}") from error

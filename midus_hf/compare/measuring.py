@@ -1,0 +1,263 @@
+"""One cell from upscaling to its result, and the base as it is measured beside it."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from midus_hf.compare.cells import Cell
+from midus_hf.compare.commands import Commands
+from midus_hf.compare.evaluations import Evaluations
+from midus_hf.compare.nulls import SHUFFLED, Controls, available_controls, wanted
+from midus_hf.compare.options import Comparison
+from midus_hf.compare.results import Measured, Point, Result, read_result, write_result
+from midus_hf.compare.workplace import BASE, Workplace, remove_upscaled
+from midus_hf.files.locks import alone
+from midus_hf.files.whole_files import whole_file
+
+Tasks = Mapping[str, Mapping[str, float]]
+
+
+def measure_base(comparison: Comparison, place: Workplace, commands: Commands) -> None:
+    """Measure the base as every model is measured.
+
+    Args:
+        comparison: What is asked for.
+        place: Where it is.
+        commands: Runs commands.
+
+    Raises:
+        StepFailed: If a command fails.
+    """
+    base, evaluations = comparison.base, Evaluations(place.root / BASE, comparison, commands)
+    losses = _losses(base, comparison, comparison.train, evaluations, "base")
+    tasks = _ask(base, comparison, "tasks", evaluations)
+    request = base_request(comparison)
+    write_result(place.root / BASE, Result(BASE, {}, 0, [Point(0, 0, None, losses)], tasks=tasks, request=request))
+
+
+def base_request(comparison: Comparison) -> dict[str, Any]:
+    """All that what is measured of the base depends on.
+
+    Args:
+        comparison: What is asked for, resolved by `plan`.
+    """
+    assert isinstance(comparison.train, Mapping), "files have been read"
+    tasks = None if comparison.tasks is None else dataclasses.asdict(comparison.tasks)
+    texts = {"eval_text": comparison.texts, "eval_max_tokens": comparison.train.get("eval_max_tokens")}
+    return {"base": comparison.base, **texts, "tasks": tasks}
+
+
+def measure_cell(cell: Cell, comparison: Comparison, place: Workplace, commands: Commands) -> None:
+    """Upscale, train and measure one cell; what is there already is not done again.
+
+    Args:
+        cell: Of the comparison.
+        comparison: What is asked for.
+        place: Where it is.
+        commands: Runs commands.
+
+    Raises:
+        StepFailed: If a command fails.
+    """
+    folder, arm = place.cell(cell), cell.arm
+    run = folder / "run"
+    evaluations = Evaluations(folder, comparison, commands)
+    model, report = _start(cell, comparison, place, commands)
+    starts_at_base = _starts_at_base(report)
+    controls: Controls = {}
+    is_causal = True
+    if arm.upscale is not None:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        is_causal = config["upscale"].get("causal", True)
+        if arm.control is None:
+            controls = available_controls(config)
+    keys = cell.training_keys(comparison, model, run)
+    peak_rss_bytes = _train("midus-train", keys, run, commands)
+    events = read_events(run / "log.jsonl")
+    peaks = [event["peak_memory_bytes"] for event in events if "peak_memory_bytes" in event]  # of each resumption
+    ended = next(event for event in reversed(events) if "trained_parameters" in event)
+    base = read_result(place.root / BASE)
+    assert base is not None, "the base is measured first"
+    tasks_before: Tasks = base.tasks
+    if report is not None and not starts_at_base:
+        tasks_before = _ask(model, comparison, "tasks-before", evaluations)
+    shuffled = unshuffled = None
+    if SHUFFLED in wanted(arm, controls):
+        # Measured as the shuffled model is: the curve is of the precision of training.
+        unshuffled = _losses(run, comparison, arm.train, evaluations, "unshuffled")
+        shuffled = _shuffled(cell, comparison, run, commands, evaluations)
+    result = Result(
+        arm=arm.name,
+        rate=dict(cell.rate),
+        seed=cell.seed,
+        curve=curve(events, list(comparison.texts)),
+        tasks_before=tasks_before,
+        tasks=_ask(run, comparison, "tasks", evaluations),
+        tuned=None if arm.fine_tune is None else _fine_tune(cell, comparison, run, place, commands, evaluations),
+        shuffled=shuffled,
+        unshuffled=unshuffled,
+        controls=controls,
+        control=arm.control,
+        control_of=arm.control_of,
+        new_parameters=0 if report is None else report["parameters"]["new"],
+        trained_parameters=ended["trained_parameters"],
+        starts_at_base=starts_at_base,
+        is_causal=is_causal,
+        seconds=ended["training_seconds"],
+        peak_memory_bytes=max(peaks, default=peak_rss_bytes),
+        request=cell.request(comparison),
+    )
+    if not comparison.keep_models:
+        (folder / "log.jsonl").write_bytes((run / "log.jsonl").read_bytes())
+    write_result(folder, result)
+    if not comparison.keep_models:
+        place.remove_run(run)
+
+
+def curve(events: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[Point]:
+    """The measurements of a run, from its log.
+
+    Args:
+        events: Of the log, in order.
+        texts: Their names.
+    """
+    points: dict[int, Point] = {}
+    tokens, seconds = 0, None
+    for event in events:
+        tokens, seconds = event.get("num_input_tokens_seen", tokens), event.get("training_seconds", seconds)
+        losses = {name: event[f"eval_{name}_loss"] for name in texts if f"eval_{name}_loss" in event}
+        if losses:
+            step = event["step"]
+            points[step] = Point(step, tokens if step else 0, seconds, losses)
+    return [points[step] for step in sorted(points)]
+
+
+def read_events(log: Path) -> list[dict[str, Any]]:
+    """The events of a finished run.
+
+    Args:
+        log: Its file.
+    """
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def _start(
+    cell: Cell, comparison: Comparison, place: Workplace, commands: Commands
+) -> tuple[str | Path, Mapping[str, Any] | None]:
+    """The model that training begins with, and what upscaling told of it; None if it is the base."""
+    if cell.arm.upscale is None:
+        return comparison.base, None
+    assert cell.upscaled_name is not None
+    model, told = place.models / cell.upscaled_name, place.models / f"{cell.upscaled_name}.json"
+    place.models.mkdir(parents=True, exist_ok=True)
+    lock = place.models / f".{cell.upscaled_name}.lock"
+    lock.touch()
+    with alone(lock):  # cells that share an upscaled model may run beside one another
+        if not told.is_file():
+            request = place.models / f"{cell.upscaled_name}.yaml"
+            request.write_text(yaml.safe_dump(dict(cell.arm.upscale)), encoding="utf-8")
+            words = [
+                "--config",
+                request,
+                "--base",
+                comparison.base,
+                "--output",
+                model,
+                "--seed",
+                cell.seed,
+                "--overwrite",
+            ]
+            report = commands.run("upscale", "upscale", *words, "--json").output
+            request.unlink()
+            with whole_file(told) as path:
+                path.write_text(report, encoding="utf-8")
+    return model, json.loads(told.read_text(encoding="utf-8"))
+
+
+def _starts_at_base(report: Mapping[str, Any] | None) -> bool | None:
+    """Whether an upscaled model was seen to compute what the base computes; None if nobody looked, or nothing was upscaled."""
+    difference = None if report is None else report["identity"]["max_abs_diff"]
+    return None if difference is None else difference == 0.0
+
+
+def _train(command: str, keys: dict[str, Any], run: Path, commands: Commands) -> int:
+    """Train, or go on with what was interrupted; returns the process's largest resident memory."""
+    if (run / "config.json").is_file():
+        return 0
+    if (run / "train_config.yaml").is_file():
+        keys = {**keys, **({"resume": "auto"} if any(run.glob("checkpoint-*")) else {"overwrite": True})}
+    step = command.removeprefix("midus-")
+    recipe = run.parent / f"{step}.yaml"
+    recipe.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return commands.run(step, command, recipe).peak_rss_bytes
+
+
+def _fine_tune(
+    cell: Cell, comparison: Comparison, run: Path, place: Workplace, commands: Commands, evaluations: Evaluations
+) -> Measured:
+    """Fine-tune a trained model, and measure it."""
+    tuned = run.parent / "tuned"
+    _train("midus-sft", cell.fine_tuning_keys(run, tuned), tuned, commands)
+    losses = _losses(tuned, comparison, cell.arm.train, evaluations, "tuned")
+    found = Measured(losses, _ask(tuned, comparison, "tasks-tuned", evaluations))
+    if not comparison.keep_models:
+        place.remove_run(tuned)
+    return found
+
+
+def _ask(model: str | Path, comparison: Comparison, step: str, evaluations: Evaluations) -> Tasks:
+    """Metrics by task."""
+    tasks = comparison.tasks
+    if tasks is None:
+        return {}
+    words: list[Any] = ["--tasks", ",".join(tasks.names)]
+    for option in ("data", "include_path", "limit", "num_fewshot"):
+        if getattr(tasks, option) is not None:
+            words += [f"--{option.replace('_', '-')}", getattr(tasks, option)]
+    return evaluations.measure(step, model, *words)["tasks"]
+
+
+def _losses(
+    model: str | Path, comparison: Comparison, train: Mapping[str, Any] | str, evaluations: Evaluations, step: str
+) -> dict[str, float]:
+    """Losses of the texts, as a run measures them."""
+    losses = {}
+    assert isinstance(train, Mapping), "files have been read"
+    corpus = train.get("corpus")
+    corpus = corpus[0] if isinstance(corpus, list) else corpus
+    read_as = corpus if isinstance(corpus, Mapping) else {}
+    options = {"--max-tokens": train.get("eval_max_tokens")}
+    options |= {"--column": read_as.get("column"), "--encoding": read_as.get("encoding")}
+    given = [word for option, value in options.items() if value is not None for word in (option, value)]
+    for name, path in comparison.texts.items():
+        words: list[Any] = ["--text", path, *given]
+        # As a run measures documents with paths: each by itself, with the blocks of its path.
+        if _has_paths(path, read_as):
+            words += ["--path-column", read_as["path_column"]]
+        told = evaluations.measure(f"{step}-{name}", model, *words)
+        losses[name] = math.log(told["perplexity"]["perplexity"])
+    return losses
+
+
+def _has_paths(text: str, corpus: Mapping[str, Any]) -> bool:
+    from midus_hf.documents import has_column
+
+    column = corpus.get("path_column")
+    return column is not None and has_column(text, column, corpus.get("encoding") or "utf-8")
+
+
+def _shuffled(
+    cell: Cell, comparison: Comparison, run: Path, commands: Commands, evaluations: Evaluations
+) -> dict[str, float]:
+    """Losses after the rows of the value tables were permuted."""
+    shuffled = run.parent / "shuffled"
+    words = ["shuffle", run, "--output", shuffled, "--seed", cell.seed, "--overwrite"]
+    commands.run("shuffle", "upscale", *words)
+    losses = _losses(shuffled, comparison, cell.arm.train, evaluations, "shuffled")
+    remove_upscaled(shuffled)
+    return losses

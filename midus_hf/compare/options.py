@@ -1,0 +1,183 @@
+"""What a comparison may be told."""
+
+import dataclasses
+import re
+from typing import Any
+
+from midus_hf.compare.rates import check_rates
+
+_NAMES = {
+    "arms": (
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*"),
+        "digits and the signs . _ + -, the first a letter or a digit",
+    ),
+    # The log of a run has eval_NAME_loss of a text.
+    "domain": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
+    "retention": (re.compile(r"[A-Za-z0-9_-]+"), "digits and the signs _ -"),
+}
+"""What names are made of, beside letters: arms are folders."""
+
+CONTROLS = ("one-row", "random-slots", "frozen-addresses", "shuffled-addresses")
+"""Null controls of memories: see `midus_hf.config.controls`."""
+
+OWN_TRAINING_KEYS = ("model", "output", "seed", "eval_text", "resume", "overwrite")
+OWN_FINE_TUNING_KEYS = ("model", "output", "seed", "resume", "overwrite")
+OWN_UPSCALING_KEYS = ("base", "output", "seed", "dry_run", "json", "overwrite", "push_to_hub", "private")
+"""What a comparison sets itself."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class TaskOptions:
+    """Questions that the base, and each model before and after training, is asked.
+
+    Args:
+        names: Tasks of `midus-eval`.
+        data: Folder with the questions of the local tasks. Default: none, every task is lm-eval's own.
+        include_path: Folder with more task files. Default: none.
+        limit: Questions per task. Default: all.
+        num_fewshot: Worked examples before a question. Default: what the task says, else 0.
+
+    Raises:
+        ValueError: If no task is named.
+    """
+
+    names: list[str]
+    data: str | None = None
+    include_path: str | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("tasks.names is an empty list; expected one or more tasks. Leave tasks out for none.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class ArmOptions:
+    """One of what is compared: a method, or a way to train the base.
+
+    Args:
+        upscale: Keys of `upscale --config`, or such a file. Default: none, the base itself is trained.
+        train: Keys of `midus-train`, or such a file, that replace those of all arms. Default: none.
+        fine_tune: Keys of `midus-sft`, or such a file, that replace those of all arms. Default: none.
+        fit: Name of a key of `upscale`, such as `num_new_layers` or `options.n`, and the values to choose from: that is taken
+            with which most nearly as many parameters train as the budget says. Default: none, the arm has the size that it has.
+        rates: As in `Comparison`, for this arm alone. Default: those of all.
+        controls: As in `Comparison`, for this arm alone. Default: those of all.
+
+    Raises:
+        ValueError: If a value lies outside its range or contradicts another.
+    """
+
+    upscale: dict[str, Any] | str | None = None
+    train: dict[str, Any] | str | None = None
+    fine_tune: dict[str, Any] | str | None = None
+    fit: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    rates: list[float | dict[str, float]] | None = None
+    controls: list[str] | bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.fit and self.upscale is None:
+            raise ValueError(
+                "fit is given without upscale; expected both, since it chooses a value of a key of upscale."
+            )
+        if len(self.fit) > 1 or not all(self.fit.values()):
+            raise ValueError(f"fit is {self.fit}; expected one key of upscale with the values to choose from.")
+        check_rates(self.rates)
+        _check_controls(self.controls)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Comparison:
+    """Methods that are trained on the same text from the same base, and measured alike.
+
+    Args:
+        base: Folder or Hub id of the base.
+        output: Folder of the comparison. What it holds already is not done again.
+        arms: What is compared, by name.
+        train: Keys of `midus-train` that all arms share, or such a file, among them `corpus` and `max_steps`, the budget of tokens.
+        fine_tune: Keys of `midus-sft`, or such a file: trained models are fine-tuned, and measured again. Default: none.
+        domain: Held-out texts that resemble the corpus, by name, as paths: what is learned is measured on them.
+        retention: Texts outside the domain: what is forgotten is measured on them. Default: none.
+        tasks: The keys of `TaskOptions`. Default: none.
+        trained_parameters: Budget of parameters that train, to which arms with `fit` are sized. Default: none.
+        seconds: Budget of seconds of training instead of steps: an arm ends with the step it is at. Default: none.
+        rates: Learning rates at each of which each arm is trained; or mappings with several keys of `midus-train`'s rates.
+            Default: the one that `train` gives.
+        seeds: Seeds of new parameters and of the order of texts. Default: `[0, 1, 2]`.
+        evaluations: How often a run measures the texts, the start not counted. Default: 5.
+        controls: Null controls that are put beside each memory at the rate that was its best, by name; true for all that the memory
+            has, false for none. Default: true.
+        keep_models: Whether upscaled and trained models stay. Default: false, each goes as soon as it has been measured.
+        trust_remote_code: Whether to run code that comes with the base. Default: false.
+
+    Raises:
+        ValueError: If a value lies outside its range or contradicts another.
+    """
+
+    base: str
+    output: str
+    arms: dict[str, ArmOptions]
+    train: dict[str, Any] | str
+    fine_tune: dict[str, Any] | str | None = None
+    domain: dict[str, str] = dataclasses.field(default_factory=dict)
+    retention: dict[str, str] = dataclasses.field(default_factory=dict)
+    tasks: TaskOptions | None = None
+    trained_parameters: int | None = None
+    seconds: float | None = None
+    rates: list[float | dict[str, float]] | None = None
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0, 1, 2])
+    evaluations: int = 5
+    controls: list[str] | bool = True
+    keep_models: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("arms", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; expected one or more.")
+        if not self.domain and self.tasks is None:
+            raise ValueError(
+                "domain is empty, and there are no tasks; expected something by which learning is measured."
+            )
+        for kind, (pattern, signs) in _NAMES.items():
+            for name in getattr(self, kind):
+                if not (isinstance(name, str) and pattern.fullmatch(name)):
+                    raise ValueError(
+                        f"{kind} has {name!r}; expected a name of letters, {signs}. Rename it, or put a number in quotes."
+                    )
+        for name in self.arms:
+            of, _, control = name.rpartition("+")
+            if of in self.arms and control in CONTROLS:
+                raise ValueError(
+                    f"arms has {name!r}, which is what the null control {control} of {of!r} is called; give it another name."
+                )
+        both = sorted(set(self.domain) & set(self.retention))
+        if both:
+            raise ValueError(
+                f"domain and retention both have a text {both[0]!r}; expected a name of its own for each text."
+            )
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds is {self.seeds}; expected different numbers from 0.")
+        for name in ("trained_parameters", "seconds", "evaluations"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; expected a number above 0.")
+        for name, arm in self.arms.items():
+            if arm.fit and self.trained_parameters is None:
+                raise ValueError(
+                    f"arms.{name}.fit is given, and trained_parameters is not; expected both, since arms are fitted to that budget."
+                )
+        check_rates(self.rates)
+        _check_controls(self.controls)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """All texts that are measured, those of the domain first."""
+        return {**self.domain, **self.retention}
+
+
+def _check_controls(controls: list[str] | bool | None) -> None:
+    for control in controls if isinstance(controls, list) else ():
+        if control not in CONTROLS:
+            raise ValueError(f"controls has {control!r}; expected one of: {', '.join(CONTROLS)}.")

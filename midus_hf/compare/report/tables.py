@@ -1,0 +1,228 @@
+"""Findings as tables of words."""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.compare.learning import mean_loss, spread
+from midus_hf.compare.rates import rate_name
+from midus_hf.compare.report.cautions import cautions
+from midus_hf.compare.report.findings import ArmFindings, Findings, metric_of
+from midus_hf.compare.report.words import short_count, with_spread
+from midus_hf.compare.results import Result
+
+
+def arms_table(found: Findings) -> TableOfWords:
+    """What each arm learned and forgot at its best rate, the best first."""
+    tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
+    base = found.base.end.losses
+    head = [
+        "arm",
+        "rate",
+        "seeds",
+        "new",
+        "trains",
+        "domain loss",
+        "learned",
+        *(["forgotten"] if found.retention else []),
+    ]
+    head += [*found.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
+    first = [
+        "base",
+        "",
+        "",
+        "",
+        "",
+        f"{mean_loss(found.base.end, found.domain):.4f}",
+        "",
+        *([""] if found.retention else []),
+    ]
+    first += [f"{base[name]:.4f}" for name in found.retention]
+    first += [_share(metric_of(found.base.tasks.get(task, {}))) for task in tasks] + [""] * 4
+    rows = [first, *(_arm_row(arm, found.retention, tasks) for arm in _by_domain(found))]
+    return TableOfWords("What each learned and forgot", head, rows)
+
+
+def short_table(found: Findings) -> TableOfWords:
+    """The same in few columns, for a terminal."""
+    rows = [
+        [
+            arm.name,
+            arm.rate,
+            short_count(arm.best[0].trained_parameters),
+            with_spread(arm.domain_loss),
+            *([with_spread(arm.forgotten, "{:+.4f}")] if found.retention else []),
+            f"{spread([result.seconds for result in arm.best]).mean:.0f}",
+        ]
+        for arm in _by_domain(found)
+    ]
+    head = ["arm", "rate", "trains", "domain loss", *(["forgotten"] if found.retention else []), "seconds"]
+    return TableOfWords(f"Base: domain loss {mean_loss(found.base.end, found.domain):.4f}", head, rows)
+
+
+def equal_learning_table(found: Findings) -> TableOfWords:
+    """What each arm had forgotten when it had learned as much as half of the arms did in the end, the least first."""
+    rows = [[one.arm, one.rate, with_spread(one.forgotten, "{:+.4f}")] for one in found.at_equal_learning()]
+    title = f"Forgotten when {found.common_learning:.4f} nats were learned"
+    return TableOfWords(title, ["arm", "rate", "change of the loss outside the domain"], rows)
+
+
+def tuned_table(found: Findings) -> TableOfWords:
+    """What fine-tuning left of it: losses of all texts, and tasks, of each arm at its best rate."""
+    texts = [*found.domain, *found.retention]
+    tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
+    rows = []
+    for arm in _by_domain(found):
+        tuned = [result.tuned for result in arm.best if result.tuned is not None]
+        if tuned:
+            losses = [with_spread(spread([one.losses[name] for one in tuned])) for name in texts]
+            told = []
+            for task in tasks:
+                numbers = [number for one in tuned if (number := metric_of(one.tasks.get(task, {}))) is not None]
+                told.append(with_spread(spread(numbers), "{:.3f}") if len(numbers) == len(tuned) else "")
+            rows.append([arm.name, arm.rate, *losses, *told])
+    return TableOfWords("After fine-tuning", ["arm", "rate", *texts, *tasks], rows)
+
+
+def controls_table(found: Findings) -> TableOfWords:
+    """Each memory beside its null controls: what addressing was worth."""
+    rows = []
+    for arm in found.arms:
+        for one in found.controls_of(arm):
+            half = one.advantage.half_interval
+            interval = "" if half is None else f"± {half:.4f}"
+            rows.append(
+                [arm, one.control, f"{one.advantage.mean:+.4f}", interval, str(one.advantage.count), one.words]
+            )
+    head = ["arm", "control", "nats lower than the control", "95 % interval", "seeds", ""]
+    return TableOfWords("Memories beside their null controls", head, rows)
+
+
+def failures_table(found: Findings) -> TableOfWords:
+    """What failed."""
+    return TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in found.failures.items()])
+
+
+def tables(found: Findings) -> list[TableOfWords]:
+    """All of them that have rows.
+
+    Args:
+        found: Of a comparison.
+    """
+    all_tables = [arms_table(found)]
+    if found.compares_forgetting:
+        all_tables.append(equal_learning_table(found))
+    all_tables += [tuned_table(found), controls_table(found), failures_table(found)]
+    return [table for table in all_tables if table.rows]
+
+
+def as_markdown(table: TableOfWords) -> str:
+    """A table in Markdown, with its title above it.
+
+    Args:
+        table: Of words.
+    """
+    lines = [f"**{table.title}**", "", _line(table.head), _line(["---"] * len(table.head)), *map(_line, table.rows)]
+    return "\n".join(lines)
+
+
+def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
+    """All that is told, for other programs.
+
+    Args:
+        found: Of a comparison.
+        files: That were written.
+    """
+    equal = {one.arm: one for one in found.at_equal_learning()} if found.compares_forgetting else {}
+    arms = [
+        {
+            "arm": arm.name,
+            "rate": arm.rate,
+            "seeds": [result.seed for result in arm.best],
+            "new_parameters": arm.best[0].new_parameters,
+            "trained_parameters": arm.best[0].trained_parameters,
+            "domain_loss": asdict(arm.domain_loss),
+            "learned": asdict(arm.learned),
+            "forgotten": arm.forgotten and asdict(arm.forgotten),
+            "forgotten_at_equal_learning": asdict(equal[arm.name].forgotten) if arm.name in equal else None,
+            "controls": {
+                one.control: {**asdict(one.advantage), "verdict": one.words} for one in found.controls_of(arm.name)
+            },
+        }
+        for arm in found.arms.values()
+    ]
+    return {
+        "base": {"losses": dict(found.base.end.losses), "tasks": found.base.tasks},
+        "common_learning": found.common_learning if found.arms else None,
+        "arms": arms,
+        "cautions": cautions(found) if found.arms else [],
+        "failed": dict(found.failures),
+        "missing": found.missing,
+        "files": list(map(str, files)),
+    }
+
+
+def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> None:
+    """Write a row for each run and moment that texts were measured at, as CSV.
+
+    Args:
+        path: The file.
+        results: Of all cells, those of controls included, and of the base.
+        texts: Their names.
+    """
+    head = [
+        "arm",
+        "control_of",
+        "control",
+        "rate",
+        "seed",
+        "new_parameters",
+        "trained_parameters",
+        "step",
+        "tokens",
+        "seconds",
+    ]
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([*head, *(f"loss_{name}" for name in texts)])
+        for result in results:
+            own = [result.arm, result.control_of, result.control, rate_name(result.rate), result.seed]
+            for point in result.curve:
+                losses = [point.losses.get(name, math.nan) for name in texts]
+                counts = [result.new_parameters, result.trained_parameters]
+                writer.writerow([*own, *counts, point.step, point.tokens, point.seconds, *losses])
+
+
+def _by_domain(found: Findings) -> list[ArmFindings]:
+    return sorted(found.arms.values(), key=lambda arm: arm.domain_loss.mean)
+
+
+def _arm_row(arm: ArmFindings, retention: Sequence[str], tasks: Sequence[str]) -> list[str]:
+    results = arm.best
+    row = [arm.name, arm.rate, str(len(results))]
+    row += [short_count(results[0].new_parameters), short_count(results[0].trained_parameters)]
+    row += [with_spread(arm.domain_loss), with_spread(arm.learned, "{:+.4f}")]
+    row += [with_spread(arm.forgotten, "{:+.4f}")] if retention else []
+    row += [with_spread(spread([result.end.losses[name] for result in results])) for name in retention]
+    for task in tasks:
+        before, after = arm.metric(task, before=True), arm.metric(task)
+        row.append("" if before is None or after is None else f"{before.mean:.3f} → {with_spread(after, '{:.3f}')}")
+    row.append(f"{spread([result.seconds for result in results]).mean:.0f}")
+    speeds = [result.end.tokens / result.seconds for result in results if result.seconds]
+    row.append(f"{spread(speeds).mean:,.0f}" if speeds else "")
+    row.append(f"{max(result.peak_memory_bytes for result in results) / 1e9:.2f}")
+    starts = {result.starts_at_base for result in results}
+    row.append("" if starts == {None} else "yes" if starts == {True} else "no")
+    return row
+
+
+def _share(number: float | None) -> str:
+    return "" if number is None else f"{number:.3f}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

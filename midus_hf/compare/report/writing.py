@@ -1,0 +1,53 @@
+"""The files that tell of a comparison, beside its runs."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from midus_hf.analysis.page import write_page
+from midus_hf.compare.report.findings import Findings
+from midus_hf.compare.report.tables import as_markdown, tables, write_runs
+from midus_hf.compare.report.words import sentences
+from midus_hf.compare.results import Result
+
+_HOW_TO_READ = (
+    "Losses are nats per token of held-out text, each text counting alike; ± is the standard deviation over seeds, and says "
+    "nothing of other texts and questions. Each model is measured against its own state right after upscaling, or against the base "
+    "where that state was not seen to be the base's: learned is what the loss of the domain fell by, forgotten what the loss "
+    "outside it rose by. Each arm is told at the rate that ended with its lowest loss of the domain, on the same text that is told "
+    "of, which flatters arms with more rates; forgetting at equal learning is read off each run's path, on a straight line between "
+    "measurements, at the rate at which it was least. A null control is the same memory with its addressing taken away, trained at "
+    "the arm's best rate, which need not be its own. Losses of the base, and those after fine-tuning or shuffling, are of weights "
+    "as they are saved; the others are of the precision of training, so that small differences between the two kinds may be "
+    "roundings. Seconds and tokens per second are those of this machine with whatever ran beside."
+)
+
+
+def write_report(root: Path, found: Findings, results: Sequence[Result]) -> list[Path]:
+    """Write `report.md`, `runs.csv` and, where matplotlib is installed, `report.html`, a page that needs no other file.
+
+    Args:
+        root: The folder of the comparison.
+        found: Of it.
+        results: Of all cells.
+
+    Returns:
+        The files.
+    """
+    told, all_tables = sentences(found), tables(found)
+    title = f"{', '.join(found.arms) or 'Nothing yet'} on {found.comparison.base}"
+    markdown, runs, page = root / "report.md", root / "runs.csv", root / "report.html"
+    parts = [
+        f"# {title}",
+        "\n".join(f"- {sentence}" for sentence in told),
+        *map(as_markdown, all_tables),
+        _HOW_TO_READ,
+    ]
+    markdown.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_runs(runs, [found.base, *results], list(found.comparison.texts))
+    if importlib.util.find_spec("matplotlib") is None or not found.arms:
+        return [markdown, runs]
+    from midus_hf.compare.report.pictures import pictures
+
+    write_page(page, title, [*told, _HOW_TO_READ], all_tables, pictures(found))
+    return [markdown, runs, page]

@@ -1,0 +1,106 @@
+"""A table as it came out, with the paper's numbers beside ours."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from midus_hf.analysis.page import write_page
+from midus_hf.analysis.table_of_words import TableOfWords
+from midus_hf.compare.report.tables import as_markdown
+from midus_hf.compare.report.words import with_spread
+from midus_hf.compare.reproduce.options import Stage
+from midus_hf.compare.reproduce.table import AVERAGE, Table, arm_name
+from midus_hf.compare.results import Result
+
+_STAGES: dict[Stage, str] = {"continued": "after continual pretraining", "tuned": "after fine-tuning"}
+
+
+def stage_table(
+    table: Table, stage: Stage, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]
+) -> TableOfWords:
+    """The numbers of a stage: ours, and below each row the paper's.
+
+    Args:
+        table: At a scale.
+        stage: Of the table.
+        results: By the name of the row's arm, of each seed; a row that is not in it is left out.
+        failures: By the name of the run, why it failed.
+    """
+    rows = []
+    for name, row in table.options.rows.items():
+        arm = arm_name(name)
+        if arm not in results:
+            continue
+        of_row = results[arm]
+        ours = [with_spread(table.spread(column, stage, of_row), "{:.2f}") or "-" for column in table.options.columns]
+        printed = row.continued if stage == "continued" else row.tuned or [None] * len(table.options.columns)
+        failed = any(run.startswith(f"{arm}/") for run in failures)
+        state = "failed" if failed else str(len(of_row) or "not done")
+        rows += [
+            [name, *ours, state],
+            ["paper", *("-" if number is None else f"{number:.2f}" for number in printed), ""],
+        ]
+    return TableOfWords(f"{table.options.title}: {_STAGES[stage]}", ["", *table.options.columns, "seeds"], rows)
+
+
+def as_json(table: Table, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]) -> dict[str, Any]:
+    """All numbers, for other programs.
+
+    Args:
+        table: At a scale.
+        results: By the name of the row's arm, of each seed.
+        failures: By the name of the run, why it failed.
+    """
+    rows = []
+    for name, row in table.options.rows.items():
+        of_row = results.get(arm_name(name), [])
+        told: dict[str, Any] = {"row": name, "seeds": [result.seed for result in of_row]}
+        for stage in table.options.stages:
+            found = {column: table.spread(column, stage, of_row) for column in table.options.columns}
+            printed = row.continued if stage == "continued" else row.tuned
+            told[stage] = {
+                column: {
+                    "mean": None if one is None else one.mean,
+                    "deviation": None if one is None else one.deviation,
+                    "paper": None if printed is None else printed[number],
+                }
+                for number, (column, one) in enumerate(found.items())
+            }
+        rows.append(told)
+    return {
+        "paper": table.paper,
+        "table": table.name,
+        "scale": table.scale_name,
+        "rows": rows,
+        "failed": dict(failures),
+    }
+
+
+def write_table(
+    root: Path, table: Table, results: Mapping[str, Sequence[Result]], failures: Mapping[str, str]
+) -> list[Path]:
+    """Write `table.md` and `table.html`.
+
+    Args:
+        root: The folder of the comparison.
+        table: At a scale.
+        results: By the name of the row's arm, of each seed.
+        failures: By the name of the run, why it failed.
+
+    Returns:
+        The files.
+    """
+    title = f"{table.paper}, table {table.name}, at the scale {table.scale_name}"
+    tables = [stage_table(table, stage, results, failures) for stage in table.options.stages]
+    if failures:
+        tables.append(TableOfWords("Failed", ["run", "why"], [[name, why] for name, why in failures.items()]))
+    words = [f"{table.options.title}. {table.scale.needs}", *_left_out(table)]
+    markdown, page = root / "table.md", root / "table.html"
+    markdown.write_text("\n\n".join([f"# {title}", *words, *map(as_markdown, tables)]) + "\n", encoding="utf-8")
+    write_page(page, title, words, tables, {})
+    return [markdown, page]
+
+
+def _left_out(table: Table) -> list[str]:
+    missing = [column for column in table.options.columns if column not in table.scale.columns and column != AVERAGE]
+    return [f"Not measured at this scale: {', '.join(missing)}."] if missing else []

@@ -1,0 +1,158 @@
+"""How many floating-point operations a model takes for a batch, from its config alone.
+
+Counted as in Mixture of Chapters, appendix A.2, for every family: attention as if every token attended to every token, so neither
+causal masks nor sliding windows make it less. What is made once for all layers, such as rotary angles, is not counted, nor are
+lookups in tables.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midus_hf.config.backbone import Backbone, read_backbone
+from midus_hf.config.flops.rules import (
+    ACTIVATIONS,
+    TANH,
+    attention_products,
+    attention_weights,
+    cross_entropy,
+    linear,
+    rms_norm,
+    rotary_embedding,
+)
+from midus_hf.config.memory_entries import inserted_options, read_memories
+
+SOFT_CAP = TANH + 2
+"""Of capping numbers softly, per number: a division, a tanh, a product."""
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of one forward pass, by the name of what they are for.
+
+    Args:
+        layers: Of each layer. What a memory does has the memory's name, or its type where it is inserted, in front.
+        outside: Of the embedding, the head and the loss.
+    """
+
+    layers: tuple[dict[str, int], ...]
+    outside: dict[str, int]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Of all layers together, and of what is outside of them."""
+        summed: Counter[str] = Counter()
+        for parts in (*self.layers, self.outside):
+            summed.update(parts)
+        return dict(summed)
+
+    @property
+    def forward(self) -> int:
+        """Of the forward pass."""
+        return sum(self.parts.values())
+
+    @property
+    def backward(self) -> int:
+        """Of the backward pass, where everything trains and nothing is recomputed: twice the forward pass."""
+        return 2 * self.forward
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.forward + self.backward
+
+
+def estimate_flops(config: Mapping[str, Any], tokens: int, batch: int = 1) -> ModelFlops:
+    """Count what a model computes.
+
+    Args:
+        config: The raw `config.json`.
+        tokens: T, tokens of each sequence.
+        batch: B, sequences. Default: 1.
+
+    Raises:
+        ValueError: As `read_backbone` and `read_memories`; if tokens or sequences are fewer than 1; if the activation has no
+            price; if a memory does not say what it computes.
+    """
+    for name, value in (("sequence length", tokens), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more.")
+    backbone = read_backbone(config)
+    sizes = backbone.sizes
+    memories = read_memories(config.get("memory"), sizes)
+
+    def layer_parts(layer: int) -> dict[str, int]:
+        entry = memories.inserted.get(layer)
+        if entry is not None:
+            keeps_output = inserted_options(entry).keeps_output_projection
+            parts = _attention(backbone, batch, tokens, keeps_output)
+        else:
+            parts = _layer(backbone, batch, tokens)
+        for memory in (*memories.attached_to(layer), *(() if entry is None else (entry,))):
+            counted = memory.options.flops(sizes, batch, tokens, memory.layers.index(layer), len(memory.layers))
+            parts |= {f"{memory.name or memory.type}: {part}": count for part, count in counted.items()}
+        return {part: count for part, count in parts.items() if count}
+
+    layers = tuple(layer_parts(layer) for layer in range(sizes.num_layers))
+    return ModelFlops(layers, {part: count for part, count in _outside(backbone, batch, tokens).items() if count})
+
+
+def _layer(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
+    """A layer of the base, its residual adds included."""
+    hidden, inner, rows = backbone.sizes.hidden_size, backbone.sizes.intermediate_size, batch * tokens
+    if backbone.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"the activation is {backbone.activation!r}, which has no price; expected one of: {', '.join(ACTIVATIONS)}."
+        )
+    attention = _attention(backbone, batch, tokens, keeps_output=True)
+    norms = backbone.traits.input_norms + backbone.traits.output_norms
+    return {
+        **attention,
+        "norms": attention["norms"] + norms * rms_norm(rows, hidden),
+        "feed-forward": 2 * linear(rows, hidden, inner, backbone.mlp_bias)
+        + linear(rows, inner, hidden, backbone.mlp_bias)
+        + rows * inner * (ACTIVATIONS[backbone.activation] + 1),
+        "residual adds": 2 * rows * hidden,
+    }
+
+
+def _attention(backbone: Backbone, batch: int, tokens: int, keeps_output: bool) -> dict[str, int]:
+    """Attention and the norms in front of it, inside and behind.
+
+    Args:
+        backbone: Of the model.
+        batch: B.
+        tokens: T.
+        keeps_output: Whether it has its output projection, and the norm behind that.
+    """
+    sizes, rows = backbone.sizes, batch * tokens
+    query, key = backbone.query_width, backbone.key_width
+    inner_norms = {
+        "head": rms_norm(rows * (sizes.num_heads + sizes.num_key_value_heads), sizes.head_dim),
+        "whole": rms_norm(rows, query) + rms_norm(rows, key),
+        None: 0,
+    }
+    norms = backbone.traits.input_norms + (keeps_output and backbone.traits.output_norms)
+    scores = batch * sizes.num_heads * tokens * tokens
+    return {
+        "attention": linear(rows, sizes.hidden_size, query, backbone.attention_bias)
+        + 2 * linear(rows, sizes.hidden_size, key, backbone.attention_bias)
+        + (linear(rows, query, sizes.hidden_size, backbone.output_bias) if keeps_output else 0)
+        + attention_products(batch, tokens, tokens, query)
+        + attention_weights(batch, sizes.num_heads, tokens, tokens)
+        + (scores * SOFT_CAP if backbone.caps_scores else 0),
+        "rotary embedding": rotary_embedding(rows, query, key),
+        "norms": inner_norms[backbone.traits.query_key_norm] + norms * rms_norm(rows, sizes.hidden_size),
+    }
+
+
+def _outside(backbone: Backbone, batch: int, tokens: int) -> dict[str, int]:
+    hidden, rows = backbone.sizes.hidden_size, batch * tokens
+    return {
+        "embedding": rows * hidden if backbone.traits.scales_embedding else 0,
+        "final norm": rms_norm(rows, hidden),
+        "language head": linear(rows, hidden, backbone.vocabulary)
+        + (rows * backbone.vocabulary * SOFT_CAP if backbone.caps_logits else 0),
+        "cross entropy": cross_entropy(batch, tokens, backbone.vocabulary),
+    }

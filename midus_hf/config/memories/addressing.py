@@ -1,0 +1,14 @@
+"""What slots are retrieved by: what a token holds, or nothing that it holds."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from midus_hf.config.memory_types import DeclaredControl
+
+Addressing = Literal["content", "random"]
+ADDRESSING_HELP = (
+    "what slots are retrieved by. content: what a token holds; random: a query that is drawn anew for every token and pass, of the "
+    "length of its own, so that addresses say nothing: a control"
+)
+RANDOM_SLOTS: Mapping[DeclaredControl, Mapping[str, Any]] = {"random-slots": {"addressing": "random"}}
+"""The control of every memory that has the option."""

@@ -1,0 +1,327 @@
+"""Mixture of Chapters: a bank of latent memory tokens, of which a router opens some chapters (section 5)."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor, Normal
+from midus_hf.config.flops.rules import (
+    SOFTMAX,
+    attention_products,
+    attention_weights,
+    linear,
+    rms_norm,
+    router_losses,
+    top_k,
+)
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memories.addressing import RANDOM_SLOTS, Addressing
+from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+Routing = Literal["chunk", "prompt", "token", "sequence"]
+Weighting = Literal["released", "logit_bias", "paper"]
+Balance = Literal["routed", "per-choice", "released"]
+
+PAPER = {
+    "memory_tokens": 262208,
+    "chapters": 4097,
+    "shared_chapters": 1,
+    "k": 64,
+    "routing": "sequence",
+    "weighting": "released",
+    "routed_scale": 2.5,
+    "normalise": True,
+    "share": "all",
+}
+"""Table 5 of the paper."""
+
+
+_STD = 0.02
+_FIRST_CHUNK = 8
+
+
+@register_memory_type("chapters")
+@dataclass(kw_only=True)
+class ChaptersOptions(MemoryOptions):
+    """Size of the bank, how chapters are chosen, and how what they hold is mixed.
+
+    The output projection starts at zero, so that the memory adds zero; everything else is as the release starts it. The router
+    has a logit for shared chapters as well, as the release has, which takes part in its losses only where `balance` is `released`.
+    """
+
+    sites = ("behind-attention", "behind-layer")
+    controls = {
+        "one-row": {"memory_tokens": 1, "chapters": 1, "shared_chapters": 0, "k": 1},
+        **RANDOM_SLOTS,
+    }
+    # The output projection starts at zero, so that nothing would be added without it; it has the role of the other projections.
+    value_roles = ("value", "transform", "projection")
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": PAPER,
+        "released-adapter": {
+            "memory_tokens": 2048,
+            "chapters": 8,
+            "shared_chapters": 0,
+            "k": 2,
+            "routing": "sequence",
+            "routed_scale": 1.0,
+            "normalise": False,  # the release does only where there are shared chapters
+            "bank_rank": 256,
+            "router_z_loss_coef": 0.0,
+        },
+    }
+
+    memory_tokens: int = option(4096, "N_m, the rows of the bank")
+    chapters: int = option(64, "C, equal parts of the bank, shared ones included")
+    shared_chapters: int = option(1, "S, the first chapters, which every token reads")
+    k: int = option(4, "chapters that the router chooses besides")
+    routing: Routing = option(
+        "chunk",
+        "what is pooled to choose chapters. chunk: for each stretch of chunk_size tokens, the tokens before it; prompt: the prompt; "
+        "token: every token chooses for itself; sequence: all tokens, later ones included, so not causal",
+    )
+    chunk_size: int = option(64, "tokens that read the same chapters where routing is chunk")
+    first_chunk: int | None = option(
+        None,
+        "tokens of the first stretch of a document, which nothing guides; from there to chunk_size is another, so that short texts "
+        "too read by what they say. null: 8, or chunk_size where that is less",
+    )
+    weighting: Weighting = option(
+        "released",
+        "what chapter weights do. released: they scale memory tokens; logit_bias: their logarithm is added to attention logits; "
+        "paper: nothing, as in equations 2 to 4, so the router learns from its losses alone",
+    )
+    routed_scale: float = option(2.5, "weight of all routed chapters together, where each shared one weighs 1")
+    normalise: bool = option(True, "whether memory tokens are divided by their root mean square before they are read")
+    heads: int | None = option(None, "query heads; null: as many as the model's attention has")
+    kv_heads: int | None = option(None, "key and value heads; null: as many as query heads")
+    share: str = option(
+        "all", "which layers have one bank: all, none, or every:K for K neighbours", "all | none | every:K"
+    )
+    bank_rank: int | None = option(
+        None, "width of the two factors that the bank is a product of; null: it is one matrix"
+    )
+    bank_width: int | None = option(
+        None, "width of memory tokens, and of the attention that reads them; null: the model's hidden size"
+    )
+    bank_bits: Literal[8, 4] | None = option(
+        None,
+        "bits per element of a bank that no longer trains, whose rows are integers with a scale each; null: it trains",
+    )
+    router_aux_loss_coef: float = option(0.01, "of the load-balance loss, which the model adds to its own in training")
+    router_z_loss_coef: float = option(0.001, "of the mean squared log-sum-exp of router logits, likewise")
+    balance: Balance = option(
+        "routed",
+        "the logits and the scale of the router's losses. routed: over the logits of routed chapters alone, so that the load-balance "
+        "loss is k where chapters are chosen evenly; per-choice: the same with the load-balance loss divided by k, so 1; released: "
+        "over all logits, as the release has it, where probability on shared chapters hides that few routed ones are chosen",
+    )
+    addressing: Addressing = option(
+        "content",
+        "what routers choose chapters by. content: what is pooled; random: a vector that is drawn anew for every choice and pass, of "
+        "the length of what is pooled, so that it says nothing of the text: a control",
+    )
+
+    @not_carried
+    def __post_init__(self) -> None:
+        for name, least in (("memory_tokens", 1), ("chapters", 1), ("shared_chapters", 0), ("chunk_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more.")
+        if self.first_chunk is not None and not 1 <= self.first_chunk <= self.chunk_size:
+            raise ValueError(
+                f"first_chunk is {self.first_chunk}; expected 1 to chunk_size = {self.chunk_size}, or null. Lower it or raise "
+                "chunk_size."
+            )
+        if self.memory_tokens % self.chapters:
+            raise ValueError(
+                f"chapters is {self.chapters}, which does not divide memory_tokens = {self.memory_tokens}; expected chapters of "
+                f"equal size. The nearest that do are {', '.join(map(str, _nearest_divisors(self.memory_tokens, self.chapters)))}."
+            )
+        if self.routed_chapters < 1:
+            raise ValueError(
+                f"shared_chapters is {self.shared_chapters}; expected fewer than chapters = {self.chapters}, so that some are left "
+                "for the router. Lower it or raise chapters."
+            )
+        if not 1 <= self.k <= self.routed_chapters:
+            raise ValueError(
+                f"k is {self.k}; expected 1 <= k <= {self.routed_chapters}, the chapters = {self.chapters} less shared_chapters = "
+                f"{self.shared_chapters}. Lower k or raise chapters."
+            )
+        for name in ("heads", "kv_heads", "bank_rank", "bank_width"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected 1 or more, or null.")
+        if self.bank_rank is not None and self.bank_width is not None:
+            raise ValueError(
+                f"bank_rank is {self.bank_rank} and bank_width is {self.bank_width}; expected one of them."
+            )
+        if not (math.isfinite(self.routed_scale) and self.routed_scale > 0):
+            raise ValueError(f"routed_scale is {self.routed_scale!r}; expected a number above 0.")
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.share not in ("all", "none") and self._neighbours() is None:
+            raise ValueError(f"share is {self.share!r}; expected all, none, or every:K such as every:2.")
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self.routing == "sequence"
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.routing == "prompt"
+
+    @property
+    def routed_chapters(self) -> int:
+        """Chapters that the router chooses among."""
+        return self.chapters - self.shared_chapters
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of the first stretch of a document, where routing is by chunk."""
+        return min(_FIRST_CHUNK, self.chunk_size) if self.first_chunk is None else self.first_chunk
+
+    @property
+    def chapter_tokens(self) -> int:
+        """T, memory tokens per chapter."""
+        return self.memory_tokens // self.chapters
+
+    def width(self, sizes: ModelSizes) -> int:
+        """Width of memory tokens, and of the attention that reads them."""
+        return self.bank_width or sizes.hidden_size
+
+    def row_width(self, sizes: ModelSizes) -> int:
+        """Elements of a row of the bank."""
+        return self.bank_rank or self.width(sizes)
+
+    def num_heads(self, sizes: ModelSizes) -> int:
+        """Query heads."""
+        return self.heads or sizes.num_heads
+
+    def num_kv_heads(self, sizes: ModelSizes) -> int:
+        """Key and value heads."""
+        return self.kv_heads or self.num_heads(sizes)
+
+    @not_carried
+    def check(self, sizes: ModelSizes) -> None:
+        heads, kv_heads, width = self.num_heads(sizes), self.num_kv_heads(sizes), self.width(sizes)
+        if width % heads:
+            name = "hidden_size" if self.bank_width is None else "bank_width"
+            raise ValueError(
+                f"heads is {heads}, which does not divide {name} = {width}; expected a divisor. Set heads."
+            )
+        if heads % kv_heads:
+            raise ValueError(
+                f"kv_heads is {kv_heads}, which does not divide the {heads} query heads; expected a divisor."
+            )
+        if self.bank_bits == 4 and self.row_width(sizes) % 2:
+            raise ValueError(
+                f"bank_bits is 4 and rows of the bank have {self.row_width(sizes)} elements; expected an even number, two per "
+                "byte. Set bank_bits to 8."
+            )
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        width = self.width(sizes)
+        read_width = width // self.num_heads(sizes) * self.num_kv_heads(sizes)
+
+        def projection(outputs: int, inputs: int) -> DeclaredTensor:
+            return DeclaredTensor((outputs, inputs), "projection", Normal(_STD))
+
+        tensors = {
+            "norm_weight": DeclaredTensor((sizes.hidden_size,), "norm", ONES),
+            "router_weight": DeclaredTensor((self.chapters, sizes.hidden_size), "router", Normal(_STD)),
+            "router_bias": DeclaredTensor((self.chapters,), "router", ZEROS),
+            "query_projection.weight": projection(width, sizes.hidden_size),
+            "key_projection.weight": projection(read_width, width),
+            "value_projection.weight": projection(read_width, width),
+            "output_projection.weight": DeclaredTensor((sizes.hidden_size, width), "projection", ZEROS),
+        }
+        return {**tensors, **self.bank(sizes)} if self.share == "none" else tensors
+
+    def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
+        if self.share == "none":
+            return ()
+        together = self._neighbours() or len(layers)
+        groups = [layers[first : first + together] for first in range(0, len(layers), together)]
+        return tuple(SharedTables(group, self.bank(sizes)) for group in groups)
+
+    def bank(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """The tensors that hold the memory tokens."""
+        row_width = self.row_width(sizes)
+        tensors = {"bank": DeclaredTensor((self.memory_tokens, row_width), "value", Normal(_STD))}
+        if self.bank_bits is not None:
+            scales = DeclaredTensor((self.memory_tokens,), "buffer", ONES)
+            if self.bank_bits == 8:
+                integers = DeclaredTensor((self.memory_tokens, row_width), "buffer", ZEROS, dtype="int8")
+            else:
+                integers = DeclaredTensor((self.memory_tokens, row_width // 2), "buffer", ZEROS, dtype="uint8")
+            tensors = {"bank_integers": integers, "bank_scales": scales}
+        if self.bank_rank is not None:
+            shape, initial = (sizes.hidden_size, self.bank_rank), Normal(self.bank_rank**-0.5)
+            tensors["bank_transform"] = DeclaredTensor(shape, "transform", initial)
+        return tensors
+
+    @not_carried
+    def values_read(self, sizes: ModelSizes) -> int:
+        return (self.shared_chapters + self.k) * self.chapter_tokens * self.row_width(sizes)
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`; for routing `sequence`, and `prompt` alike, to the unit what the paper counts.
+
+        Each sequence's memory tokens are weighed, normalised and projected for it alone. Where stretches or tokens choose, their
+        choices overlap: each memory token that is read is normalised and projected once, the whole bank at most, and weights scale
+        scores and what is summed by them. Pooling of stretches is a running sum, divided where one begins. A factored bank is
+        multiplied out once per layer, and one of integers is scaled where it is read. The losses of the router count as the paper
+        has them; making weights of its probabilities does not.
+        """
+        hidden, width, heads, rows = sizes.hidden_size, self.width(sizes), self.num_heads(sizes), batch * tokens
+        chunks = math.ceil(tokens / self.chunk_size) + (self.first_tokens < min(tokens, self.chunk_size))
+        stretches = {"chunk": chunks, "token": tokens}.get(self.routing, 1)
+        choices, selected = batch * stretches, (self.shared_chapters + self.k) * self.chapter_tokens
+        read = choices * selected if stretches == 1 else min(choices * selected, self.memory_tokens)
+        scores = heads * rows * selected
+        pooling = 0 if self.routing == "token" else batch * hidden * (tokens - 1) + choices * hidden
+        weighting = {
+            "released": read * width if stretches == 1 else 2 * scores,
+            "logit_bias": choices * (self.shared_chapters + self.k) + scores,
+            "paper": 0,
+        }
+        read_width = width // heads * self.num_kv_heads(sizes)
+        return {
+            "router": pooling
+            + linear(choices, hidden, self.chapters)
+            + choices * self.chapters * SOFTMAX
+            + top_k(choices, self.chapters, self.k),
+            "router losses": router_losses(choices, self.chapters, self.k),
+            "bank": (0 if self.bank_rank is None else linear(self.memory_tokens, self.bank_rank, hidden))
+            + (0 if self.bank_bits is None else read * self.row_width(sizes)),
+            "memory tokens": weighting[self.weighting] + (rms_norm(read, width) if self.normalise else 0),
+            "attention": linear(rows, hidden, width)
+            + 2 * linear(read, width, read_width)
+            + linear(rows, width, hidden)
+            + attention_products(batch, tokens, selected, width)
+            + attention_weights(batch, heads, tokens, selected),
+            "norms": rms_norm(rows, hidden),
+            "residual adds": rows * hidden,
+        }
+
+    def _neighbours(self) -> int | None:
+        """K of `every:K`."""
+        every = re.fullmatch(r"every:([1-9]\d*)", self.share)
+        return int(every[1]) if every else None
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of a number just below and just above what was wanted."""
+    divisors = [
+        divisor
+        for small in range(1, math.isqrt(number) + 1)
+        if number % small == 0
+        for divisor in (small, number // small)
+    ]
+    below, above = [d for d in divisors if d < wanted], [d for d in divisors if d > wanted]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]

@@ -1,0 +1,161 @@
+"""Mixture-of-depths attention (MoDA): heads that also read what earlier layers wrote at their own position (section 2)."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Initial, Normal
+from midus_hf.config.flops.rules import attention_products, attention_weights, linear
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memory_types import MemoryOptions, register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+_STD = 0.02
+
+SlotSource = Literal["attention", "ffn"]
+"""What wrote a slot: attention, its own keys and values or others of the same input, or a projection of what the feed-forward
+network reads."""
+
+
+class Slot(NamedTuple):
+    """A key and a value per key/value head and token, which a layer writes for later ones.
+
+    Args:
+        writer: Index of the layer that writes it, among those that have the memory.
+        source: What wrote it.
+    """
+
+    writer: int
+    source: SlotSource
+
+
+@register_memory_type("depth-attention")
+@dataclass(kw_only=True)
+class DepthAttentionOptions(MemoryOptions):
+    """Which slots layers write, which of them later layers read, and how that is joined with what is read of the sequence."""
+
+    sites = ("inside-attention",)
+    attends = True
+
+    joining: Literal["added", "interpolated", "joint"] = option(
+        "added",
+        "how heads join o_S and o_D, what they read of the sequence and of the depth, with w the depth's share of one softmax over "
+        "both and c a gate per head from 0 to 1, which starts at 0. added: (1 - c w) o_S + (1 - c + c w) o_D. interpolated: "
+        "(1 - c w) o_S + c w o_D. joint: one softmax over both, as in the paper, no gate and no identity at the start",
+    )
+    attention_slots: Literal["reused", "projected", "none"] = option(
+        "none",
+        "keys and values of attention that later layers read. reused: its own. projected: others of the same input",
+    )
+    ffn_slots: bool = option(
+        True, "whether keys and values are projected from what the feed-forward network reads as well"
+    )
+    bias: bool = option(False, "whether the projections of slots have a bias")
+    rope: Literal["same", "released"] = option(
+        "same",
+        "how slots meet queries. same: rotated alike, so that the position cancels out. released: keys as they are in front of their "
+        "norm and rotation, as in the paper's code",
+    )
+    slots: int = option(0, "S, the slots that a token reads at most, which are the newest; 0: all")
+
+    @not_carried
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError(
+                "attention_slots is 'none' and ffn_slots is false; expected one of them, for there is nothing to read."
+            )
+        if self.slots < 0:
+            raise ValueError(f"slots is {self.slots}; expected 0 or more.")
+
+    @property
+    def sources(self) -> tuple[SlotSource, ...]:
+        """What writes slots in every layer, in the order that they are written."""
+        attention: tuple[SlotSource, ...] = ("attention",) if self.attention_slots != "none" else ()
+        return (*attention, "ffn") if self.ffn_slots else attention
+
+    @property
+    def projected(self) -> tuple[SlotSource, ...]:
+        """Those of `sources` that have projections of their own."""
+        return tuple(source for source in self.sources if source == "ffn" or self.attention_slots == "projected")
+
+    def num_read(self, index: int) -> int:
+        """How many slots a layer reads."""
+        written = len(self.sources) * index
+        return min(written, self.slots) if self.slots else written
+
+    def slots_read(self, index: int) -> tuple[Slot, ...]:
+        """The slots that a layer reads of those that others wrote, from the oldest to the newest."""
+        written = [Slot(layer, source) for layer in range(index) for source in self.sources]
+        return tuple(written[-self.slots :] if self.slots else written)
+
+    def is_read(self, slot: Slot, count: int) -> bool:
+        """Whether one of `count` layers reads a slot."""
+        return slot.writer + 1 < count and slot in self.slots_read(slot.writer + 1)
+
+    def takes(self, index: int) -> tuple[tuple[int, str], ...]:
+        return tuple(
+            (slot.writer, f"{slot.source}_{part}") for slot in self.slots_read(index) for part in ("key", "value")
+        )
+
+    def gives(self, index: int, count: int) -> tuple[str, ...]:
+        written = (source for source in self.sources if self.is_read(Slot(index, source), count))
+        return tuple(f"{source}_{part}" for source in written for part in ("key", "value"))
+
+    @not_carried
+    def given_shape(self, name: str, sizes: ModelSizes, index: int, batch: int, tokens: int) -> tuple[int, ...]:
+        return (batch, sizes.num_key_value_heads, tokens, sizes.head_dim)
+
+    @not_carried
+    def starts_at_zero(self, name: str) -> bool:
+        source, _, part = name.rpartition("_")
+        return source in self.projected and self._initial(part) == ZEROS
+
+    @not_carried
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        if len(layers) < 2:
+            raise ValueError(
+                f"layers is {list(layers)}; expected two or more, for a layer reads what another in front of it wrote."
+            )
+        most = len(self.sources) * (len(layers) - 1)
+        if self.slots > most:
+            raise ValueError(
+                f"slots is {self.slots}; expected {most} or fewer, which is what the last of {len(layers)} layers can read, or 0 "
+                "for all of them."
+            )
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        width = sizes.num_key_value_heads * sizes.head_dim
+        tensors: dict[str, DeclaredTensor] = {}
+        if self.joining != "joint":
+            tensors["depth_gate"] = DeclaredTensor((sizes.num_heads,), "gate", ZEROS)
+        for source in self.projected:
+            for part in ("key", "value"):
+                shape, initial = (width, sizes.hidden_size), self._initial(part)
+                tensors[f"{source}_{part}.weight"] = DeclaredTensor(shape, "projection", initial)
+                if self.bias:
+                    tensors[f"{source}_{part}_bias"] = DeclaredTensor((width,), "projection", ZEROS)
+        return tensors
+
+    def _initial(self, part: str) -> Initial:
+        """What a projection starts as: where the depth is added, it is nothing while values are zero."""
+        return ZEROS if self.joining == "added" and part == "value" else Normal(_STD)
+
+    def tensors_at(self, sizes: ModelSizes, index: int, count: int) -> dict[str, DeclaredTensor]:
+        """Those of `tensors` that are used: the first layer reads nothing, and of the last nothing is read."""
+        unread = tuple(f"{source}_" for source in self.sources if not self.is_read(Slot(index, source), count))
+        return {
+            name: tensor
+            for name, tensor in self.tensors(sizes).items()
+            if (index > 0 if name == "depth_gate" else not name.startswith(unread))
+        }
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        slots, width = self.num_read(index), sizes.num_heads * sizes.head_dim
+        written = sum(1 for source in self.projected if self.is_read(Slot(index, source), count))
+        key_width = sizes.num_key_value_heads * sizes.head_dim
+        return {
+            "depth attention": attention_products(batch, tokens, slots, width)
+            + attention_weights(batch, sizes.num_heads, tokens, slots),
+            "slot projections": 2 * written * linear(batch * tokens, sizes.hidden_size, key_width, self.bias),
+        }

@@ -1,0 +1,78 @@
+"""Head-wise memory (HML), MIDUS's own: a product-key memory per attention head (section 4.2)."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Normal
+from midus_hf.config.flops.rules import linear
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memories.addressing import RANDOM_SLOTS
+from midus_hf.config.memories.keys import sub_key_flops, sub_keys
+from midus_hf.config.memories.retrieval import RetrievalOptions
+from midus_hf.config.memory_types import register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+
+@register_memory_type("headwise")
+@dataclass(kw_only=True)
+class HeadwiseOptions(RetrievalOptions):
+    """Size and kind of the memory of each head.
+
+    Values start at zero, so that the memory returns zero. Everything else starts non-zero, so that gradients reach the
+    values: the paper gives the values alone. Transforms are normal with variance 1 / v, which keeps the scale of a value.
+    """
+
+    controls = {"one-row": {"n": 1, "k": 1}, **RANDOM_SLOTS}
+
+    n: int = option(64, "sub-keys per side; every head addresses n * n slots")
+    values: Literal["expanded", "shared", "own"] = option(
+        "expanded",
+        "expanded: one bank that each head transforms (HIVE); shared: one bank, read as it is; own: a bank per head",
+    )
+    output_projection: bool = option(False, "whether the attention in front keeps its output projection")
+
+    @not_carried
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size("n", "sub-key per side")
+
+    @property
+    def keeps_output_projection(self) -> bool:
+        return self.output_projection
+
+    @not_carried
+    def check(self, sizes: ModelSizes) -> None:
+        super().check(sizes)
+        self.check_halves(sizes)
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        heads, slots, width = sizes.num_heads, self.n * self.n, sizes.hidden_size // sizes.num_heads
+        tensors = {
+            **self.norm_and_gate(sizes),
+            **sub_keys(heads, self.n, self.query_width(sizes)),
+            "value_bank": DeclaredTensor((heads,) * (self.values == "own") + (slots, width), "value", ZEROS),
+        }
+        if self.values == "expanded":
+            initial = Normal(1.0 / math.sqrt(width))
+            tensors["value_transform"] = DeclaredTensor((heads, width, width), "transform", initial)
+        return tensors
+
+    @not_carried
+    def values_read(self, sizes: ModelSizes) -> int:
+        return sizes.num_heads * self.k * (sizes.hidden_size // sizes.num_heads)
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`.
+
+        A transform is applied to what each token retrieves, or once to each row of the bank where rows are fewer, as the op does.
+        """
+        rows, width = batch * tokens, sizes.hidden_size // sizes.num_heads
+        transformed = min(rows, self.n * self.n) * sizes.num_heads if self.values == "expanded" else 0
+        return {
+            **sub_key_flops(rows * sizes.num_heads, self.n, self.query_width(sizes), self.k),
+            "values": linear(rows * sizes.num_heads, self.k, width) + linear(transformed, width, width),
+            **self.norm_and_gate_flops(sizes, rows),
+        }

@@ -1,0 +1,200 @@
+"""Hierarchical memories: parameters that a text fetches from a bank, one block per level of a tree of topics (section 2)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from midus_hf.config.declared_tensors import ZEROS, DeclaredTensor, Role, TruncatedNormal, Uniform
+from midus_hf.config.fetched_blocks import FetchedBlocks
+from midus_hf.config.flops.rules import ACTIVATIONS, attention_products, attention_weights, linear
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memory_types import MemoryOptions, register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+_STD = 0.02
+_MOST_LEAVES = 2**63
+
+
+@dataclass(kw_only=True)
+class HierarchicalOptions(MemoryOptions):
+    """How large blocks are, and what a text reads that fetches none.
+
+    A block starts so that it adds zero: one factor of every product is zero, the other is random (appendix I).
+    """
+
+    sizes: list[int] = option(
+        [256, 64, 16, 0], "r_1 to r_p, the size of a block of each level of the tree; 0: the level has none"
+    )
+    branching: int = option(16, "k, children of each node of the tree: level l has k ** l blocks")
+    without_ids: Literal["none", "generic"] = option(
+        "none", "what is read where no memory_ids are given. none: no memory; generic: the generic one"
+    )
+
+    @not_carried
+    def __post_init__(self) -> None:
+        if self.branching < 2:
+            raise ValueError(f"branching is {self.branching}; expected 2 or more.")
+        if not self.sizes or any(size < 0 for size in self.sizes) or not any(self.sizes):
+            raise ValueError(
+                f"sizes is {self.sizes}; expected a size for each level of the tree, 0 or more, and not all of them 0, such as "
+                "[256, 64, 16, 0]."
+            )
+        if self.branching ** len(self.sizes) > _MOST_LEAVES:
+            raise ValueError(
+                f"branching is {self.branching} and sizes has {len(self.sizes)} levels, which make more leaves than memory_ids, "
+                "int64, can name; expected at most 2 ** 63. Lower branching, or give fewer sizes."
+            )
+
+    @property
+    def fetched_size(self) -> int:
+        """r_1 + ... + r_p, the size of what a text fetches."""
+        return sum(self.sizes)
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        return {}
+
+    def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
+        """The tensors that a block of a size has in one layer."""
+        raise TypeError(f"{type(self).__name__} does not say which tensors a block has.")
+
+    def fetched(self, sizes: ModelSizes) -> FetchedBlocks:
+        levels = tuple(self.block(sizes, size) if size else {} for size in self.sizes)
+        one, two = (self.block(sizes, size) for size in (1, 2))
+        along = {name: _dimension_that_differs(tensor.shape, two[name].shape) for name, tensor in one.items()}
+        return FetchedBlocks(self.branching, levels, self.without_ids, along)
+
+
+def _dimension_that_differs(shape: Sequence[int], other: Sequence[int]) -> int:
+    (dimension,) = (index for index, (one, two) in enumerate(zip(shape, other, strict=True)) if one != two)
+    return dimension
+
+
+@register_memory_type("hier-ffn")
+@dataclass(kw_only=True)
+class HierFFNOptions(HierarchicalOptions):
+    """FFN memories: r more hidden units of the gated feed-forward network, `3 * r * D` parameters per layer (figure 18)."""
+
+    sites = ("beside-ffn",)
+
+    def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
+        return {
+            "gate": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_STD)),
+            "up": DeclaredTensor((size, sizes.hidden_size), "key", TruncatedNormal(_STD)),
+            "down": DeclaredTensor((sizes.hidden_size, size), "value", ZEROS),
+        }
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        rows, units = batch * tokens, self.fetched_size
+        return {
+            "memory": 3 * linear(rows, sizes.hidden_size, units) + rows * units * (ACTIVATIONS[sizes.activation] + 1),
+            "residual adds": rows * sizes.hidden_size,
+        }
+
+
+@dataclass(kw_only=True)
+class HierLoraOptions(HierarchicalOptions):
+    """LoRA memories: `alpha * B A x` is added to what a projection gives, A of rank r, B zero at the start (appendix I)."""
+
+    alpha: float = option(2.0, "what the product of both factors is multiplied by")
+
+    @not_carried
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"alpha is {self.alpha!r}; expected a number above 0.")
+
+    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        """Width that each adapted projection reads, and width that it gives, by its role."""
+        raise TypeError(f"{type(self).__name__} does not say which projections it adapts.")
+
+    def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
+        tensors: dict[str, DeclaredTensor] = {}
+        roles: tuple[Role, Role] = ("key", "value")
+        for name, (inputs, outputs) in self.projections(sizes).items():
+            # Kaiming's uniform distribution with a = sqrt(5), as LoRA's first factor has it.
+            tensors[f"{name}_down"] = DeclaredTensor((size, inputs), roles[0], Uniform(inputs**-0.5))
+            tensors[f"{name}_up"] = DeclaredTensor((outputs, size), roles[1], ZEROS)
+        return tensors
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        rows, rank = batch * tokens, self.fetched_size
+        widths = self.projections(sizes).values()
+        return {
+            "memory": sum(
+                linear(rows, inputs, rank) + linear(rows, rank, outputs) + 2 * rows * outputs
+                for inputs, outputs in widths
+            )
+        }
+
+
+@register_memory_type("hier-lora-qk")
+@dataclass(kw_only=True)
+class HierLoraQKOptions(HierLoraOptions):
+    """LoRA memories of the query and key projections (figure 14)."""
+
+    sites = ("inside-attention",)
+
+    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        d = sizes.head_dim
+        return {
+            "query": (sizes.hidden_size, sizes.num_heads * d),
+            "key": (sizes.hidden_size, sizes.num_key_value_heads * d),
+        }
+
+
+@register_memory_type("hier-lora-vo")
+@dataclass(kw_only=True)
+class HierLoraVOOptions(HierLoraOptions):
+    """LoRA memories of the value and output projections (figure 15)."""
+
+    sites = ("inside-attention",)
+
+    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        d = sizes.head_dim
+        return {
+            "value": (sizes.hidden_size, sizes.num_key_value_heads * d),
+            "output_projection": (sizes.num_heads * d, sizes.hidden_size),
+        }
+
+
+@register_memory_type("hier-lora-ffn")
+@dataclass(kw_only=True)
+class HierLoraFFNOptions(HierLoraOptions):
+    """LoRA memories of the three projections of the feed-forward network (figure 16)."""
+
+    sites = ("inside-ffn",)
+
+    def projections(self, sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+        hidden, inner = sizes.hidden_size, sizes.intermediate_size
+        return {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+
+
+@register_memory_type("hier-kv")
+@dataclass(kw_only=True)
+class HierKVOptions(HierarchicalOptions):
+    """KV memories: every head also attends to r keys and values, without positions and without a causal mask (figure 17).
+
+    They have as many heads as the model's keys and values, so `2 * r * K * d` parameters per layer.
+    """
+
+    sites = ("inside-attention",)
+
+    def block(self, sizes: ModelSizes, size: int) -> dict[str, DeclaredTensor]:
+        shape = (size, sizes.num_key_value_heads, sizes.head_dim)
+        return {
+            "memory_keys": DeclaredTensor(shape, "key", TruncatedNormal(_STD)),
+            "memory_values": DeclaredTensor(shape, "value", ZEROS),
+        }
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        width = sizes.num_heads * sizes.head_dim
+        return {
+            "memory": attention_products(batch, tokens, self.fetched_size, width)
+            + attention_weights(batch, sizes.num_heads, tokens, self.fetched_size),
+            "residual adds": batch * tokens * width,
+        }

@@ -1,0 +1,47 @@
+"""Linear, or flat, memory, which MIDUS compares its own with: a key per slot and head, values that all heads read."""
+
+from dataclasses import dataclass
+
+from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.flops.rules import linear, top_k
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memories.addressing import RANDOM_SLOTS
+from midus_hf.config.memories.keys import key_initial
+from midus_hf.config.memories.shared_values import SharedValueOptions
+from midus_hf.config.memory_types import register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+
+@register_memory_type("linear")
+@dataclass(kw_only=True)
+class LinearOptions(SharedValueOptions):
+    """Size of the memory (MIDUS, equations 4 and 5)."""
+
+    controls = {"one-row": {"slots": 1, "k": 1}, **RANDOM_SLOTS}
+
+    slots: int = option(4096, "values, and keys per head")
+
+    @not_carried
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_size("slots", "slot")
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        width = self.query_width(sizes)
+        return {
+            **self.norm_and_gate(sizes),
+            **self.projection_and_values(sizes, self.slots),
+            "slot_keys": DeclaredTensor((sizes.num_heads, self.slots, width), "key", key_initial(width)),
+        }
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`: every query is compared with every key of its head."""
+        rows, queries = batch * tokens, batch * tokens * sizes.num_heads
+        return {
+            **self.projection_and_values_flops(sizes, rows),
+            "scores": linear(queries, self.query_width(sizes), self.slots),
+            "choice": top_k(queries, self.slots, self.k),
+            **self.norm_and_gate_flops(sizes, rows),
+        }

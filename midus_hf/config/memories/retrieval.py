@@ -1,0 +1,121 @@
+"""What memories that retrieve slots have in common: how many slots, the norm of queries, a gate."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from midus_hf.config.declared_tensors import ONES, ZEROS, DeclaredTensor
+from midus_hf.config.flops.rules import SIGMOID, SOFTMAX, layer_norm, linear
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
+from midus_hf.config.memory_types import DeclaredControl, InsertedOptions
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+QueryNorm = Literal["none", "batch", "layer"]
+QUERY_NORM_HELP = (
+    "of each head's query: layer over its features, or batch over all tokens of a batch, padding included; in training batch "
+    "lets a token see the statistics of later ones"
+)
+INNER_RESIDUAL_HELP = "whether the block's input is added to the attention output that the memory reads"
+
+
+@dataclass(kw_only=True)
+class RetrievalOptions(InsertedOptions):
+    """Options of every memory that retrieves slots. Norms start as plain normalisation, gates half open.
+
+    A batch norm whose gain is frozen uses its running statistics and leaves them as they are.
+    """
+
+    sites = ("inserted",)
+    controls: ClassVar[Mapping[DeclaredControl, Mapping[str, Any]]] = RANDOM_SLOTS
+
+    k: int = option(4, "slots retrieved per head and token")
+    query_norm: QueryNorm = option("none", QUERY_NORM_HELP)
+    temperature: float = option(1.0, "scores are divided by it before the softmax")
+    gate: Literal["none", "token", "head"] = option(
+        "none", "a sigmoid of the attention output that scales what a token retrieves, or what each head of it does"
+    )
+    inner_residual: bool = option(False, INNER_RESIDUAL_HELP)
+    addressing: Addressing = option("content", ADDRESSING_HELP)
+
+    @not_carried
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature is {self.temperature!r}; expected a number above 0.")
+
+    @property
+    def adds_block_input(self) -> bool:
+        return self.inner_residual
+
+    @not_carried
+    def check(self, sizes: ModelSizes) -> None:
+        if sizes.hidden_size % sizes.num_heads:
+            raise ValueError(
+                f"hidden_size is {sizes.hidden_size}; expected a multiple of the {sizes.num_heads} attention heads, since each "
+                "has an equal share of the residual stream. This model needs another memory."
+            )
+        width = self.read_width(sizes)
+        if self.adds_block_input and width != sizes.hidden_size:
+            raise ValueError(
+                f"inner_residual adds the block's input of width {sizes.hidden_size} to an attention output of width {width}; "
+                "expected equal widths. Set output_projection to true as well."
+            )
+
+    def query_width(self, sizes: ModelSizes) -> int:
+        """Width of each head's query: its share of what the memory reads."""
+        return self.read_width(sizes) // sizes.num_heads
+
+    def norm_and_gate(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        """The tensors of the norm in front of the keys and of the gate behind the values."""
+        tensors: dict[str, DeclaredTensor] = {}
+        if self.query_norm != "none":
+            shape = (sizes.num_heads, self.query_width(sizes))
+            tensors["query_norm_weight"] = DeclaredTensor(shape, "norm", ONES)
+            tensors["query_norm_bias"] = DeclaredTensor(shape, "norm", ZEROS)
+            if self.query_norm == "batch":
+                tensors["query_mean"] = DeclaredTensor(shape, "buffer", ZEROS)
+                tensors["query_variance"] = DeclaredTensor(shape, "buffer", ONES)
+        if self.gate != "none":
+            gates = sizes.num_heads if self.gate == "head" else 1
+            tensors["gate_weight"] = DeclaredTensor((gates, self.read_width(sizes)), "gate", ZEROS)
+            tensors["gate_bias"] = DeclaredTensor((gates,), "gate", ZEROS)
+        return tensors
+
+    @not_carried
+    def norm_and_gate_flops(self, sizes: ModelSizes, rows: int) -> dict[str, int]:
+        """Operations on tokens besides the choice of slots and the sum of their values.
+
+        The norm of queries has one price, whether its statistics are those of a layer, a batch, or kept.
+        """
+        queries, gates = rows * sizes.num_heads, sizes.num_heads if self.gate == "head" else 1
+        gate = linear(rows, self.read_width(sizes), gates, bias=True) + rows * (gates * SIGMOID + sizes.hidden_size)
+        return {
+            "query norm": 0 if self.query_norm == "none" else layer_norm(queries, self.query_width(sizes)),
+            "weights": queries * self.k * (SOFTMAX + (self.temperature != 1)),
+            "gate": 0 if self.gate == "none" else gate,
+            "residual adds": rows * sizes.hidden_size * (2 if self.adds_block_input else 1),
+        }
+
+    @not_carried
+    def check_size(self, name: str, what: str) -> None:
+        """Refuse a size below one, or a `k` above it.
+
+        Args:
+            name: The option that bounds `k`.
+            what: What it counts, for the message.
+        """
+        size = getattr(self, name)
+        if size < 1:
+            raise ValueError(f"{name} is {size}; expected at least one {what}.")
+        if not 1 <= self.k <= size:
+            raise ValueError(f"k is {self.k}; expected 1 <= k <= {name} = {size}. Lower k or raise {name}.")
+
+    @not_carried
+    def check_halves(self, sizes: ModelSizes) -> None:
+        """Refuse a model whose heads give queries that product keys cannot halve."""
+        width = self.query_width(sizes)
+        if width % 2:
+            name = "hidden_size / num_attention_heads" if self.keeps_output_projection else "head_dim"
+            raise ValueError(f"{name} is {width}; expected an even number, half for rows and half for columns.")

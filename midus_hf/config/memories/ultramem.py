@@ -1,0 +1,331 @@
+"""UltraMemV2: Tucker-decomposed retrieval of the slots of a large value table, beside every feed-forward network."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+from midus_hf.config.declared_tensors import (
+    ZEROS,
+    Constant,
+    DeclaredTensor,
+    Initial,
+    Normal,
+    Uniform,
+    WhenFilled,
+)
+from midus_hf.config.flops.rules import ACTIVATIONS, SOFTMAX, linear, rms_norm, top_k
+from midus_hf.config.installed import not_carried
+from midus_hf.config.memories.addressing import ADDRESSING_HELP, RANDOM_SLOTS, Addressing
+from midus_hf.config.memories.table_sharing import TableSharing
+from midus_hf.config.memories.ultramem_statistics import UniformCores, gain_of_norms, value_std, values_of_scores
+from midus_hf.config.memory_types import MemoryOptions, SharedTables, register_memory_type
+from midus_hf.config.model_sizes import ModelSizes
+from midus_hf.config.options import option
+
+Zero = Literal["values", "projection", "none"]
+
+_MOST_SLOTS = 2**31 - 1
+_MOST_ON_A_SIDE = 128
+"""Section 4.1: more rows and columns than these make the grid of their scores too large."""
+
+
+@register_memory_type("ultramem")
+@dataclass(kw_only=True)
+class UltraMemOptions(MemoryOptions):
+    """Size of the table, how slots are scored, and what becomes of their values (sections 3.1 to 3.5, appendices B and E).
+
+    A layer that reads g value tables of n * n rows has h sets of sqrt(g) n row keys and h of as many column keys. Each of the h * h
+    pairs of sets is a virtual block with a slot for every row that the layer reads.
+    """
+
+    sites = ("beside-ffn", "skip")
+    controls = {"one-row": {"n": 1, "key_pairs": 1, "k": 1, "side_k": None, "share": "none"}, **RANDOM_SLOTS}
+    value_roles = ("value",)  # the core, its one transform, mixes scores
+    narrows_start = True  # equation 21 counts on feed-forward networks of equation 20
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "memory-plus": {
+            "n": 1024,
+            "scoring": "sum",
+            "weights": "softmax",
+            "rank": 1,
+            "heads": 4,
+            "k": 32,
+            "key_width": 256,
+            "value_width": "1/1",
+            "pre_value_width": 0,
+            "output_gate": True,
+            "share": "all",
+        },
+    }
+
+    n: int = option(128, "keys per side and set; a value table has n * n rows")
+    key_pairs: int = option(
+        1, "h, sets of row keys and of column keys; each of the h * h pairs scores n * n virtual slots"
+    )
+    rank: int = option(2, "r of the Tucker core; each rank has queries and keys of its own")
+    k: int = option(32, "slots that each head retrieves per token")
+    side_k: int | None = option(
+        None,
+        f"rows, and columns, that the first stage keeps; null: k, at most {_MOST_ON_A_SIDE} and the keys of a set",
+    )
+    heads: int = option(1, "heads with queries, keys and cores of their own; all read the same table")
+    key_width: int | str = option("1/2", "D_k, a number or a fraction of the hidden size", "a number | 1/2")
+    value_width: int | str = option("3/16", "D_v, of the rows that are summed", "a number | 3/16")
+    pre_value_width: int | str = option(
+        "1/16",
+        "D_p, of the rows that the input is multiplied with to scale values; 0: values are not scaled",
+        "a number | 1/16",
+    )
+    activation: Literal["none", "gelu", "silu"] = option("none", "of what the input makes of pre-values")
+    scoring: Literal["tucker", "sum"] = option(
+        "tucker", "tucker: a core mixes the scores of rows and columns; sum: they are added up, as product keys are"
+    )
+    weights: Literal["scores", "softmax"] = option("scores", "what values are weighed by")
+    projections: Literal["shared", "per-block"] = option(
+        "shared", "whether the sums of all virtual blocks have one projection (equation 12), or one each (equation 9)"
+    )
+    output_gate: bool = option(False, "whether SiLU of a projection of the input scales the summed values")
+    share: str = option(
+        "none", "which value tables a layer reads; G counts its own", "none | all | noring:G | ring:G | block:G"
+    )
+    zero: Zero = option(
+        "values",
+        "what starts at zero, so that the memory adds zero. values: the rows that are summed; projection: the output projection; "
+        "none: nothing, to train from scratch",
+    )
+    balance_coef: float = option(0.0, "beta of the loss that evens out how often keys are chosen (equation 25)")
+    penalty_coef: float = option(
+        0.0,
+        "alpha of the loss on the smaller singular values of cores (equation 23); not for rank 1, nor for scoring 'sum'",
+    )
+    penalty_margin: float = option(0.15, "tau, up to which singular values cost nothing")
+    addressing: Addressing = option("content", ADDRESSING_HELP)
+
+    @not_carried
+    def __post_init__(self) -> None:
+        for name in ("n", "key_pairs", "rank", "k", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more.")
+        if self.num_virtual_slots > _MOST_SLOTS:
+            raise ValueError(
+                f"n is {self.n}, key_pairs {self.key_pairs} and share {self.share!r}, which make {self.num_virtual_slots:,} slots; "
+                f"expected at most {_MOST_SLOTS:,}. Lower n."
+            )
+        if self.side_k is not None and not 1 <= self.side_k <= self.keys:
+            raise ValueError(
+                f"side_k is {self.side_k}; expected 1 <= side_k <= {self.keys}, the keys of a set, or null."
+            )
+        if self.k > self.key_pairs**2 * self.side**2:
+            raise ValueError(
+                f"k is {self.k}; expected at most {self.key_pairs**2 * self.side**2}, the pairs of {self.side} rows and {self.side} "
+                "columns that the first stage keeps. Lower k, or raise side_k."
+            )
+        if self.scoring == "sum" and (self.rank, self.key_pairs) != (1, 1):
+            raise ValueError(
+                f"scoring is 'sum', which has no core, with rank {self.rank} and key_pairs {self.key_pairs}; expected 1 for both."
+            )
+        if self.scoring == "sum" and (self.side_k is not None or self.k > self.keys):
+            raise ValueError(
+                f"scoring is 'sum', which keeps k keys of each side, with k {self.k} and side_k {self.side_k or 'null'}; expected k "
+                f"of at most {self.keys}, the keys of a set, and side_k null."
+            )
+        for name in ("balance_coef", "penalty_coef", "penalty_margin"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more.")
+        if self.penalty_coef and (self.scoring == "sum" or self.rank == 1):
+            why = (
+                "scoring 'sum', which has no core"
+                if self.scoring == "sum"
+                else "rank 1, whose cores have one singular value"
+            )
+            raise ValueError(
+                f"penalty_coef is {self.penalty_coef} with {why}; expected 0, since there are no smaller singular values that could "
+                "cost something. Leave penalty_coef out, or set scoring: tucker and rank: 2."
+            )
+
+    @property
+    def sharing(self) -> TableSharing:
+        """How layers share value tables."""
+        return TableSharing.read(self.share)
+
+    @property
+    def keys(self) -> int:
+        """Row keys, and column keys, of each set: the root of the rows that a layer reads, rounded down."""
+        return math.isqrt(self.sharing.group * self.n**2)
+
+    @property
+    def side(self) -> int:
+        """Rows, and columns, that the first stage keeps."""
+        if self.scoring == "sum":
+            return self.k
+        return min(self.k, _MOST_ON_A_SIDE, self.keys) if self.side_k is None else self.side_k
+
+    @property
+    def num_virtual_slots(self) -> int:
+        """Slots that a head chooses among."""
+        return (self.key_pairs * self.keys) ** 2
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of value tables that a layer reads."""
+        return self.keys**2
+
+    def unread_rows(self, num_layers: int) -> int:
+        """Rows of value tables that none of `num_layers` reads.
+
+        Keys are as many on either side, so of G tables, G no square number, a layer leaves the last few rows out. In a ring these are
+        among the first of another layer's; elsewhere the last layer, or every layer of a block, leaves out the same.
+        """
+        left_out = self.sharing.group * self.n**2 - self.num_rows
+        return 0 if self.sharing.kind == "ring" else left_out * len(self.sharing.blocks(num_layers))
+
+    @property
+    def num_projected(self) -> int:
+        """Sums of values that have a projection each."""
+        return self.key_pairs**2 if self.projections == "per-block" else 1
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the model adds a loss of this memory to its own."""
+        return self.balance_coef > 0 or self.penalty_coef > 0
+
+    def width(self, name: str, sizes: ModelSizes) -> int:
+        """A width in numbers: of `key_width`, `value_width` or `pre_value_width`.
+
+        Raises:
+            ValueError: If it is no number of features.
+        """
+        asked, least = getattr(self, name), 0 if name == "pre_value_width" else 1
+        try:
+            width = asked if isinstance(asked, int) else Fraction(asked) * sizes.hidden_size
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(
+                f"{name} is {asked!r}; expected a number, or a fraction of the hidden size such as 3/16."
+            ) from None
+        if isinstance(asked, int) and width < least:
+            raise ValueError(f"{name} is {asked}; expected {least} or more.")
+        width_limit = width if isinstance(asked, int) else sizes.hidden_size
+        if not least <= width <= width_limit or width != int(width):
+            raise ValueError(
+                f"{name} is {asked} of hidden_size = {sizes.hidden_size}, which is {float(width):g}; expected a whole number "
+                f"from {least} to the hidden size. Give the number itself."
+            )
+        return int(width)
+
+    @not_carried
+    def check(self, sizes: ModelSizes) -> None:
+        key_width = self.width("key_width", sizes)
+        for name in ("value_width", "pre_value_width"):
+            self.width(name, sizes)
+        if self.rank > key_width:
+            raise ValueError(
+                f"rank is {self.rank}, more than the {key_width} features of a key; expected fewer. Lower rank."
+            )
+
+    def tensors(self, sizes: ModelSizes) -> dict[str, DeclaredTensor]:
+        hidden, key_width = sizes.hidden_size, self.width("key_width", sizes)
+        value_width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)
+        linear_initial = Normal(math.sqrt(2 / (5 * hidden)))
+
+        def projection(outputs: int, inputs: int) -> DeclaredTensor:
+            return DeclaredTensor((outputs, inputs), "projection", linear_initial)
+
+        keys = DeclaredTensor(
+            (self.heads, self.key_pairs, self.keys, self.rank, key_width),
+            "key",
+            Normal(key_width**-0.5) if self.scoring == "tucker" else Uniform((2 * key_width) ** -0.5),  # as Memory+
+        )
+        tensors = {
+            "query_projection.weight": projection(2 * self.heads * self.rank * key_width, hidden),
+            "row_keys": keys,
+            "column_keys": keys,
+        }
+        if self.scoring == "tucker":
+            cores = (self.heads, self.key_pairs, self.key_pairs, self.rank)
+            gain = DeclaredTensor((key_width,), "norm", WhenFilled(gain_of_norms, (key_width, *self._first_choice)))
+            vector = DeclaredTensor(cores, "buffer", Constant(self.rank**-0.5))
+            tensors |= {
+                "query_norm_weight": gain,
+                "key_norm_weight": gain,
+                "core": DeclaredTensor((*cores, self.rank), "transform", UniformCores()),
+                "row_vector": vector,
+                "column_vector": vector,
+            }
+        if pre_width:
+            tensors["pre_projection.weight"] = projection(pre_width, hidden)
+        if self.output_gate:
+            tensors["gate_projection.weight"] = DeclaredTensor((value_width, hidden), "gate", linear_initial)
+        output = ZEROS if self.zero == "projection" else linear_initial
+        shape = (hidden, self.num_projected * value_width)
+        tensors["value_projection.weight"] = DeclaredTensor(shape, "projection", output)
+        return {**tensors, **(self._value_tables(sizes, 1) if self.sharing.kind == "none" else {})}
+
+    def tables(self, sizes: ModelSizes, layers: tuple[int, ...]) -> tuple[SharedTables, ...]:
+        sharing = self.sharing
+        return tuple(
+            SharedTables(
+                tuple(layers[layer] for layer in block), self._value_tables(sizes, sharing.stored(len(block)))
+            )
+            for block in sharing.blocks(len(layers))
+        )
+
+    def value_initial(self, sizes: ModelSizes) -> Initial:
+        """What the rows of value tables are drawn from, where they do not start at zero (equation 21)."""
+        slots = (1 if self.weights == "softmax" else self.k) * self.heads
+        widths = self.width("value_width", sizes), self.width("pre_value_width", sizes)
+        hidden = sizes.hidden_size
+        inner = (sizes.intermediate_size or 4 * hidden) / hidden
+        arguments = (slots, *widths, max(1, sizes.num_layers), inner, hidden)
+        if self.scoring == "tucker":
+            return WhenFilled(values_of_scores, (*arguments, *self._first_choice))
+        return Normal(value_std(1.0, *arguments))
+
+    @not_carried
+    def values_read(self, sizes: ModelSizes) -> int:
+        widths = self.width("value_width", sizes) + self.width("pre_value_width", sizes)
+        return self.heads * self.k * widths
+
+    @not_carried
+    def flops(self, sizes: ModelSizes, batch: int, tokens: int, index: int, count: int) -> dict[str, int]:
+        """As `MemoryOptions.flops`; keys are normalised once per pass, and the leading vectors of cores are not counted."""
+        rows, hidden, key_width = batch * tokens, sizes.hidden_size, self.width("key_width", sizes)
+        value_width, pre_width = self.width("value_width", sizes), self.width("pre_value_width", sizes)
+        vectors, pairs, slots = self.heads * self.rank, self.heads * self.key_pairs**2, rows * self.heads * self.k
+        keys, grid = self.key_pairs * self.keys, self.side**2
+        tucker = self.scoring == "tucker"
+        first = 2 * rows * pairs * (2 * self.rank * self.keys + top_k(1, self.keys, self.side))
+        second = rows * pairs * (2 * self.side * self.rank**2 + 2 * grid * self.rank)
+        if not tucker:
+            first, second = 2 * rows * pairs * top_k(1, self.keys, self.side), rows * pairs * grid
+        activation = 0 if self.activation == "none" else ACTIVATIONS[self.activation]
+        gate = linear(rows, hidden, value_width) + rows * value_width * (ACTIVATIONS["silu"] + 1)
+        return {
+            "queries": linear(rows, hidden, 2 * vectors * key_width)
+            + (rms_norm(2 * vectors * (rows + keys), key_width) if tucker else 0),
+            "scores": 2 * linear(rows * vectors, key_width, keys),
+            "choice": first + second + top_k(rows * self.heads, self.key_pairs**2 * grid, self.k),
+            "weights": slots * SOFTMAX if self.weights == "softmax" else 0,
+            "pre-values": (linear(rows, hidden, pre_width) + slots * (2 * pre_width + activation + 1))
+            if pre_width
+            else 0,
+            "values": 2 * slots * value_width,
+            "gate": gate if self.output_gate else 0,
+            "output projection": linear(rows, self.num_projected * value_width, hidden),
+            "residual adds": rows * hidden,
+        }
+
+    @property
+    def _first_choice(self) -> tuple[int, int, int, int, int]:
+        """What `best_scores` takes."""
+        return self.keys, self.key_pairs, self.rank, self.side, self.k
+
+    def _value_tables(self, sizes: ModelSizes, tables: int) -> dict[str, DeclaredTensor]:
+        """As many tables, stored as one."""
+        rows, pre_width = tables * self.n**2, self.width("pre_value_width", sizes)
+        drawn = self.value_initial(sizes)
+        initial: Initial = ZEROS if self.zero == "values" else drawn
+        values = {"value_table": DeclaredTensor((rows, self.width("value_width", sizes)), "value", initial)}
+        if pre_width:
+            values["pre_value_table"] = DeclaredTensor((rows, pre_width), "value", drawn)
+        return values

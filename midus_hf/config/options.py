@@ -1,0 +1,223 @@
+"""Options: dataclasses that are read from YAML and JSON, and refuse what they do not know."""
+
+import copy
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from midus_hf.config.wording import near_matches
+
+Options = TypeVar("Options")
+
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list",
+    type(None): "null",
+}
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+"""A number that YAML takes for text, since it has no point or no sign: `1e-4`."""
+
+
+def read_options(
+    options_class: type[Options],
+    values: Mapping[str, Any],
+    what: str,
+    *,
+    prefix: str = "",
+    how_to_set: str = "set it",
+) -> Options:
+    """Fill an options dataclass.
+
+    A field may itself be a dataclass, for which a mapping stands, or a scalar: the value of its first field. A dataclass may have
+    `presets`, a class attribute: values of several options under one name. The key `preset` chooses one; options that are
+    given as well win.
+
+    Args:
+        options_class: The dataclass; its `__post_init__` may raise ValueError for values out of range.
+        values: What the person gave, as YAML or JSON has it.
+        what: Whose options they are, for messages.
+        prefix: What stands before a key in messages. Default: nothing.
+        how_to_set: What to do about an option that must be given, for messages; `{key}` is filled in. Default: `"set it"`.
+
+    Raises:
+        ValueError: If a key is unknown or missing, or a value has the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, options_class))}
+    presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
+    values = {
+        **_preset(presets, values),
+        **{key: value for key, value in values.items() if key != "preset" or not presets},
+    }
+    for key in values:
+        if key not in fields:
+            known = near_matches(str(key), [*fields, *(["preset"] if presets else [])]) if fields else "It has none."
+            raise ValueError(f"{what} has no option {prefix + str(key)!r}. {known}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ValueError(f"{what} has no {prefix + name!r}; {how_to_set.format(key=prefix + name)}.")
+    hints = typing.get_type_hints(options_class)
+
+    def read(hint: Any, value: Any, key: str) -> Any:
+        alternatives = alternatives_of(hint)
+        for alternative in alternatives:
+            if dataclasses.is_dataclass(alternative) and value is not None and not isinstance(value, list):
+                first = next(iter(dataclasses.fields(alternative))).name
+                inner = value if isinstance(value, Mapping) else {first: value}
+                read_class = typing.cast(type, alternative)
+                return read_options(read_class, inner, what, prefix=f"{key}.", how_to_set=how_to_set)
+            if typing.get_origin(alternative) is list:
+                (item_hint,) = typing.get_args(alternative)
+                items = _numbers_of(value) if item_hint in (int, float) else None
+                if isinstance(value, list) or items is not None:
+                    items = value if items is None else items
+                    return [read(item_hint, item, f"{key}[{index}]") for index, item in enumerate(items)]
+            if typing.get_origin(alternative) is dict and isinstance(value, Mapping):
+                _, item_hint = typing.get_args(alternative)
+                return {name: read(item_hint, item, f"{key}.{name}") for name, item in value.items()}
+            found, converted = _converted(alternative, value)
+            if found:
+                if converted == "":
+                    raise ValueError(f"{key} is ''; expected a value. Fill it in, or leave it out.")
+                return converted
+        raise ValueError(f"{key} is {value!r}; expected {_expected(alternatives)}.")
+
+    return options_class(**{key: read(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _preset(presets: Mapping[str, dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the preset that is asked for."""
+    name = values.get("preset") if presets else None
+    if name is not None and name not in list(presets):
+        raise ValueError(f"preset is {name!r}; expected one of: {', '.join(presets)}.")
+    return {} if name is None else presets[name]
+
+
+def _numbers_of(value: Any) -> list[float] | None:
+    """Return the numbers of a line such as `768,256,16,0`, which a command line has in place of a list; None if it is none."""
+    if not isinstance(value, str) or "," not in value:
+        return None
+    numbers = [finite_number(word.strip()) for word in value.split(",")]
+    return None if None in numbers else [number for number in numbers if number is not None]
+
+
+def _converted(alternative: Any, value: Any) -> tuple[bool, Any]:
+    """Whether one alternative of a type takes a value, and what becomes of it."""
+    if alternative is Any:
+        return True, value
+    if typing.get_origin(alternative) is typing.Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(alternative)), value
+    if alternative in (int, float):
+        is_words = isinstance(value, str) and not _EXPONENT.fullmatch(value)
+        number = None if is_words else finite_number(value)
+        if number is not None and (alternative is float or number.is_integer()):
+            return True, value if type(value) is alternative else alternative(number)
+        return False, None
+    if alternative in (bool, str, dict, list, types.NoneType):
+        return isinstance(value, alternative) and not (isinstance(value, bool) and alternative is not bool), value
+    return False, None
+
+
+def describe_options(options_class: type) -> list[dict[str, Any]]:
+    """Name, type, default and meaning of every option."""
+    hints = typing.get_type_hints(options_class)
+    described = [
+        {
+            "name": field.name,
+            "type": field.metadata.get("type") or _listed_type(hints[field.name]),
+            "default": _default(field),
+            "help": field.metadata.get("help", ""),
+        }
+        for field in dataclasses.fields(options_class)
+    ]
+    presets: dict[str, dict[str, Any]] = getattr(options_class, "presets", {})
+    if presets:
+        meaning = "; ".join(
+            f"{name}: {', '.join(f'{key}={value}' for key, value in values.items())}"
+            for name, values in presets.items()
+        )
+        described.append(
+            {
+                "name": "preset",
+                "type": " | ".join(presets),
+                "default": None,
+                "help": f"several options at once ({meaning})",
+            }
+        )
+    return described
+
+
+def option(default: Any, help: str, type: str = "") -> Any:
+    """A dataclass field with a default and a line that explains it to people.
+
+    Args:
+        default: The default; a list or mapping is copied for every use.
+        help: What the option means.
+        type: What values it takes, in words, where its annotation does not say. Default: the annotation's words.
+    """
+    metadata = {"help": help, "type": type}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def finite_number(value: Any) -> float | None:
+    """A number, also from text, since YAML takes `1e-4`, which has no point, for text; None where it is no finite one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def alternatives_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _expected(alternatives: tuple[Any, ...]) -> str:
+    """What values are taken, for a message."""
+    if len(alternatives) == 1 and typing.get_origin(alternatives[0]) is typing.Literal:
+        return f"one of: {', '.join(map(str, typing.get_args(alternatives[0])))}"
+    takes_numbers = any(
+        typing.get_origin(each) is list and typing.get_args(each)[0] in (int, float) for each in alternatives
+    )
+    return " or ".join(map(_type_name, alternatives)) + (", such as [4, 2] or 4,2" if takes_numbers else "")
+
+
+def _listed_type(hint: Any) -> str:
+    """What values a type takes, in a table of options."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(hint)))
+    alternatives = alternatives_of(hint)
+    return _type_name(hint) if len(alternatives) == 1 else " | ".join(map(_listed_type, alternatives))
+
+
+def _type_name(hint: Any) -> str:
+    """What values a type takes, in words."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(map(_type_name, typing.get_args(hint)))
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list, each item of it {_type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        value_hint = typing.get_args(hint)[1]
+        return "a mapping" + ("" if value_hint is Any else f", each value of it {_type_name(value_hint)}")
+    if dataclasses.is_dataclass(hint):
+        return f"a mapping with {', '.join(field.name for field in dataclasses.fields(hint))}"
+    return _TYPE_NAMES.get(hint, str(hint))

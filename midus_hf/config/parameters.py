@@ -1,0 +1,99 @@
+"""How many parameters a model has, from its config alone."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midus_hf.config.backbone import Backbone, read_backbone
+from midus_hf.config.declared_tensors import DeclaredTensor
+from midus_hf.config.memory_entries import inserted_options, read_memories
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model by what they belong to; tied ones count once.
+
+    Args:
+        backbone: All that is no memory.
+        values: What memories retrieve: their banks.
+        memory: What memories have besides.
+        embeddings: Of the backbone, the embedding of tokens and the head, if that has a matrix of its own.
+        read: Of the values, those that one token reads, in all layers together: a row that several layers share counts for each.
+    """
+
+    backbone: int
+    values: int
+    memory: int
+    embeddings: int
+    read: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.backbone + self.values + self.memory
+
+    @property
+    def activated(self) -> int:
+        """What one token is computed with: all but the values that it does not read."""
+        return self.backbone + self.memory + self.read
+
+
+def count_parameters(config: Mapping[str, Any]) -> ParameterCounts:
+    """Count the parameters of a model.
+
+    Args:
+        config: The raw `config.json`.
+
+    Raises:
+        ValueError: As `read_backbone` and `read_memories`.
+    """
+    backbone = read_backbone(config)
+    sizes = backbone.sizes
+    memories = read_memories(config.get("memory"), sizes)
+    embeddings = backbone.vocabulary * sizes.hidden_size * (1 if backbone.tied else 2)
+    outside = embeddings + sizes.hidden_size
+    layers = 0
+    for layer in range(sizes.num_layers):
+        entry = memories.inserted.get(layer)
+        keeps_output = entry is None or inserted_options(entry).keeps_output_projection
+        layers += _attention(backbone, keeps_output) + (_feed_forward(backbone) if entry is None else 0)
+    values, memory, read = 0, 0, 0
+    for entry in memories.entries:
+        tensors = [tensor for layer in entry.layers for tensor in entry.tensors_at(layer, sizes).values()]
+        if entry.is_attached:
+            tensors += [tensor for tables in memories.tables(entry.name) for tensor in tables.tensors.values()]
+        of_entry = _numbers(tensor for tensor in tensors if tensor.role == "value")
+        by_a_token = entry.options.values_read(sizes)
+        values += of_entry
+        memory += _numbers(tensor for tensor in tensors if tensor.role not in ("value", "buffer"))
+        read += of_entry if by_a_token is None else by_a_token * len(entry.layers)
+    return ParameterCounts(outside + layers, values, memory, embeddings, read)
+
+
+def _attention(backbone: Backbone, keeps_output: bool) -> int:
+    """Of attention and its norms, with or without its output projection and the norm behind that."""
+    hidden, query, key, d = (
+        backbone.sizes.hidden_size,
+        backbone.query_width,
+        backbone.key_width,
+        backbone.sizes.head_dim,
+    )
+    count = hidden * (query + 2 * key) + (query + 2 * key if backbone.attention_bias else 0)
+    count += {"head": 2 * d, "whole": query + key, None: 0}[backbone.traits.query_key_norm]
+    count += hidden if backbone.traits.input_norms else 0
+    if keeps_output:
+        count += query * hidden + (hidden if backbone.output_bias else 0)
+        count += hidden if backbone.traits.output_norms else 0
+    return count
+
+
+def _feed_forward(backbone: Backbone) -> int:
+    """Of a feed-forward network and its norms."""
+    hidden, inner = backbone.sizes.hidden_size, backbone.sizes.intermediate_size
+    norms = backbone.traits.input_norms + backbone.traits.output_norms
+    return 3 * hidden * inner + (2 * inner + hidden if backbone.mlp_bias else 0) + norms * hidden
+
+
+def _numbers(tensors: Iterable[DeclaredTensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)

@@ -1,0 +1,185 @@
+"""Read a dataclass of options from YAML and from `key=value` words, and refuse whatever it does not know."""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from midus_hf.config.options import alternatives_of, read_options
+
+Options = TypeVar("Options")
+
+
+def read_config(cls: type[Options], path: str | Path, overrides: Iterable[str] = ()) -> Options:
+    """Read `cls` from a YAML file.
+
+    Args:
+        cls: A dataclass; a field may itself be a dataclass, for which a scalar may stand: the value of its first field.
+        path: The YAML file, one mapping of keys.
+        overrides: Words `key=value`, or `outer.inner=value`, that replace what the file says, or add to a mapping in it; of two
+            words for one key the last wins. Values are YAML.
+
+    Raises:
+        ValueError: If the file is absent or no mapping, a key is unknown, missing or there twice, or a value has the wrong type.
+    """
+    return from_mapping(cls, with_overrides(cls, read_mapping(path), overrides))
+
+
+def with_overrides(cls: type, values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The values of a mapping, replaced and added to by words.
+
+    Args:
+        cls: The dataclass that they are for.
+        values: Its fields by name; changed in place.
+        overrides: As in `read_config`.
+
+    Raises:
+        ValueError: If a word sets nothing.
+    """
+    for override in overrides:
+        _apply_override(cls, values, override)
+    return values
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """Read the keys and values of a YAML file; an empty file has none.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If the file is absent, not YAML or no mapping, or has a key twice.
+    """
+    path = Path(path)
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except GivenTwice as error:
+        raise ValueError(f"config {str(path)!r} {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"config is {str(path)!r}, which cannot be read ({error.strerror}); give a YAML file."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config {str(path)!r} is not YAML: {reason}. Correct it there.") from error
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"config {str(path)!r} holds a {type(values).__name__}; expected a mapping of keys to values."
+        )
+    return values
+
+
+def from_mapping(cls: type[Options], values: Mapping[str, Any]) -> Options:
+    """Build the dataclass `cls` from a mapping, converting each value to the type of its field.
+
+    Args:
+        cls: A dataclass.
+        values: Its fields by name.
+
+    Raises:
+        ValueError: If a key is unknown or missing, or a value has the wrong type.
+    """
+    return read_options(cls, values, "config", how_to_set="set it in the file, or as {key}=... after it")
+
+
+def _apply_override(cls: type, values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override is {override!r}; expected key=value.")
+    kind: Any = cls
+    path, (name, rest) = "", _first_key(values, key)
+    while rest:
+        path = f"{path}.{name}" if path else name
+        alternatives = alternatives_of(_hint_within(kind, name))
+        inner_class = next(filter(dataclasses.is_dataclass, alternatives), None)
+        named = next((each for each in alternatives if each is Any or typing.get_origin(each) is dict), None)
+        inner = values.get(name, {})
+        if inner_class is None and named is None:
+            raise ValueError(f"override is {override!r}, but {name!r} has no keys of its own.")
+        if isinstance(inner, list):
+            raise ValueError(f"override is {override!r}, but {name!r} is a list; give all of it, as {path}=[...].")
+        if inner_class is not None:
+            values[name] = inner if isinstance(inner, dict) else {dataclasses.fields(inner_class)[0].name: inner}
+        else:
+            if not isinstance(inner, dict | None):
+                raise ValueError(
+                    f"override is {override!r}, but {name!r} is {inner!r}, which has no name; give all of it, as {path}={{...}}."
+                )
+            values[name] = inner or {}
+        kind, values = inner_class or named, values[name]
+        name, rest = _first_key(values, rest)
+    try:
+        values[name] = read_yaml(text)
+    except GivenTwice as error:
+        raise ValueError(f"override is {override!r}, which {error}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"override is {override!r}, whose value is not YAML; quote it.") from error
+
+
+def _first_key(values: Mapping[str, Any], path: str) -> tuple[str, str]:
+    """The first key of a path, and what follows it: the longest that is there, since names may have dots, else what a dot ends."""
+    parts = path.split(".")
+    known = [size for size in range(1, len(parts) + 1) if ".".join(parts[:size]) in values]
+    size = max(known, default=1)
+    return ".".join(parts[:size]), ".".join(parts[size:])
+
+
+def _hint_within(kind: Any, name: str) -> Any:
+    """The type of a key of a dataclass, of a mapping or of what may be anything; None if there is no such key."""
+    if dataclasses.is_dataclass(kind):
+        return typing.get_type_hints(kind).get(name)
+    return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else kind
+
+
+class GivenTwice(ValueError):
+    """A key that has two values; the message follows the name of what holds it."""
+
+
+def read_yaml(text: str) -> Any:
+    """Return what a text of YAML holds: mappings, lists, text, numbers, truth values, None.
+
+    Args:
+        text: The YAML.
+
+    Raises:
+        yaml.YAMLError: If it is no YAML.
+        GivenTwice: If a mapping has a key twice.
+    """
+    reader = yaml.SafeLoader(text)
+    try:
+        document = reader.get_single_node()
+        if document is None:
+            return None
+        # Before anything is constructed, since merges (`<<`) then put keys of one mapping into others.
+        _refuse_keys_given_twice(reader, document, set())
+        return reader.construct_document(document)
+    finally:
+        reader.dispose()
+
+
+def _refuse_keys_given_twice(reader: yaml.SafeLoader, node: yaml.Node, seen: set[int]) -> None:
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))  # an alias comes by again
+    values: dict[Any, yaml.Node] = {}
+    for child in node.value:
+        key_node, value_node = child if isinstance(node, yaml.MappingNode) else (None, child)
+        if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+            key = reader.construct_object(key_node)
+            if key in values:
+                first, second = (
+                    f"{_words(each)} in line {each.start_mark.line + 1}" for each in (values[key], value_node)
+                )
+                raise GivenTwice(f"has {key!r} twice, {first} and {second}; expected each key once. Leave one out.")
+            values[key] = value_node
+        _refuse_keys_given_twice(reader, value_node, seen)
+
+
+def _words(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value)
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -1,0 +1,139 @@
+"""Which folders `--overwrite` may delete: what this package wrote, and nothing that a person put beside it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from midus_hf.config.fetched_blocks import BANKS_FOLDER
+from midus_hf.config.wording import first_few
+from midus_hf.files.checkpoint_files import (
+    ARGUMENTS,
+    BANKS,
+    CARD,
+    CODE,
+    CONFIG,
+    CONFIG_FILE,
+    DOWNLOADS,
+    HUB,
+    RECORD,
+    RECORD_FILE,
+    RUN,
+    STATE,
+    TEMPLATES_FOLDER,
+    TRAVELLING,
+    WEIGHTS,
+    Kind,
+    indexed_weights,
+    is_of,
+)
+from midus_hf.files.json_text import parse_json
+
+CONFIG_KEY = "upscale"
+"""The entry of a config that remembers how the model was made."""
+
+STRIPPED_KEY = "stripped"
+"""The entry of a record that says that the new parts were taken out."""
+
+_KINDS: tuple[Kind, ...] = (
+    *(WEIGHTS, CONFIG, TRAVELLING, CODE, RECORD, CARD, BANKS),  # by upscale, strip and edits
+    *(
+        ARGUMENTS,
+        STATE,
+        RUN,
+    ),  # by those that trained it since; checkpoints to resume from are not among it: they are a run
+    HUB,
+)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Check that nothing of a person's is lost with a folder: that it is empty, or a checkpoint of ours and no more.
+
+    Raises:
+        ValueError: If it is not; names what would be lost.
+    """
+    if not folder.is_dir() or (
+        any(folder.iterdir()) and not any((folder / f).exists() for f in (CONFIG_FILE, RECORD_FILE))
+    ):
+        raise ValueError(
+            f"output {folder} is no checkpoint (it has no {CONFIG_FILE}), so --overwrite will not delete it. "
+            "Choose another folder."
+        )
+    foreign = foreign_files(folder)
+    if not _is_ours(folder):
+        besides = f", and it holds {first_few(foreign)}" if foreign else ""
+        raise ValueError(
+            f"output {folder} was not written by upscale or strip, so --overwrite will not delete it: its {CONFIG_FILE} has no "
+            f"{CONFIG_KEY!r} entry, it has no {RECORD_FILE} of theirs{besides}. Choose another folder, or remove it yourself."
+        )
+    if foreign:
+        raise ValueError(
+            f"output {folder} holds what no checkpoint has, and --overwrite would delete it: {first_few(foreign)}; expected nothing "
+            "but weights, config, tokenizer, licence, model card and exported code. Move it, or choose another folder."
+        )
+
+
+def is_replaceable(folder: Path) -> bool:
+    """Whether `check_replaceable` lets a folder pass."""
+    try:
+        check_replaceable(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """What a folder holds that no checkpoint has, sorted; a folder that does not belong there stands for all in it."""
+    weights = indexed_weights(folder)
+
+    def belongs(path: Path) -> bool:
+        name = path.relative_to(folder)
+        return path.is_file() and (is_of(name, *_KINDS) or str(name) in weights)
+
+    found: list[str] = []
+    for path in folder.iterdir():
+        if path.is_dir() and path.name in (TEMPLATES_FOLDER, DOWNLOADS.parts[0]):
+            inside = (inner for inner in path.iterdir() if not belongs(inner) and not _is_download(inner, folder))
+            found += [_name(inner, folder) for inner in inside]
+        elif path.is_dir() and path.name == BANKS_FOLDER:
+            found += [_name(inner, folder) for inner in path.rglob("*") if inner.is_file() and not belongs(inner)]
+        elif not belongs(path):
+            found.append(_name(path, folder))
+    return sorted(found)
+
+
+def is_record(record: Any) -> bool:
+    """Whether the content of an `upscale.json` is what `upscale` or `strip` writes there."""
+    return isinstance(record, dict) and "midus_hf" in record and ("plan" in record or STRIPPED_KEY in record)
+
+
+def has_config_entry(config: Mapping[str, Any]) -> bool:
+    """Whether a config has the entry that `upscale` writes."""
+    entry = config.get(CONFIG_KEY)
+    return isinstance(entry, dict) and {"method", "plan", "base_config", "new_layers"} <= entry.keys()
+
+
+def code_files(folder: Path) -> list[Path]:
+    """The code that a checkpoint carries along, sorted."""
+    return sorted(path for path in folder.glob("*.py") if path.is_file() and is_of(path.name, CODE))
+
+
+def _name(path: Path, folder: Path) -> str:
+    return f"{path.relative_to(folder)}{'/' if path.is_dir() else ''}"
+
+
+def _is_download(path: Path, folder: Path) -> bool:
+    """Whether the hub's client keeps its notes there about what it downloaded."""
+    return path.relative_to(folder) == DOWNLOADS and path.is_dir()
+
+
+def _is_ours(folder: Path) -> bool:
+    config, record = _read_object(folder / CONFIG_FILE), _read_object(folder / RECORD_FILE)
+    return not any(folder.iterdir()) or (config is not None and has_config_entry(config)) or is_record(record)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,159 @@
+"""Which folder is a run's, by the options in it, and which of its files a run has written, by their names: no others are removed."""
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from midus_hf.config.fetched_blocks import BANK_DESCRIPTION, BANKS_FOLDER
+from midus_hf.files.checkpoint_files import (
+    ADAPTERS,
+    ARGUMENTS,
+    BANKS,
+    BEGUN_CHECKPOINT,
+    CARD,
+    CHECKPOINT_NAME,
+    CODE,
+    CONFIG,
+    CONFIG_FILE,
+    EVENTS,
+    EVENTS_FOLDER,
+    INDEX_FILE,
+    MANIFEST,
+    MANIFEST_FILE,
+    PARTIAL_MODEL,
+    PARTS_OF_WEIGHTS,
+    RECORD,
+    RESUMED,
+    RUN,
+    RUN_CONFIG,
+    STATE,
+    TEMPLATES_FOLDER,
+    TERMS,
+    TOKENIZER,
+    TRAINER_STATE,
+    UNFINISHED_BANKS,
+    UNFINISHED_MANIFEST,
+    UNFINISHED_RUN,
+    UNFINISHED_STATES,
+    WEIGHTS,
+    indexed_weights,
+    is_of,
+)
+
+RUN_MARK = (
+    "# The options of the run that wrote this folder, which a later run may overwrite (midus-train, midus-sft).\n"
+)
+"""The first line of a run's options in its output, by which the folder is known as a run's."""
+
+ACCOMPANYING = (*RECORD, *CARD, *TERMS)
+"""What a trained model carries on from the one it came from: its record, its card, its terms."""
+
+_MODEL = (WEIGHTS, CONFIG, TOKENIZER, CODE, BANKS, ACCOMPANYING, ARGUMENTS, UNFINISHED_BANKS)
+_OUTPUT = (*_MODEL, RUN, EVENTS, UNFINISHED_RUN)
+_CHECKPOINT = (*_MODEL, PARTS_OF_WEIGHTS, ADAPTERS, STATE, MANIFEST, RESUMED, UNFINISHED_MANIFEST, UNFINISHED_STATES)
+
+_FOLDERS = (PARTIAL_MODEL, EVENTS_FOLDER, TEMPLATES_FOLDER, BANKS_FOLDER)
+
+_VOUCHING = (MANIFEST_FILE, TRAINER_STATE, CONFIG_FILE, BANK_DESCRIPTION)
+"""With these something is whole, so they are removed first, in this order."""
+
+_TELLING = (BEGUN_CHECKPOINT, INDEX_FILE, RUN_CONFIG)
+"""By these a checkpoint is known as one that is not whole, and other files as a run's, so they are removed last."""
+
+
+def is_of_a_run(output: Path) -> bool:
+    """Whether a run of ours has begun to write a folder: whether the options there are such as only runs write them."""
+    try:
+        with (output / RUN_CONFIG).open("rb") as file:
+            return file.read(len(RUN_MARK.encode())) == RUN_MARK.encode()
+    except OSError:
+        return False
+
+
+def foreign_files(output: str | os.PathLike) -> list[str]:
+    """What no run has written into its output: paths relative to it, in order; a folder ends in a slash.
+
+    Links are never a run's.
+
+    Args:
+        output: The folder of a run.
+    """
+    output = Path(output)
+    shards = indexed_weights(output)
+    foreign: list[str] = []
+    for path in sorted(output.iterdir()):
+        if not _is_folder(path):
+            inside = [path]
+        elif path.name in _FOLDERS or CHECKPOINT_NAME.fullmatch(path.name):
+            inside = sorted(entry for entry in path.rglob("*") if not _is_folder(entry))
+        else:
+            foreign.append(f"{path.name}/")
+            continue
+        foreign += [str(entry.relative_to(output)) for entry in inside if not _is_ours(entry, output, shards)]
+    return foreign
+
+
+def is_of_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether a run calls a file of its checkpoints so.
+
+    Args:
+        path: Relative to the folder of the checkpoint.
+    """
+    return is_of(Path(path), *_CHECKPOINT)
+
+
+def remove_written(output: str | os.PathLike, path: str | os.PathLike) -> bool:
+    """Remove what a run has written at a path, and folders that it leaves empty; what cannot be removed stays.
+
+    The manifest of a checkpoint becomes the mark of one that is not whole before anything else of the checkpoint is removed, and the
+    mark goes last: what a process leaves that ends in between is believed by nobody.
+
+    Args:
+        output: The folder of the run, which is never removed itself.
+        path: It, or something in it; it need not exist.
+
+    Returns:
+        Whether nothing is left there.
+    """
+    return _remove(Path(path), Path(output), indexed_weights(Path(output)))
+
+
+def _remove(path: Path, output: Path, shards: Collection[str]) -> bool:
+    if not os.path.lexists(path):
+        return True
+    try:
+        if path == output or _is_folder(path):
+            if CHECKPOINT_NAME.fullmatch(path.name) and _is_ours(path / MANIFEST_FILE, output, shards):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(path / MANIFEST_FILE, path / BEGUN_CHECKPOINT)
+            removed = [_remove(entry, output, shards) for entry in sorted(path.iterdir(), key=_rank)]
+            if path == output or not all(removed):
+                return False
+            path.rmdir()
+        elif _is_ours(path, output, shards):
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return not os.path.lexists(path)
+
+
+def _rank(path: Path) -> tuple[bool, int, str]:
+    vouching = _VOUCHING.index(path.name) if path.name in _VOUCHING else len(_VOUCHING)
+    return path.name in _TELLING, vouching, path.name
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_ours(path: Path, output: Path, shards: Collection[str]) -> bool:
+    """Whether a run writes a file of this name in this place, and not in another that a link leads to."""
+    parts = path.relative_to(output).parts
+    if any(output.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts) + 1)):
+        return False
+    if CHECKPOINT_NAME.fullmatch(parts[0]):
+        return is_of_checkpoint(Path(*parts[1:]))
+    if parts[0] == PARTIAL_MODEL:
+        return True
+    return is_of(Path(*parts), *_OUTPUT) or (len(parts) == 1 and parts[0] in shards)

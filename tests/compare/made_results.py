@@ -1,0 +1,81 @@
+"""Results of runs as a comparison would have measured them, and what is found in them."""
+
+from collections.abc import Sequence
+
+from midus_hf.compare.options import ArmOptions, Comparison
+from midus_hf.compare.report.findings import Findings, findings
+from midus_hf.compare.results import Point, Result
+
+DOMAIN, RETENTION = "plants", "stars"
+
+
+def comparison(arms: Sequence[str], **changes) -> Comparison:
+    """One text to learn, one to keep."""
+    given = {
+        "base": "base",
+        "output": "out",
+        "arms": {name: ArmOptions() for name in arms},
+        "train": {"corpus": "corpus", "max_steps": 10},
+        "domain": {DOMAIN: "plants.txt"},
+        "retention": {RETENTION: "stars.txt"},
+        **changes,
+    }
+    return Comparison(**given)
+
+
+def result(
+    arm: str,
+    learned: Sequence[float],
+    forgotten: Sequence[float] | None = None,
+    seed: int = 0,
+    rate: float = 1e-3,
+    loss: float = 3.0,
+    kept: float = 2.0,
+    **changes,
+) -> Result:
+    """A run from losses of 3 and 2, or others: how far that of the domain has fallen, and the other risen, at each moment."""
+    forgotten = [0.0] * len(learned) if forgotten is None else forgotten
+    changes_of = [(0.0, 0.0), *zip(learned, forgotten, strict=True)]
+    curve = [
+        Point(step, 100 * step, None if step == 0 else float(step), {DOMAIN: loss - down, RETENTION: kept + up})
+        for step, (down, up) in enumerate(changes_of)
+    ]
+    given = {"trained_parameters": 1000, "seconds": 2.0, "peak_memory_bytes": 10**9, **changes}
+    return Result(arm=arm, rate={"learning_rate": rate}, seed=seed, curve=curve, **given)
+
+
+BASE = Result("base", {}, 0, [Point(0, 0, None, {DOMAIN: 3.0, RETENTION: 2.0})])
+
+HML = [result("hml", [0.25, 0.5], [0.0, 0.125], seed=0), result("hml", [0.25, 0.75], [0.0, 0.375], seed=1)]
+FULL = [result("full", [0.5, 1.0], [0.25, 1.0], seed=0), result("full", [0.5, 1.5], [0.5, 2.0], seed=1)]
+FULL_SLOW = [result("full", [0.25, 0.5], [0.0, 0.25], seed=seed, rate=1e-4) for seed in (0, 1)]
+NULL = [
+    result("hml+one-row", [0.25, learned], seed=seed, control="one-row", control_of="hml")
+    for seed, learned in ((0, 0.25), (1, 0.5))
+]
+
+
+def found(results, arms=("hml", "full"), failures=None, missing=0, **changes) -> Findings:
+    """What is found in results of these arms."""
+    told = comparison(arms, **changes)
+    base = BASE
+    if not told.retention:
+        base = without_retention(BASE)
+        results = [without_retention(one) for one in results]
+    return findings(told, base, results, failures or {}, missing)
+
+
+def without_retention(one: Result) -> Result:
+    curve = [Point(point.step, point.tokens, point.seconds, {DOMAIN: point.losses[DOMAIN]}) for point in one.curve]
+    return Result(**{**vars(one), "curve": curve})
+
+
+def rows_of(table) -> dict[str, dict[str, str]]:
+    """Its rows by their first cell, each by the head of its columns."""
+    return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
+
+
+def between(told: list[str], start: str) -> str:
+    """The one sentence that starts so."""
+    (sentence,) = [sentence for sentence in told if sentence.startswith(start)]
+    return sentence

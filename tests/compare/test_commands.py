@@ -1,0 +1,45 @@
+"""A signal to the process of a cell reaches the command that runs there, however often it comes."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+COMMAND = """
+import pathlib, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+seen = pathlib.Path(sys.argv[1])
+while len(heard) < 2:
+    seen.write_text(str(len(heard)))
+    time.sleep(0.02)
+"""
+CELL = """
+import sys
+from pathlib import Path
+from midus_hf.compare.commands import Commands
+commands = Commands(Path(sys.argv[1]))
+commands.hear_signals()
+commands.run("step", "python", "-c", sys.argv[2], sys.argv[3])
+"""
+
+
+def wait_until(seen: Path, number: str) -> None:
+    deadline = time.monotonic() + 60
+    while not (seen.exists() and seen.read_text() == number):
+        assert time.monotonic() < deadline, f"the command never heard {number} signals"
+        time.sleep(0.02)
+
+
+def test_a_second_signal_reaches_a_command_that_is_still_saving_and_both_end(tmp_path):
+    """As when a whole group of processes is terminated, and the comparison then terminates its cells."""
+    seen = tmp_path / "seen"
+    cell = subprocess.Popen([sys.executable, "-c", CELL, str(tmp_path / "logs"), COMMAND, str(seen)])
+    try:
+        wait_until(seen, "0")
+        cell.terminate()
+        wait_until(seen, "1")
+        cell.terminate()
+        assert cell.wait(timeout=60) == 143
+    finally:
+        cell.kill()

@@ -1,0 +1,166 @@
+"""What was learned and forgotten, spreads over seeds, and whether a null control was beaten."""
+
+import math
+import statistics
+
+import pytest
+from compare.made_results import BASE, DOMAIN, RETENTION, result
+
+from midus_hf.compare.learning import (
+    Spread,
+    best_rate,
+    compared,
+    forgotten_at,
+    in_words,
+    mean_loss,
+    origin,
+    paired,
+    path,
+    spread,
+    student_quantile,
+    verdict,
+)
+
+QUANTILES = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 10: 2.2281, 30: 2.0423}
+"""Of Student's t distribution at 0.975, as printed in tables."""
+
+
+@pytest.mark.parametrize("degrees", QUANTILES)
+def test_the_quantiles_of_students_distribution_are_those_of_tables(degrees):
+    assert student_quantile(degrees) == pytest.approx(QUANTILES[degrees], abs=5e-5)
+
+
+def test_a_spread_is_that_of_its_numbers():
+    numbers = [0.1, 0.4, 0.25]
+    found = spread(numbers)
+    assert (found.mean, found.deviation, found.count) == (statistics.mean(numbers), statistics.stdev(numbers), 3)
+    assert found.half_interval == pytest.approx(4.302653 * statistics.stdev(numbers) / math.sqrt(3), rel=1e-5)
+    assert (spread([0.5]).deviation, spread([0.5]).half_interval) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "half"),
+    [([1.0, 2.0], 12.7062 / 2), ([1.0, 1.0, 3.0, 3.0], 3.1824 / math.sqrt(3)), ([0.5, 0.5], 0.0)],
+    ids=["two", "four", "alike"],
+)
+def test_the_interval_of_a_mean_is_that_of_students_distribution(numbers, half):
+    assert spread(numbers).half_interval == pytest.approx(half, rel=1e-4)
+
+
+def test_an_interval_that_reaches_zero_is_not_above_it():
+    half = Spread(0.0, 1.0, 3).half_interval
+    assert half == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    assert [Spread(mean, 1.0, 3).is_above_zero for mean in (half + 1e-9, half, 0.0, -half - 1)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert not Spread(9.0, None, 1).is_above_zero
+
+
+def test_a_mean_loss_counts_each_text_alike():
+    run = result("a", [0.2, 0.5], [0.1, -0.3])
+    assert mean_loss(run.end, [DOMAIN, RETENTION]) == pytest.approx((2.5 + 1.7) / 2)
+
+
+ELSEWHERE = {"new_parameters": 5, "starts_at_base": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_own"),
+    [({}, True), ({"new_parameters": 5, "starts_at_base": True}, True), (ELSEWHERE, False), ({"new_parameters": 5}, False)],
+    ids=["the base itself", "starts at it", "starts elsewhere", "nobody looked"],
+)  # fmt: skip
+def test_a_run_is_held_against_its_own_start_where_that_is_the_base(changes, is_own):
+    run = result("a", [0.2], **changes)
+    assert origin(run, BASE) is (run.start if is_own else BASE.end)
+
+
+def test_a_path_is_what_was_learned_and_forgotten_at_each_moment():
+    moments = path(result("a", [0.25, 0.5], [0.125, -0.25]), BASE, [DOMAIN], [RETENTION])
+    assert moments == [(0.0, 0.0), (0.25, 0.125), (0.5, -0.25)]
+
+
+def test_to_make_up_for_a_start_below_the_base_is_neither_to_learn_nor_to_remember():
+    run = result("a", [4.0, 4.5], [-1.0, -0.5], loss=7.0, kept=3.0, **ELSEWHERE)
+    assert path(run, BASE, [DOMAIN], [RETENTION]) == [(-4.0, 1.0), (0.0, 0.0), (0.5, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("learned", "expected"),
+    [(0.1, 0.05), (0.2, 0.1), (0.35, 0.2), (0.5, 0.3), (0.6, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("sign", [1, -1], ids=["forgotten", "remembered"])
+def test_forgetting_at_a_learning_lies_on_the_line_between_measurements(learned, expected, sign):
+    found = forgotten_at(learned, [(0.0, 0.0), (0.2, sign * 0.1), (0.5, sign * 0.3)])
+    assert found == (None if expected is None else pytest.approx(sign * expected))
+
+
+def test_the_first_time_that_a_run_has_learned_so_much_counts():
+    moments = [(0.0, 0.0), (-0.25, 0.5), (0.25, 0.25), (0.0, 1.0), (0.25, 0.75)]
+    assert forgotten_at(0.25, moments) == 0.25
+    assert forgotten_at(0.125, moments) == 0.3125
+
+
+def test_the_best_rate_is_that_of_the_lowest_mean_of_the_domain():
+    runs = [result("a", [0.3], seed=0), result("a", [0.3], seed=1)]
+    runs += [result("a", [0.5], seed=0, rate=1e-2), result("a", [0.2], seed=1, rate=1e-2)]
+    assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-2}
+
+
+def test_rates_are_compared_over_the_seeds_that_all_of_them_have():
+    runs = [result("a", [0.1], seed=0), result("a", [0.4], seed=1)]
+    easy = [result("a", [0.3], seed=1, rate=1e-2), result("a", [0.9], seed=2, rate=1e-2)]
+    assert best_rate([*runs, *easy], [DOMAIN]) == {"learning_rate": 1e-3}, "of seed 1 alone it ends lower"
+    assert compared([*runs, *easy])[1] == {1}
+    apart = [result("a", [0.3], seed=0), result("a", [0.5], seed=1, rate=1e-2)]
+    assert best_rate(apart, [DOMAIN]) == {"learning_rate": 1e-2} and compared(apart)[1] == set()
+
+
+def test_of_rates_that_are_as_good_the_first_counts():
+    runs = [result("a", [0.3], rate=rate) for rate in (1e-2, 1e-3)]
+    assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-2}
+
+
+def test_a_rate_at_which_a_seed_is_missing_is_not_the_best():
+    runs = [result("a", [0.3], seed=0), result("a", [0.3], seed=1), result("a", [0.9], seed=0, rate=1e-2)]
+    assert best_rate(runs, [DOMAIN]) == {"learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("arm", "null", "words"),
+    [
+        ({0: 2.0, 1: 2.1, 2: 2.2}, {0: 2.5, 1: 2.61, 2: 2.69}, "beats it"),
+        ({0: 2.0, 1: 2.1, 2: 2.2}, {0: 2.5, 1: 2.1, 2: 2.3}, "not shown to beat it"),
+        ({0: 2.0, 1: 2.1}, {0: 2.0, 1: 2.05}, "does not beat it"),
+        ({0: 2.0}, {0: 2.4}, "one seed"),
+        ({0: 2.0}, {0: 1.9}, "does not beat it"),
+    ],
+    ids=["beats", "wide", "lower", "one", "one lower"],
+)
+def test_a_control_is_beaten_where_the_interval_of_the_advantage_lies_above_zero(arm, null, words):
+    found = verdict("one-row", arm, null)
+    assert found is not None and found.words == words
+    assert found.advantage.mean == pytest.approx(statistics.mean(null[seed] - arm[seed] for seed in arm))
+
+
+def test_runs_without_a_seed_in_common_are_not_compared():
+    assert verdict("one-row", {0: 2.0}, {1: 2.0}) is None
+    found = verdict("one-row", {0: 2.0, 1: 3.0}, {1: 3.5, 2: 0.0})
+    assert found is not None and found.advantage == spread([0.5])
+
+
+def test_numbers_are_subtracted_seed_by_seed():
+    assert paired({0: 1.0, 1: 2.0, 3: 9.0}, {1: 2.25, 0: 1.75, 2: 0.0}) == spread([0.75, 0.25])
+    assert paired({0: 1.0}, {1: 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [([0.5], "one seed"), ([-0.5], "no"), ([0.0], "no"), ([0.0, 0.0], "no"), ([0.5, 0.5], "yes"), ([0.5, 0.25], "unclear")],
+    ids=str,
+)  # fmt: skip
+def test_what_may_be_said_of_a_difference(numbers, words):
+    assert in_words(spread(numbers), "yes", "no", "unclear") == words

@@ -1,0 +1,464 @@
+"""One cell from upscaling to its result: what is measured is what commands measure, what is done stays, what is in the way goes."""
+
+import importlib.util
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compare.small_comparison import HEADWISE, STEPS, TOKENS_PER_STEP, InProcess, Measured, training, write_room
+from evaluation.questions import write_questions
+from pairs import by_default
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from midus_hf.compare import measuring
+from midus_hf.compare.arms import Arm
+from midus_hf.compare.cells import Cell, cells_of
+from midus_hf.compare.collecting import control_cells
+from midus_hf.compare.commands import StepFailed
+from midus_hf.compare.evaluations import Evaluations
+from midus_hf.compare.nulls import available_controls, control_arms
+from midus_hf.compare.results import read_result
+from midus_hf.compare.workplace import BASE
+
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Path:
+    folder = write_room(tmp_path_factory.mktemp("room"))
+    write_questions(folder / "questions")
+    return folder
+
+
+def tasks_of(room: Path) -> dict[str, Any] | None:
+    """A task whose questions lie in the room; none where nothing could ask them."""
+    return {"names": ["piqa"], "limit": 2, "data": str(room / "questions")} if HAS_HARNESS else None
+
+
+def perplexity_loss(model, text, *words) -> float:
+    """Loss of a text as `midus-eval` measures it, in nats per token."""
+    report = json.loads(InProcess().run("eval", "midus-eval", model, "--text", text, "--json", *words).output)
+    return math.log(report["models"][0]["perplexity"]["perplexity"])
+
+
+def accuracy(model, room) -> dict[str, float]:
+    words = [model, "--tasks", "piqa", "--data", room / "questions", "--limit", 2, "--json"]
+    return json.loads(InProcess().run("eval", "midus-eval", *words).output)["models"][0]["tasks"]["piqa"]
+
+
+@pytest.fixture(scope="module")
+def kept(room, tmp_path_factory):
+    """A comparison of a memory and of the base trained whole whose models stay, with their results."""
+    arms = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}, "full": {"train": {"learning_rate": 1e-3}}}
+    output = tmp_path_factory.mktemp("kept")
+    measured = Measured(room, output, arms, keep_models=True, tasks=tasks_of(room), train={"eval_max_tokens": 100})
+    base = measured.measure_base()
+    return measured, base, {cell.arm.name: (cell, measured.measure(cell)) for cell in measured.cells()}
+
+
+def with_the_base_of(kept, measured: Measured) -> Measured:
+    """A comparison for which the base was measured already."""
+    shutil.copytree(kept[0].place.root / BASE, measured.place.root / BASE)
+    return measured
+
+
+@pytest.mark.parametrize("arm", ["hml", "full"])
+def test_the_curve_is_what_midus_eval_measures_at_its_ends(room, kept, arm):
+    measured, base, results = kept
+    cell, result = results[arm]
+    paths = measured.paths(cell)
+    start = paths.model if arm == "hml" else room / "base"
+    for name in ("plants", "stars"):
+        text = room / f"{name}.txt"
+        assert base.end.losses[name] == perplexity_loss(room / "base", text, "--max-tokens", 100)
+        assert result.start.losses[name] == pytest.approx(perplexity_loss(start, text, "--max-tokens", 100), abs=1e-12)
+        assert result.end.losses[name] == pytest.approx(
+            perplexity_loss(paths.run, text, "--max-tokens", 100), abs=1e-12
+        )
+        assert result.start.losses[name] == pytest.approx(base.end.losses[name], abs=1e-12)
+    assert result.end.losses["plants"] < result.start.losses["plants"]
+    assert [(point.step, point.tokens) for point in result.curve] == [
+        (step, step * TOKENS_PER_STEP) for step in (0, STEPS // 2, STEPS)
+    ]
+    times = [point.seconds for point in result.curve]
+    assert times[0] is None and 0 < times[1] < times[2] == result.seconds
+
+
+def test_a_cell_says_which_run_it_was(kept):
+    measured, base, results = kept
+    (_, hml), (_, full) = results["hml"], results["full"]
+    assert (hml.arm, hml.rate, hml.seed, hml.control, hml.control_of) == (
+        "hml",
+        {"learning_rate": 1e-2},
+        0,
+        None,
+        None,
+    )
+    assert (full.arm, full.rate, full.controls, full.shuffled) == ("full", {}, {}, None)
+    assert (hml.starts_at_base, full.starts_at_base) == (True, None)
+    assert (base.arm, base.curve[0].step, len(base.curve)) == ("base", 0, 1)
+    for cell, result in results.values():
+        assert result.request == json.loads(json.dumps(cell.request(measured.comparison)))
+        assert result.peak_memory_bytes > 10**7
+
+
+def count(folder: Path) -> int:
+    """Parameters of a model, without the statistics that its buffers hold."""
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def test_numbers_of_parameters_are_those_of_the_files(room, kept):
+    measured, _, results = kept
+    base = count(room / "base")
+    cell, hml = results["hml"]
+    assert hml.new_parameters == hml.trained_parameters == count(measured.paths(cell).model) - base > 0
+    _, full = results["full"]
+    assert (full.new_parameters, full.trained_parameters) == (0, base)
+
+
+def test_what_trains_is_what_moves(room, kept):
+    measured, _, results = kept
+    cell, _ = results["hml"]
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (measured.paths(cell).model, measured.paths(cell).run)
+    )
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all(".1." in name or ".4." in name for name in moved)
+
+
+@needs_harness
+@pytest.mark.parametrize("arm", ["hml", "full"])
+def test_tasks_are_asked_before_and_after(room, kept, arm):
+    measured, base, results = kept
+    cell, result = results[arm]
+    assert base.tasks["piqa"] == accuracy(room / "base", room) == result.tasks_before["piqa"]
+    assert result.tasks["piqa"] == accuracy(measured.paths(cell).run, room)
+    # What starts as the base has the base's answers, which are not asked for again.
+    assert "tasks-before" not in measured.commands.steps
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("upscale", "starts"),
+    [({"method": "solar"}, False), ({"method": "solar", "verify": False}, None)],
+    ids=["other", "not verified"],
+)
+def test_tasks_are_asked_of_a_model_that_was_not_seen_to_start_as_the_base(room, tmp_path, upscale, starts):
+    arms = {"a": {"upscale": upscale}}
+    measured = Measured(room, tmp_path, arms, tasks=tasks_of(room), controls=False)
+    measured.measure_base()
+    (cell,) = measured.cells()
+    result = measured.measure(cell)
+    assert measured.commands.steps.count("tasks-before") == 1
+    assert result.tasks_before["piqa"] == accuracy(measured.paths(cell).model, room)
+    assert result.starts_at_base is starts
+
+
+@pytest.mark.parametrize("routing", ["chunk", "sequence"])
+def test_a_result_says_whether_its_model_is_causal(room, tmp_path, routing):
+    options = {"memory_tokens": 16, "chapters": 4, "k": 2, "routing": routing}
+    arms = {"a": {"upscale": {"method": "moc", "options": options}}}
+    measured = Measured(room, tmp_path, arms, controls=False)
+    measured.measure_base()
+    (cell,) = measured.cells()
+    assert measured.measure(cell).is_causal is (routing == "chunk")
+
+
+def test_shuffled_addresses_are_those_of_the_trained_model(room, kept, tmp_path):
+    measured, _, results = kept
+    cell, result = results["hml"]
+    InProcess().run(
+        "shuffle", "upscale", "shuffle", measured.paths(cell).run, "--output", tmp_path / "out", "--seed", 0
+    )
+    for name in ("plants", "stars"):
+        assert result.shuffled[name] == perplexity_loss(tmp_path / "out", room / f"{name}.txt", "--max-tokens", 100)
+        assert result.unshuffled[name] == perplexity_loss(
+            measured.paths(cell).run, room / f"{name}.txt", "--max-tokens", 100
+        )
+    assert result.shuffled["plants"] != result.unshuffled["plants"]
+    assert not (measured.paths(cell).folder / "shuffled").exists()
+
+
+@pytest.mark.parametrize("controls", [False, ["one-row"]], ids=["none", "another"])
+def test_addresses_are_shuffled_only_where_that_is_asked_for(room, kept, tmp_path, controls):
+    measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}}, controls=controls)
+    with_the_base_of(kept, measured)
+    (cell,) = measured.cells()
+    result = measured.measure(cell)
+    assert result.shuffled is None and result.unshuffled is None and "shuffle" not in measured.commands.steps
+    assert list(result.controls) == ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]
+
+
+def test_what_stays_of_a_cell_is_its_result_and_its_log_and_what_a_person_put_there(room, kept, tmp_path):
+    measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}, "full": {}}, controls=False)
+    with_the_base_of(kept, measured)
+    hml, full = measured.cells()
+    for cell in (hml, full):
+        measured.measure(cell)
+    paths = measured.paths(hml)
+    assert {path.name for path in paths.folder.iterdir()} == {"result.json", "log.jsonl", "train.yaml"}
+    assert (paths.model / "model.safetensors").is_file()
+    measured.place.remove_upscaled(hml.upscaled_name)
+    assert not measured.place.models.exists()
+    measured.place.remove_upscaled(hml.upscaled_name)
+
+
+class WithNotes(InProcess):
+    """A person puts a note into every folder that a command makes."""
+
+    def run(self, step, command, *words):
+        done = super().run(step, command, *words)
+        folder = {"upscale": "--output", "shuffle": "--output"}.get(step)
+        if folder is not None:
+            (Path(words[words.index(folder) + 1]) / "note.txt").write_text("mine")
+        if step == "train":
+            (Path(words[0]).parent / "run" / "note.txt").write_text("mine")
+            (Path(words[0]).parent / "note.txt").write_text("mine")
+        return done
+
+
+def test_a_person_s_files_stay_wherever_they_are(room, kept, tmp_path):
+    measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}})
+    measured.commands = WithNotes()
+    with_the_base_of(kept, measured)
+    (cell,) = measured.cells()
+    measured.measure(cell)
+    measured.place.remove_upscaled(cell.upscaled_name)
+    paths = measured.paths(cell)
+    for folder in (paths.folder, paths.run, paths.folder / "shuffled", paths.model):
+        assert (folder / "note.txt").read_text() == "mine"
+    assert [path.name for path in paths.run.iterdir()] == ["note.txt"]
+    # The model is whole, and taken where a run needs it again.
+    shutil.rmtree(paths.folder)
+    measured.commands = InProcess()
+    measured.comparison.controls = False
+    measured.measure(cell)
+    assert "upscale" not in measured.commands.steps
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        pytest.param("upscale", marks=pytest.mark.product),
+        "train",
+        pytest.param("tasks", marks=needs_harness),
+        pytest.param("shuffle", marks=pytest.mark.product),
+        "shuffled-stars",
+    ],
+)
+def test_a_cell_goes_on_where_it_failed(room, kept, tmp_path, fails):
+    arms = {"hml": {"upscale": HEADWISE, "rates": [1e-2]}}
+    measured = Measured(room, tmp_path, arms, tasks=tasks_of(room), train={"eval_max_tokens": 100})
+    with_the_base_of(kept, measured)
+    (cell,) = measured.cells()
+    measured.commands = InProcess(fails)
+    with pytest.raises(StepFailed):
+        measured.measure(cell)
+    assert read_result(measured.place.cell(cell)) is None
+    before, measured.commands = measured.commands.steps, InProcess()
+    result = measured.measure(cell)
+    done = before[: before.index(fails)]
+    # What was shuffled is gone.
+    assert set(done) & set(measured.commands.steps) <= {"shuffle", "shuffled-plants", "shuffled-stars"}
+    _, _, whole = kept
+    expected = whole["hml"][1]
+    assert [point.losses for point in result.curve] == [point.losses for point in expected.curve]
+    assert (result.tasks, result.shuffled) == (expected.tasks, expected.shuffled)
+    assert (result.trained_parameters, result.new_parameters) == (expected.trained_parameters, expected.new_parameters)
+    assert result.peak_memory_bytes > 10**7
+
+
+def test_a_model_that_was_upscaled_and_not_told_of_is_upscaled_again(room, kept, tmp_path):
+    measured = Measured(room, tmp_path, {"hml": {"upscale": HEADWISE}}, controls=False)
+    with_the_base_of(kept, measured)
+    (cell,) = measured.cells()
+    measured.commands = InProcess("train")
+    with pytest.raises(StepFailed):
+        measured.measure(cell)
+    model = measured.paths(cell).model
+    # Half of it was removed when the process was killed.
+    (model.parent / f"{model.name}.json").unlink()
+    (model / "model.safetensors").unlink()
+    (model / "upscale.json").unlink()
+    measured.commands = InProcess()
+    assert measured.measure(cell).end.step == STEPS
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_goes_on(room, kept, tmp_path):
+    measured = Measured(room, tmp_path, {"full": {}}, keep_models=True)
+    with_the_base_of(kept, measured)
+    (cell,) = measured.cells()
+    before = measured.measure(cell)
+    paths = measured.paths(cell)
+    # As it is before the last line of the log, which tells what the run cost, and before the model.
+    for name in ("config.json", "model.safetensors"):
+        (paths.run / name).unlink()
+    (paths.folder / "result.json").unlink()
+    log = (paths.run / "log.jsonl").read_text().splitlines(keepends=True)
+    assert "trained_parameters" in log[-1]
+    (paths.run / "log.jsonl").write_text("".join(log[:-1]))
+    result = measured.measure(cell)
+    assert result.curve == before.curve
+    assert (result.trained_parameters, result.seconds) == (before.trained_parameters, before.seconds)
+
+
+def test_texts_are_read_as_the_corpus_is(room, tmp_path):
+    for name in ("plants", "stars", "corpus"):
+        text = (
+            (room / f"{name}.txt").read_text()
+            if name != "corpus"
+            else "\n".join(path.read_text() for path in sorted((room / "corpus").iterdir()))
+        )
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": text, "text": "none"}) + "\n", encoding="utf-16")
+    texts = {
+        "domain": {"plants": str(tmp_path / "plants.jsonl")},
+        "retention": {"stars": str(tmp_path / "stars.jsonl")},
+    }
+    corpus = {
+        **training(room)["corpus"],
+        "path": str(tmp_path / "corpus.jsonl"),
+        "column": "body",
+        "encoding": "utf-16",
+    }
+    measured = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts)
+    base = measured.measure_base()
+    assert base.end.losses["plants"] == perplexity_loss(room / "base", room / "plants.txt")
+    (cell,) = measured.cells()
+    assert measured.measure(cell).start.losses == pytest.approx(base.end.losses)
+
+
+def test_the_base_is_measured_document_by_document_where_runs_fetch_by_paths(room, tmp_path):
+    words = (room / "plants.txt").read_text().split()
+    rows = [{"text": " ".join(words[start : start + 10]), "memory_ids": [0]} for start in (0, 10, 20)]
+    (tmp_path / "plants.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
+    texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
+    base = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts).measure_base()
+    apart = perplexity_loss(room / "base", tmp_path / "plants.jsonl", "--apart")
+    assert base.end.losses["plants"] == apart != perplexity_loss(room / "base", tmp_path / "plants.jsonl")
+    assert base.end.losses["stars"] == perplexity_loss(room / "base", room / "stars.txt")
+
+
+def test_what_is_measured_behind_training_fetches_by_the_paths_that_training_fetched_by(room, tmp_path):
+    (tmp_path / "plants.jsonl").write_text(json.dumps({"text": "w1 w2 w3", "memory_ids": [0]}) + "\n")
+    corpus = {**training(room)["corpus"], "path_column": "memory_ids"}
+    texts = {"domain": {"plants": str(tmp_path / "plants.jsonl")}}
+    measured = Measured(room, tmp_path / "out", {"full": {}}, train={"corpus": corpus}, **texts)
+    asked = {}
+
+    class Told:
+        def run(self, step, command, *words):
+            asked[step] = [str(word) for word in words]
+            return SimpleNamespace(output=json.dumps({"models": [{"perplexity": {"perplexity": 2.0}}]}))
+
+    evaluations = Evaluations(tmp_path, measured.comparison, Told())
+    measuring._losses("tuned", measured.comparison, {"corpus": corpus}, evaluations, "tuned")
+    assert (
+        asked["tuned-plants"][-2:] == ["--path-column", "memory_ids"] and "--path-column" not in asked["tuned-stars"]
+    )
+
+
+METHODS = {
+    "midus-hml": ({**HEADWISE}, ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"]),
+    "midus-pkm": (
+        {"method": "midus-pkm", "num_new_layers": 1, "options": {"n": 4, "k": 2}},
+        ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"],
+    ),
+    "midus-linear": (
+        {"method": "midus-linear", "num_new_layers": 1, "options": {"slots": 6, "k": 2}},
+        ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"],
+    ),
+    "moc": (
+        {"method": "moc", "options": {"layers": 1, "memory_tokens": 12, "chapters": 6, "k": 2, "chunk_size": 4}},
+        ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"],
+    ),
+    "ultramem-v2": (
+        {"method": "ultramem-v2", "options": {"n": 8, "k": 4, "share": "ring:4"}},
+        ["one-row", "random-slots", "frozen-addresses", "shuffled-addresses"],
+    ),
+    "moda": ({"method": "moda"}, []),
+    "llama-pro": ({"method": "llama-pro", "num_new_layers": 1}, []),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def upscaled(room, tmp_path_factory):
+    """From a method to its planned arm and the config of its model; each is upscaled once."""
+    found: dict[str, tuple[Measured, Arm, dict]] = {}
+
+    def of(method: str) -> tuple[Measured, Arm, dict]:
+        if method not in found:
+            measured = Measured(room, tmp_path_factory.mktemp(method), {method: {"upscale": METHODS[method][0]}})
+            (cell,) = measured.cells()
+            measured.commands = InProcess("train")
+            measured.place.cell(cell).mkdir(parents=True)
+            with pytest.raises(StepFailed):
+                measured.measure(cell)
+            found[method] = measured, cell.arm, json.loads((measured.paths(cell).model / "config.json").read_text())
+        return found[method]
+
+    return of
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_which_null_controls_a_method_has(upscaled, method):
+    _, arm, config = upscaled(method)
+    controls = available_controls(config)
+    assert list(controls) == METHODS[method][1]
+    assert [one.name for one in control_arms(arm, controls, {})] == [
+        f"{method}+{name}" for name in METHODS[method][1] if name != "shuffled-addresses"
+    ]
+
+
+CONTROLS = [(method, name) for method, (_, names) in METHODS.items() for name in names if name != "shuffled-addresses"]
+
+# Every method with a control, and every control of memories for which it takes another option.
+CHOSEN = [
+    ("midus-hml", "one-row"),
+    ("midus-pkm", "frozen-addresses"),
+    ("midus-linear", "one-row"),
+    ("moc", "random-slots"),
+    ("moc", "one-row"),
+    ("ultramem-v2", "random-slots"),
+]
+
+
+@pytest.mark.parametrize(("method", "name"), by_default(CHOSEN, CONTROLS))
+def test_a_control_is_upscaled_and_trained_beside_its_arm(upscaled, room, kept, tmp_path, method, name):
+    _, arm, config = upscaled(method)
+    (control,) = [
+        one for one in control_arms(arm, available_controls(config), {"learning_rate": 5e-3}) if one.control == name
+    ]
+    measured = Measured(room, tmp_path, {method: {"upscale": METHODS[method][0]}}, train={"max_steps": 1})
+    control = Arm(**{**vars(control), "train": {**control.train, "max_steps": 1}})
+    with_the_base_of(kept, measured)
+    (cell,) = cells_of(control, measured.comparison)
+    result = measured.measure(cell)
+    assert (result.arm, result.control, result.control_of) == (f"{method}+{name}", name, method)
+    assert result.rate == {"learning_rate": 5e-3} and result.starts_at_base is True
+    assert result.shuffled is None and result.controls == {} and "shuffle" not in measured.commands.steps
+    new = count(measured.paths(cell).model) - count(room / "base")
+    assert result.new_parameters == new
+    if name == "frozen-addresses":
+        assert cell.upscaled_name == Cell(arm, {}, 0).upscaled_name
+        assert 0 < result.trained_parameters < new
+    else:
+        assert 0 < result.trained_parameters <= new
+        assert (new < arm.new_parameters) == (name == "one-row")
+
+
+def test_controls_follow_the_rate_that_was_best(room, kept):
+    measured, _, results = kept
+    cell, result = results["hml"]
+    cells = control_cells(cell.arm, [result], measured.comparison)
+    assert [one.name for one in cells] == [
+        f"hml+{name}/0.01/seed-0" for name in ("one-row", "random-slots", "frozen-addresses")
+    ]
+    assert control_cells(cell.arm, [], measured.comparison) == []

@@ -1,0 +1,141 @@
+"""What a comparison may be told: what is refused and in which words, and what a person says after the file."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from midus_hf.compare.options import Comparison
+from midus_hf.config.yaml_options import from_mapping, read_config
+
+GIVEN = {
+    "base": "base",
+    "output": "out",
+    "arms": {"full": {"rates": [1e-4]}, "midus.hml-2": {"upscale": {"method": "midus-hml"}}},
+    "train": {"corpus": "corpus", "max_steps": 10},
+    "domain": {"plants": "plants.txt"},
+}
+QUOTES = "Rename it, or put a number in quotes."
+ARM_NAME = f"expected a name of letters, digits and the signs . _ + -, the first a letter or a digit. {QUOTES}"
+TWICE = "rates has 0.001 twice, by which a folder is called; expected rates that differ."
+TEXT_NAME = f"expected a name of letters, digits and the signs _ -. {QUOTES}"
+FIT = {"upscale": {"method": "midus-hml"}, "fit": {"num_new_layers": [1, 2]}}
+REFUSED = {
+    "no base": ({"base": None}, "base is None; expected a string."),
+    "no arms": ({"arms": {}}, "arms is empty; expected one or more."),
+    "no domain": ({"domain": {}}, "domain is empty, and there are no tasks; expected something by which learning is measured."),
+    "no seeds": ({"seeds": []}, "seeds is empty; expected one or more."),
+    "an arm's name": ({"arms": {"a/b": {}}}, f"arms has 'a/b'; {ARM_NAME}"),
+    "an arm's first sign": ({"arms": {".a": {}}}, f"arms has '.a'; {ARM_NAME}"),
+    "an arm called as a number": ({"arms": {2: {}}}, f"arms has 2; {ARM_NAME}"),
+    "an arm called as a control": (
+        {"arms": {"a": {}, "a+one-row": {}}},
+        "arms has 'a+one-row', which is what the null control one-row of 'a' is called; give it another name.",
+    ),
+    "a text's name": ({"retention": {"a.b": "text"}}, f"retention has 'a.b'; {TEXT_NAME}"),
+    "a text called as a number": ({"domain": {2024: "text"}}, f"domain has 2024; {TEXT_NAME}"),
+    "a text without a path": ({"domain": {"plants": None}}, "domain.plants is None; expected a string."),
+    "a text twice": (
+        {"retention": {"plants": "other.txt"}},
+        "domain and retention both have a text 'plants'; expected a name of its own for each text.",
+    ),
+    "a seed twice": ({"seeds": [1, 1]}, "seeds is [1, 1]; expected different numbers from 0."),
+    "a seed below 0": ({"seeds": [-1]}, "seeds is [-1]; expected different numbers from 0."),
+    "a seed in words": ({"seeds": ["one"]}, "seeds[0] is 'one'; expected a whole number."),
+    "no parameters": ({"trained_parameters": 0}, "trained_parameters is 0; expected a number above 0."),
+    "no seconds": ({"seconds": 0}, "seconds is 0.0; expected a number above 0."),
+    "no evaluations": ({"evaluations": 0}, "evaluations is 0; expected a number above 0."),
+    "fit without a budget": ({"arms": {"a": FIT}}, "arms.a.fit is given, and trained_parameters is not; expected both"),
+    "fit of a base": (
+        {"arms": {"a": {"fit": {"n": [1]}}}}, "fit is given without upscale; expected both, since it chooses a value of a key"
+    ),
+    "two fits": (
+        {"arms": {"a": {**FIT, "fit": {"n": [1], "k": [2]}}}}, "fit is {'n': [1], 'k': [2]}; expected one key of upscale with"
+    ),
+    "nothing to fit with": ({"arms": {"a": {**FIT, "fit": {"n": []}}}}, "fit is {'n': []}; expected one key of upscale with"),
+    "no rates": ({"rates": []}, "rates is an empty list; expected one or more, or leave it out."),
+    "an arm's rates": ({"arms": {"a": {"rates": []}}}, "rates is an empty list; expected one or more, or leave it out."),
+    "a rate of 0": ({"rates": [0]}, "rates has 0.0; expected numbers above 0, or mappings from keys of rates to such numbers."),
+    "a rate below 0": ({"rates": [{"learning_rate": -1}]}, "rates has {'learning_rate': -1.0}; expected numbers above 0"),
+    "a rate without a key": ({"rates": [{}]}, "rates has {}; expected numbers above 0"),
+    "a rate twice": ({"rates": [1e-3, 0.001]}, TWICE),
+    "a rate by number and by name": ({"rates": [1e-3, {"learning_rate": 1e-3}]}, TWICE),
+    "rates that differ too little": ({"rates": [1e-3, 1.0000001e-3]}, TWICE),
+    "a control": (
+        {"controls": ["none"]},
+        "controls has 'none'; expected one of: one-row, random-slots, frozen-addresses, shuffled-addresses.",
+    ),
+    "no tasks": ({"tasks": {"names": []}}, "tasks.names is an empty list; expected one or more tasks. Leave tasks out for none."),
+    "an option": ({"retain": {}}, "config has no option 'retain'."),
+    "an arm's option": ({"arms": {"a": {"method": "solar"}}}, "config has no option 'arms.a.method'."),
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "compare.yaml"
+    path.write_text(yaml.safe_dump(GIVEN))
+    return path
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_is_refused_and_in_which_words(refused):
+    changes, message = REFUSED[refused]
+    with pytest.raises(ValueError) as told:
+        from_mapping(Comparison, {**GIVEN, **changes})
+    assert str(told.value).startswith(message)
+
+
+def test_what_is_given_is_what_there_is():
+    comparison = from_mapping(Comparison, {**GIVEN, "retention": {"stars": "stars.txt"}})
+    assert (comparison.seeds, comparison.evaluations, comparison.controls) == ([0, 1, 2], 5, True)
+    assert list(comparison.texts.items()) == [("plants", "plants.txt"), ("stars", "stars.txt")]
+    assert comparison.arms["midus.hml-2"].upscale == {"method": "midus-hml"}
+
+
+OVERRIDES = {
+    "seeds": ("seeds=[4,5]", lambda told: told.seeds == [4, 5]),
+    "a budget in the words of YAML": ("trained_parameters=9e6", lambda told: told.trained_parameters == 9_000_000),
+    "a text": ("domain.roses=roses.txt", lambda told: told.domain == {"plants": "plants.txt", "roses": "roses.txt"}),
+    "the first text outside": ("retention.stars=stars.txt", lambda told: told.retention == {"stars": "stars.txt"}),
+    "a key of all arms": ("train.max_steps=99", lambda told: told.train == {"corpus": "corpus", "max_steps": 99}),
+    "a key within one of all arms": ("train.lora.r=4", lambda told: told.train["lora"] == {"r": 4}),
+    "a file of keys": ("train=run.yaml", lambda told: told.train == "run.yaml"),
+    "the tasks": ("tasks.names=[piqa]", lambda told: told.tasks.names == ["piqa"]),
+    "rates of one arm": ("arms.full.rates=[1e-3]", lambda told: told.arms["full"].rates == [1e-3]),
+    "a key of one arm": ("arms.full.train.learning_rate=0.5", lambda told: told.arms["full"].train == {"learning_rate": 0.5}),
+    "a new arm": ("arms.solar.upscale.method=solar", lambda told: told.arms["solar"].upscale == {"method": "solar"}),
+    "an option of one method": (
+        "arms.full.upscale.options.n=4", lambda told: told.arms["full"].upscale == {"options": {"n": 4}}
+    ),
+    "controls": ("controls=false", lambda told: told.controls is False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", OVERRIDES)
+def test_words_after_the_file_reach_every_key(config, named):
+    word, is_so = OVERRIDES[named]
+    assert is_so(read_config(Comparison, config, [word]))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("seeds", "override is 'seeds'; expected key=value."),
+        ("arms.full.trian.learning_rate=1", "override is 'arms.full.trian.learning_rate=1', but 'trian' has no keys of its own."),
+        ("arms.full.method=solar", "config has no option 'arms.full.method'."),
+        ("base.x=1", "override is 'base.x=1', but 'base' has no keys of its own."),
+        ("train.corpus.path=there", "override is 'train.corpus.path=there', but 'corpus' is 'corpus', which has no name"),
+    ],
+)  # fmt: skip
+def test_a_word_that_reaches_nothing_is_refused(config, word, message):
+    with pytest.raises(ValueError) as told:
+        read_config(Comparison, config, [word])
+    assert str(told.value).startswith(message)
+
+
+def test_a_key_cannot_be_set_within_a_file(config):
+    with pytest.raises(
+        ValueError, match=r"'train' is 'run.yaml', which has no name; give all of it, as train=\{\.\.\.\}\."
+    ):
+        read_config(Comparison, config, ["train=run.yaml", "train.max_steps=9"])

@@ -1,0 +1,39 @@
+"""Comparisons that ship are ones that run: their keys are known, and what arms add is of the size that it is said to be."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from compare.small_comparison import write_room
+from evaluation.questions import write_questions
+
+from benchmarks.models.bases import CONFIGS
+from midus_hf.compare.arms import plan
+from midus_hf.compare.checking import check
+from midus_hf.compare.options import Comparison
+from midus_hf.config.yaml_options import read_config
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "compare").glob("*.yaml"))
+assert RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_comparison_that_ships_is_planned_on_its_base(recipe, tmp_path):
+    room = write_room(tmp_path)
+    (tmp_path / "sized").mkdir()
+    shutil.copyfile(CONFIGS / "smollm2-135m.json", tmp_path / "sized" / "config.json")
+    words = [f"base={tmp_path / 'sized'}", f"output={tmp_path / 'out'}", f"train.corpus={room / 'corpus'}"]
+    given = yaml.safe_load(recipe.read_text())
+    words += [f"domain.{name}={room / 'plants.txt'}" for name in given["domain"]]
+    words += [f"retention.{name}={room / 'stars.txt'}" for name in given["retention"]]
+    if "tasks" in given:
+        words.append(f"tasks.data={write_questions(tmp_path / 'questions')}")
+    comparison, arms = plan(read_config(Comparison, recipe, words))
+    check(comparison, arms)
+    assert comparison.seeds and [arm.name for arm in arms] == list(comparison.arms)
+    budget = comparison.trained_parameters
+    assert budget or not any(arm.fitted for arm in arms)
+    for arm in arms:
+        if budget and arm.upscale is not None:
+            assert arm.trained_parameters == pytest.approx(budget, rel=0.3), arm.name
