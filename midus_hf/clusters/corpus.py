@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
 from midus_hf.documents import (
@@ -17,6 +17,7 @@ from midus_hf.documents import (
     rows_of,
     text_of_row,
 )
+from midus_hf.saved_models import load_tokenizer
 
 _DOCUMENTS_A_BATCH = 64
 _OWN_COLUMNS = ("document", "windows", TREE_COLUMN)
@@ -165,7 +166,7 @@ def load_fast_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ValueError: If it cannot be loaded, or does not know.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_tokenizer(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"tokenizer is {name!r}, which cannot be loaded: {first_line(error)} Expected a folder or hub id of one."

@@ -103,7 +103,7 @@ def test_a_tokenizer_that_is_not_there_or_knows_no_places_is_refused(monkeypatch
     class Slow:
         is_fast = False
 
-    monkeypatch.setattr("midus_hf.clusters.corpus.AutoTokenizer.from_pretrained", lambda name: Slow())
+    monkeypatch.setattr("midus_hf.clusters.corpus.load_tokenizer", lambda name: Slow())
     with pytest.raises(
         ValueError, match=r"tokenizer is 'slow', which does not know the places of its tokens .* a fast one"
     ):

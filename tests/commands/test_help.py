@@ -9,7 +9,7 @@ from commands.command_lines import COMMANDS, REPOSITORY, run_alone
 
 from midus_hf.training.options import CorpusOptions, TrainConfig, WeightedCorpus
 
-HEAVY = ("torch", "transformers", "midus_hf")
+HEAVY = ("torch", "transformers", "midus_hf.models")
 
 
 def help_of(command: str) -> str:

@@ -76,7 +76,7 @@ def folder(tmp_path_factory, upscaled, toy_model) -> Path:
 
 
 def test_the_process_of_these_tests_can_import_no_code_but_that_of_folders(folder):
-    assert json.loads((folder / "findings.json").read_text())["absent"] == [True] * 4
+    assert json.loads((folder / "findings.json").read_text())["absent"] == [True] * 3
 
 
 @pytest.mark.parametrize("name", _NAMES)
