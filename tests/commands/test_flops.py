@@ -56,7 +56,9 @@ def test_json_has_the_same_of_a_folder_and_of_other_sizes(folder, capsys):
 def test_the_work_imports_no_torch(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     done = run_alone(
-        "midus-flops", [str(CONFIG)], afterwards="assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}"
+        "midus-flops",
+        [str(CONFIG)],
+        afterwards="assert not {'torch', 'transformers', 'midus_hf.models'} & {*sys.modules}",
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -200,4 +200,4 @@ def test_perplexities_of_many_texts_stand_below_the_row_in_80_columns(capsys):
 
 def test_a_text_alone_that_fetches_nothing_needs_no_line_at_the_start(upscaled, corpus, texts, tmp_path):
     run = prepare(tiny_config(upscaled("llama"), corpus, tmp_path / "out", eval_text=texts["near"]))
-    assert list(run.trainer.held_out) == [""] and describe_held_out(run.trainer.held_out) == []
+    assert list(run.trainer.held_out.texts) == [""] and describe_held_out(run.trainer.held_out.texts) == []

@@ -170,12 +170,12 @@ def test_what_is_frozen_may_be_what_it_is(upscaled, corpus, tmp_path):
         run.model.get_parameter(f"model.{name}.weight") for name in ("embed_tokens", "layers.1.self_attn.q_proj")
     )
     frozen.data[2] = math.inf
-    run.trainer.save_checkpoint_in(tmp_path)
+    run.trainer.checkpoints.save_in(tmp_path)
     assert load_file(tmp_path / "checkpoint-1" / "model.safetensors")["model.embed_tokens.weight"][2].isinf().all()
-    assert run.trainer.first_not_finite_in(tmp_path / "checkpoint-1") is None
+    assert run.trainer.checkpoints.first_not_finite_in(tmp_path / "checkpoint-1") is None
     trained.data[2] = math.inf
     with pytest.raises(FloatingPointError):
-        run.trainer.save_checkpoint_in(tmp_path)
+        run.trainer.checkpoints.save_in(tmp_path)
 
 
 def test_blocks_of_banks_are_looked_at_too(models, assigned, tmp_path):

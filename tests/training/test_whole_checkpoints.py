@@ -304,7 +304,7 @@ def test_the_best_model_is_taken_from_a_checkpoint_that_is_whole(upscaled, corpu
     text.write_text(" ".join(f"w{3 + i % 9}" for i in range(200)))
     options = {**OPTIONS, "eval_text": str(text), "eval_every": 2, "keep_best": True, "resume": False}
     monkeypatch.setattr(
-        "midus_hf.training.run.run_trainer.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0}
+        "midus_hf.training.run.held_out_texts.held_out_losses", lambda *_: {0: 4.0, 2: 2.0, 4: 1.0, 6: 3.0}
     )
 
     def spoil(self, *_):

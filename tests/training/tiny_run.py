@@ -129,7 +129,7 @@ def give_held_out_losses(
     evaluate, measure = InRun.evaluate, HeldOut.measure
 
     def evaluate_as_given(trainer: InRun, *args: Any, **kwargs: Any) -> dict[str, float]:
-        step, texts = trainer.state.global_step, list(trainer.held_out.values())
+        step, texts = trainer.state.global_step, list(trainer.held_out.texts.values())
 
         def measure_as_given(text: HeldOut, model: Any) -> PerplexityResult:
             (index,) = (index for index, other in enumerate(texts) if other is text)

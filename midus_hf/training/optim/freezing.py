@@ -182,7 +182,7 @@ def set_trainable(
         ValueError: As `resolve_trainable`; if the model is wrapped by PEFT, whose config says what trains; if what is to
             be frozen does not train anyway, or nothing is left that trains.
     """
-    if hasattr(model, "peft_config"):
+    if has_adapters(model):
         raise ValueError(
             f"this {model.config.model_type} model is wrapped by PEFT, which has set what trains; expected the model "
             "itself. Say it in the config instead: get_peft_model(model, lora_config(model))."
@@ -312,3 +312,8 @@ def _check_listed(config: PreTrainedConfig, layers: list[int]) -> None:
 def _outside(config: PreTrainedConfig, layers: list[int]) -> list[int]:
     """Those of the indices that are no layers of the model."""
     return [layer for layer in layers if not 0 <= layer < config.num_hidden_layers]
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether PEFT has wrapped a model; PEFT itself need not be there."""
+    return hasattr(model, "peft_config")

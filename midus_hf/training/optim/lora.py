@@ -5,7 +5,13 @@ from typing import Any
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from midus_hf.training.optim.freezing import attached_modules, new_layers, recorded_new_layers, recorded_new_memories
+from midus_hf.training.optim.freezing import (
+    attached_modules,
+    has_adapters,
+    new_layers,
+    recorded_new_layers,
+    recorded_new_memories,
+)
 
 
 def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **options: Any) -> LoraConfig:
@@ -25,7 +31,7 @@ def lora_config(model: PreTrainedModel, *, r: int = 16, lora_alpha: int = 32, **
     Raises:
         ValueError: If the config of the model records no new layers, or the model is wrapped already.
     """
-    if hasattr(model, "peft_config"):
+    if has_adapters(model):
         raise ValueError("the model is wrapped by PEFT already; expected it as from_pretrained gives it.")
     whole = names_of_new_modules(model)
     if not whole:

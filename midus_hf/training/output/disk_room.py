@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from midus_hf.files.checkpoint_files import TRAINER_STATE
+from midus_hf.training.optim.freezing import has_adapters
 from midus_hf.training.output.run_checkpoints import checkpoints
 from midus_hf.training.run_options import RunOptions
 
@@ -104,7 +105,7 @@ def room_needed(
     """
     final = held = 0
     wrapped: Any = model
-    adapters = wrapped.base_model.prefix if hasattr(model, "peft_config") else None
+    adapters = wrapped.base_model.prefix if has_adapters(model) else None
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:  # tied weights are saved once

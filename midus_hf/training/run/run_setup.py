@@ -216,7 +216,7 @@ def _finite_checkpoint(config: RunOptions, trainer: InRun) -> Path:
     while True:
         checkpoint, _ = find_checkpoint(config, not_finite)
         try:
-            found = trainer.first_not_finite_in(checkpoint)
+            found = trainer.checkpoints.first_not_finite_in(checkpoint)
         except (BankError, SafetensorError) as error:  # it was damaged before its manifest was written
             found = str(error)
         if found is None:

@@ -89,7 +89,7 @@ class TrainingRun:
             if interruption.signal_number:
                 self._stop(interruption.signal_number)
             if self.config.keep_best:
-                result = dataclasses.replace(result, best_step=self.trainer.load_best())
+                result = dataclasses.replace(result, best_step=self.trainer.held_out.load_best())
             place = self._save(result)
             return result if place == Path(self.config.output) else dataclasses.replace(result, output=str(place))
 
@@ -102,9 +102,9 @@ class TrainingRun:
         ended = ended or trainer.clock.is_over
         if self.checkpoint is not None and (ended or before.global_step >= before.max_steps):
             # A Trainer that resumes at the last step takes another one.
-            trainer.load_checkpoint(self.checkpoint)
+            trainer.checkpoints.load(self.checkpoint)
             trainer.state, seconds = before, 0.0
-            if trainer.held_out and before.global_step not in trainer.held_out_losses():
+            if trainer.held_out.texts and before.global_step not in trainer.held_out.losses():
                 trainer.evaluate()  # it ends here since it was resumed with less patience or fewer seconds
             trainer.log_costs()
         else:
@@ -125,7 +125,7 @@ class TrainingRun:
         """End an interrupted run, whose checkpoint is in the output unless that failed."""
         step, output = self.trainer.state.global_step, Path(self.config.output)
         place = output
-        if self.trainer.save_failure is not None:
+        if self.trainer.checkpoints.failure is not None:
             try:
                 place = self._save_where_possible(self._save_interrupted, self.room.checkpoint)
             except SaveError as error:
@@ -140,7 +140,7 @@ class TrainingRun:
         raise RunInterrupted(f"interrupted after step {step:,}; {hint} goes on from {saved}", signal_number)
 
     def _save_interrupted(self, folder: Path) -> None:
-        self.trainer.save_checkpoint_in(folder)
+        self.trainer.checkpoints.save_in(folder)
         if self.trainer.is_world_process_zero():
             write_options(folder, self.config)
 
@@ -151,7 +151,7 @@ class TrainingRun:
             self.trainer.shards.saved_dtypes = self.dtypes
         else:
             restore_dtypes(self.model, self.dtypes)
-        self.trainer.refuse_not_finite()
+        self.trainer.checkpoints.check_finite()
         self.trainer.merge_adapters()
         self.model.config.use_cache = self.use_cache
         try:

@@ -1,0 +1,224 @@
+"""The checkpoints of a run: each is whole or not there, holds finite numbers, and may fail to be written without ending the run."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from midus_hf.files.checkpoint_files import BLOCK_STATES
+from midus_hf.files.run_files import remove_written
+from midus_hf.models.fetching import Banks
+from midus_hf.models.host import MemoryModel
+from midus_hf.training.optim.finite import error_of, first_not_finite, first_not_finite_in, trained_tensors
+from midus_hf.training.optim.freezing import has_adapters
+from midus_hf.training.output.frozen_weights import FrozenWeights
+from midus_hf.training.output.run_checkpoints import (
+    begin_checkpoint,
+    finish_checkpoint,
+    last_checkpoint,
+    linked_entries,
+    remove_old_checkpoints,
+)
+from midus_hf.training.output.saving import say, write_failure
+
+_OF_ANOTHER_PROCESS = "another process could not write its part"
+
+
+class Checkpoints:
+    """What the Trainer of a run does with checkpoints beside what a `Trainer` does.
+
+    A checkpoint is whole with its manifest, which is written when every process has written its part and all parts are on the disk.
+    Only then older checkpoints go. Where a file cannot be written, what there is of the checkpoint is removed, and training goes on.
+    Frozen weights that lie in an earlier checkpoint as well are linked.
+
+    Args:
+        trainer: That has its model; all processes of a run have one each, and call it for each step alike.
+        tokenizer: Saved beside every checkpoint.
+        keep: Latest checkpoints to keep; None keeps all.
+        best_step: Returns the step whose checkpoint is kept beside the latest, or None.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        keep: int | None,
+        best_step: Callable[[], int | None],
+    ):
+        self._trainer, self._tokenizer, self._keep, self._best_step = trainer, tokenizer, keep, best_step
+        self.failure: str | None = None
+        """Why the last checkpoint could not be written; None if it was."""
+        self._parts_failed = False
+        self._frozen_weights = FrozenWeights(copies=1 if keep == 1 else 2)
+        self._is_writing = False
+
+    def save(self, folder: Path, write_parts: Callable[[], None]) -> None:
+        """Save a checkpoint; all processes call it.
+
+        Args:
+            folder: The folder of the checkpoint.
+            write_parts: Writes what a Trainer writes there.
+
+        Raises:
+            FloatingPointError: If what trains is not finite; nothing is written then.
+        """
+        self.check_finite()
+        step, is_main = self._trainer.state.global_step, self._trainer.args.should_save
+        self.failure, self._parts_failed = None, False
+        beside: list[Path] = []
+        earlier = self._frozen_weights.earlier(folder)
+
+        def begin() -> None:
+            beside.extend(begin_checkpoint(folder))
+            self._tokenizer.save_pretrained(folder)
+
+        def write() -> None:
+            self._is_writing = True
+            try:
+                with contextlib.ExitStack() as linking:
+                    for banks in _open_banks(self._trainer.model):
+                        linking.enter_context(banks.linking(earlier, self._frozen_weights.copies))
+                    write_parts()
+            finally:
+                self._is_writing = False
+
+        def finish() -> None:
+            finish_checkpoint(folder, beside, linked_entries(folder, earlier[-2:]))
+            self._frozen_weights.know(folder)
+
+        failed = any(
+            self._fails(part) for part in (begin if is_main else _nothing, write, finish if is_main else _nothing)
+        )
+        if not is_main:
+            return
+        if failed:
+            remove_written(folder.parent, folder)
+            latest = last_checkpoint(folder.parent)
+            say(
+                f"checkpoint-{step} was not saved in {folder.parent}: {self.failure}. "
+                f"{f'The latest there is {latest.name}' if latest else 'There is none yet'}."
+            )
+        else:
+            remove_old_checkpoints(folder.parent, step, self._keep, self._best_step())
+
+    def save_weights(
+        self, folder: Path, state_dict: dict[str, Any] | None, save: Callable[[dict[str, Any] | None], None]
+    ) -> None:
+        """Save a model into a folder; of a checkpoint, frozen weights that lie in an earlier one as well are linked.
+
+        Args:
+            folder: The folder.
+            state_dict: The weights to save; None for those of the model.
+            save: Saves the model with the weights that it is given.
+        """
+        trainer = self._trainer
+        are_whole = state_dict is None and trainer.tables.columns is None and not has_adapters(trainer.model)
+        if self._is_writing and trainer.args.should_save and are_whole:
+            self._frozen_weights.save(folder, trainer.model, save)
+        else:
+            save(state_dict)
+
+    def save_last_part(self, write: Callable[[], None]) -> None:
+        """Write the last part of a checkpoint; it ends when all processes have written theirs.
+
+        Args:
+            write: Writes the part of this process.
+
+        Raises:
+            OSError: If a process could not write its part, or has failed before.
+        """
+        failure = _failure_of(write)
+        self._parts_failed = bool(self._trainer.largest(failure is not None))
+        if self._parts_failed:
+            raise OSError(failure or _OF_ANOTHER_PROCESS)
+
+    def save_in(self, folder: Path) -> None:
+        """Save a checkpoint of the current step as `checkpoint-N` in a folder, which need not be that of the run.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        arguments = self._trainer.args
+        home, arguments.output_dir = arguments.output_dir, str(folder)
+        try:
+            self._trainer._save_checkpoint(self._trainer.model)
+        finally:
+            arguments.output_dir = home
+        if self.failure is not None:
+            raise OSError(self.failure)
+
+    def load(self, checkpoint: Path) -> None:
+        """Give the model the weights of a checkpoint.
+
+        Args:
+            checkpoint: The folder of the checkpoint.
+        """
+        self._trainer._load_from_checkpoint(str(checkpoint))
+
+    def know(self, checkpoint: Path) -> None:
+        """Remember a checkpoint whose weights the model has been given.
+
+        Args:
+            checkpoint: The folder of the checkpoint, which is whole.
+        """
+        self._frozen_weights.know(checkpoint)
+
+    def check_finite(self) -> None:
+        """End the run if a tensor or block that trains is not finite, before it is saved; all processes call it.
+
+        Raises:
+            FloatingPointError: If one is not, in whichever process.
+        """
+        trainer = self._trainer
+        of_blocks = (bank.first_not_finite() for bank in trainer.blocks.banks)
+        found = first_not_finite(trained_tensors(trainer.model)) or next(filter(None, of_blocks), None)
+        if trainer.largest(found is not None):
+            raise error_of(found or "what another process trains is not finite", trainer.state.global_step)
+
+    def first_not_finite_in(self, checkpoint: Path) -> str | None:
+        """Return what in a checkpoint trains and is not finite, as "NAME holds nan", or None.
+
+        Args:
+            checkpoint: The folder of the checkpoint, which is whole.
+        """
+        parameters = self._trainer.model.named_parameters()
+        found = first_not_finite_in(
+            checkpoint, (name for name, parameter in parameters if not parameter.requires_grad)
+        )
+        banks = enumerate(self._trainer.blocks.banks)
+        of_blocks = (bank.first_not_finite_in(checkpoint / BLOCK_STATES / str(number)) for number, bank in banks)
+        return found or next(filter(None, of_blocks), None)
+
+    def _fails(self, part: Callable[[], None]) -> bool:
+        """Do a part of saving; return whether a file could not be written in any process, which `failure` tells. All call it."""
+        failure = _failure_of(part)
+        # What is asked here is answered in `save_last_part` where a process has not come so far.
+        failed = self._parts_failed or bool(self._trainer.largest(failure is not None))
+        if failed:
+            self.failure = failure or _OF_ANOTHER_PROCESS
+        return failed
+
+
+def _failure_of(write: Callable[[], None]) -> str | None:
+    """Write something; return why a file could not be written, or None if it was."""
+    try:
+        write()
+    except Exception as error:
+        failure = write_failure(error)
+        if failure is None:
+            raise
+        return failure
+    return None
+
+
+def _open_banks(model: torch.nn.Module) -> list[Banks]:
+    """Return the banks of a model, PEFT's wrapper aside, that are open."""
+    modules = (module for module in model.modules() if isinstance(module, MemoryModel))
+    return [module.own_banks for module in modules if module.own_banks.are_open]
+
+
+def _nothing() -> None:
+    """Do what a process does while the main one writes."""

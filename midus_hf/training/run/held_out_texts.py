@@ -1,0 +1,108 @@
+"""Held-out texts while a run trains: their losses, the step that was best by them, and the end of a run that learns no more."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midus_hf.evaluation.fetching import fetches_blocks
+from midus_hf.training.data.held_out import (
+    HeldOut,
+    best_step,
+    held_out_losses,
+    is_stopped_early,
+    metric_name,
+    perplexity_name,
+)
+from midus_hf.training.optim.freezing import has_adapters
+from midus_hf.training.output.run_checkpoints import checkpoints, damage_of, is_complete
+from midus_hf.training.output.saving import say
+
+
+class HeldOutTexts:
+    """What the Trainer of a run does with held-out texts, which every process measures whole.
+
+    Args:
+        trainer: That has its model.
+        texts: By their names as in `RunOptions.eval_texts`.
+        keep_best: Whether a step whose first text is best is saved.
+        early_stop: As in `RunOptions`.
+    """
+
+    def __init__(self, trainer: Any, texts: Mapping[str, HeldOut], keep_best: bool, early_stop: int | None):
+        self._trainer, self.texts, self._keep_best, self._early_stop = trainer, texts, keep_best, early_stop
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the texts, log what was measured, and decide whether the step is saved and training ends; return the measures."""
+        trainer = self._trainer
+        metrics = self._measure()
+        trainer.log(metrics)
+        trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, metrics)
+        losses, step = self.losses(), trainer.state.global_step
+        if step and self._keep_best and best_step(losses) == step:
+            trainer.control.should_save = True
+        if step and is_stopped_early(losses, self._early_stop):
+            trainer.control.should_training_stop = True
+            # To be resumed, as it were, like a run that has taken its last step.
+            trainer.control.should_save = trainer.control.should_save or trainer.args.save_strategy != "no"
+        return metrics
+
+    def _measure(self) -> dict[str, float]:
+        trainer = self._trainer
+        model = trainer.model.get_base_model() if has_adapters(trainer.model) else trainer.model
+        metrics: dict[str, float] = {}
+        for name, text in self.texts.items():
+            loss = torch.tensor(math.log(text.measure(model).perplexity), dtype=torch.float64)
+            if trainer.args.world_size > 1:
+                # They measure the same, but must not disagree by a rounding on which step was best.
+                loss = trainer.accelerator.reduce(loss.float().to(trainer.args.device), reduction="mean")
+            metrics[metric_name(name, "loss")] = loss.item()
+            metrics[perplexity_name(name)] = math.exp(loss.item())
+            if fetches_blocks(model):
+                metrics[metric_name(name, "with_blocks")] = text.paths is not None
+        return metrics
+
+    def losses(self) -> dict[int, float]:
+        """Return losses of the first text by step, as `held_out.held_out_losses` gives them."""
+        return held_out_losses(self._trainer.state.log_history, self.texts)
+
+    def step_to_keep(self) -> int | None:
+        """Return the step whose checkpoint is kept however old it is, or None."""
+        return best_step(self.losses()) if self._keep_best else None
+
+    def load_best(self, damaged: frozenset[int] = frozenset()) -> int:
+        """Give the model the weights of the step whose text was best, of those whose checkpoint was kept and is whole.
+
+        Args:
+            damaged: Steps whose checkpoints are known not to be. Default: none.
+
+        Returns:
+            That step. For the last step nothing is loaded.
+        """
+        losses, last = self.losses(), self._trainer.state.global_step
+        whole = self._whole_checkpoints(damaged)
+        step = best_step({step: loss for step, loss in losses.items() if step == last or step in whole})
+        assert step is not None, "the last step is always measured"
+        if step != last:
+            damage = damage_of(whole[step])
+            if damage is not None:
+                say(f"{whole[step].name}, the best, is passed over: {damage}")
+                return self.load_best(frozenset((*damaged, step)))
+            self._trainer.checkpoints.load(whole[step])
+        if best_step(losses) != step:
+            say(
+                f"The best model, after step {best_step(losses):,}, has no checkpoint any more; the best that is left is saved."
+            )
+        name = next(iter(self.texts))
+        score = f"held-out perplexity {f'of {name} ' if name else ''}{math.exp(losses[step]):.4f}"
+        if step == last:
+            say(f"The last model is the best by held-out text: {score}.")
+        else:
+            say(f"Saved is the model after step {step:,}, the best: {score}, at the end {math.exp(losses[last]):.4f}.")
+        return step
+
+    def _whole_checkpoints(self, damaged: frozenset[int]) -> dict[int, Path]:
+        of_steps = checkpoints(str(self._trainer.args.output_dir))
+        return {step: path for step, path in of_steps.items() if step not in damaged and is_complete(path)}
