@@ -216,7 +216,7 @@ def test_blocks_that_are_not_finite_are_neither_saved_nor_gone_on_from(
     assert files_of(output) == ["checkpoint-2", "log.jsonl", "train_config.yaml"]
     run = prepare(config_of(models / "hier-ffn", assigned, output, save_every=2, resume=True))
     spoiled[:] = run.trainer.blocks.banks
-    monkeypatch.setattr(type(run.trainer), "refuse_not_finite", lambda self: None)
+    monkeypatch.setattr(run.trainer.checkpoints, "check_finite", lambda: None)
     run.trainer.add_callback(Spoil(4, spoil, after=True))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 5"):
         run.execute()
