@@ -2,10 +2,9 @@
 
 import ast
 import importlib.util
-import inspect
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from midus_hf.carried.specialise import SourceText
 
@@ -73,7 +72,7 @@ class Module:
         """Modules of the packages that this one imports."""
         imported = importlib.import_module(name)
         self._package = imported.__package__
-        text = SourceText(Path(inspect.getfile(imported)).read_text(encoding="utf-8"))  # which may be empty
+        text = SourceText(_source_of(imported))
         body: list[ast.stmt] = []
         for statement in text.tree.body:
             body += statement.body if isinstance(statement, ast.If) and _is_for_types(statement) else [statement]
@@ -108,6 +107,12 @@ class Module:
                 self.depends.append(module)
             else:
                 self.libraries[bound] = (module, alias.name)
+
+
+def _source_of(module: ModuleType) -> str:
+    """Return the source of a module, which may be empty, and need not lie in a file."""
+    loader: Any = module.__loader__
+    return loader.get_source(module.__name__) or ""
 
 
 def _is_for_types(statement: ast.If) -> bool:

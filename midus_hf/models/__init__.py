@@ -1,18 +1,9 @@
-"""Models that host memory. Importing this package registers their families, one per file in `families/`, and those that
-other packages offer, with the Auto classes.
-"""
-
-import importlib
-import pkgutil
+"""Models that host memory. Importing this package registers their families, and those that others offer, with the Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from midus_hf.config.plugins import load_offered
-from midus_hf.models import families
 from midus_hf.models.families import FAMILIES
-
-for _module in pkgutil.iter_modules(families.__path__):
-    importlib.import_module(f"{families.__name__}.{_module.name}")
 
 load_offered("midus_hf.families", refuse=False)  # one that is broken must not take the others along
 
