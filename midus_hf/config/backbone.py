@@ -22,6 +22,7 @@ class FamilyTraits:
         query_key_norm: Whether queries and keys are normalised: a head at a time, or all heads together (`"whole"`).
         input_norms: Whether a norm stands in front of attention and feed-forward network.
         output_norms: Whether a norm follows attention and feed-forward network.
+        unit_offset_norms: Whether norms multiply by 1 + weight instead of the weight.
         scales_embedding: Whether embeddings are multiplied by a number.
     """
 
@@ -31,6 +32,7 @@ class FamilyTraits:
     query_key_norm: Literal["head", "whole"] | None = None
     input_norms: bool = True
     output_norms: bool = False
+    unit_offset_norms: bool = False
     scales_embedding: bool = False
 
 
@@ -48,13 +50,20 @@ FAMILY_TRAITS: dict[str, FamilyTraits] = {
     "gemma2": FamilyTraits(
         defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         output_norms=True,
+        unit_offset_norms=True,
         scales_embedding=True,
     ),
-    "gemma3_text": FamilyTraits(defaults=_GEMMA, query_key_norm="head", output_norms=True, scales_embedding=True),
+    "gemma3_text": FamilyTraits(
+        defaults=_GEMMA,
+        query_key_norm="head",
+        output_norms=True,
+        unit_offset_norms=True,
+        scales_embedding=True,
+    ),
     "mistral": FamilyTraits(defaults={"num_key_value_heads": 8}, bias_keys=frozenset()),
     "olmo2": FamilyTraits(query_key_norm="whole", input_norms=False, output_norms=True),
 }
-"""By `model_type`. Every family that can be upscaled is here."""
+"""By `model_type`. Every family that can be upscaled is here; `upscalers.architecture.families` enters those of other packages."""
 
 
 @dataclass(frozen=True, kw_only=True)

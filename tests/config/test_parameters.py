@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from midus_hf import models  # noqa: F401 - registers the families that host memory
 from midus_hf.config.backbone import FAMILY_TRAITS, read_backbone
 from midus_hf.config.parameters import ParameterCounts, count_parameters
-from upscalers.architecture.families import FAMILIES as UPSCALED
+from upscalers.architecture import families
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MEMORIES: list[tuple[dict[str, Any], int]] = [
@@ -124,16 +124,6 @@ def test_a_token_activates_all_but_the_values_that_it_does_not_read(memory, read
     assert counts.activated == counts.total - counts.values + read
 
 
-@pytest.mark.parametrize("model_type", UPSCALED)
-def test_what_is_peculiar_to_a_family_is_what_upscaling_knows(model_type):
-    traits, family = FAMILY_TRAITS[model_type], UPSCALED[model_type]
-    for name in ("qkv_bias", "query_key_norm", "input_norms", "output_norms"):
-        assert getattr(traits, name) == getattr(family, name)
-    for key in {*family.defaults, "tie_word_embeddings"}:
-        assert (traits.defaults.get(key) or None) == (family.defaults.get(key) or None)
-    assert traits.bias_keys == family.biases
-
-
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_what_a_config_leaves_out_is_what_its_class_has(family):
     full = NATIVE_FAMILIES[family].config_class().to_dict()
@@ -161,3 +151,15 @@ def test_what_a_config_leaves_out_is_what_its_class_has(family):
 def test_a_config_that_cannot_be_counted_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         count_parameters({**NATIVE_FAMILIES["llama"].config().to_dict(), **changes})
+
+
+def test_a_family_that_another_package_registers_is_counted(monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES})
+    config = NATIVE_FAMILIES["llama"].config().to_dict()
+    try:
+        families.register_family(families.Family(model_type="alpaca", class_name=None, qkv_bias=True))
+        biased = count_parameters({**config, "model_type": "alpaca"})
+    finally:
+        FAMILY_TRAITS.pop("alpaca", None)
+    per_layer = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
+    assert biased.total - count_parameters(config).total == config["num_hidden_layers"] * per_layer

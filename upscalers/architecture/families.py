@@ -6,17 +6,16 @@ loads neither torch nor transformers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
+from midus_hf.config.backbone import FAMILY_TRAITS, MEMORY_PREFIX, FamilyTraits
 from midus_hf.config.model_sizes import ModelSizes, activation_of
 from midus_hf.config.plugins import load_offered
 from upscalers.request.errors import RequestError, refusing_requests
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
-
-MEMORY_PREFIX = "midus_"
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,14 @@ class LayerTensor:
     shape: Shape
 
 
-@dataclass(frozen=True)
-class Family:
-    """One family.
+@dataclass(frozen=True, kw_only=True)
+class Family(FamilyTraits):
+    """One family: what sets it apart from Llama, and how the types of its layers follow from a config.
 
     Args:
         model_type: As `config.json` says.
         class_name: What the classes that host memory are called after: `Midus{class_name}ForCausalLM`; None where there
             are none, so that only methods that add layers of the family's own kind apply.
-        defaults: What absent config values mean.
-        biases: The config keys that give biases to projections; other families ignore the same keys.
-        query_key_norm: Whether queries and keys are normalised: a head at a time, or all heads together (`"whole"`).
-        input_norms: Whether a norm stands in front of attention and feed-forward network.
-        output_norms: Whether a norm follows attention and feed-forward network.
-        unit_offset_norms: Whether norms multiply by 1 + weight instead of the weight.
-        qkv_bias: Whether the query, key and value projections have biases whatever the config says.
         layer_types: The types that layers have when the config does not list them; None if the family has no types.
         period: After how many layers those types repeat. Default: 1, they need not.
         implying: The config values from which given types, and no others, would follow, as far as values decide that.
@@ -57,13 +49,6 @@ class Family:
 
     model_type: str
     class_name: str | None
-    defaults: Config = field(default_factory=dict)
-    biases: frozenset[str] = frozenset({"attention_bias"})
-    query_key_norm: Literal["head", "whole"] | None = None
-    input_norms: bool = True
-    output_norms: bool = False
-    unit_offset_norms: bool = False
-    qkv_bias: bool = False
     layer_types: Callable[[Config], list[str]] | None = None
     period: Callable[[Config], int] = lambda config: 1
     implying: Callable[[list[str]], Config] = lambda layer_types: {}
@@ -149,7 +134,7 @@ class Family:
         )
         query_width, key_width = self.num_heads(config) * d, self.num_key_value_heads(config) * d
         attention_bias, mlp_bias = (
-            key in self.biases and bool(config.get(key)) for key in ("attention_bias", "mlp_bias")
+            key in self.bias_keys and bool(config.get(key)) for key in ("attention_bias", "mlp_bias")
         )
         tensors: dict[str, LayerTensor] = {}
 
@@ -259,85 +244,35 @@ def _gemma3_layer_types(config: Config) -> list[str]:
     ]
 
 
-_GEMMA: Config = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
+def _family(model_type: str, class_name: str, **of_layer_types: Any) -> Family:
+    traits = FAMILY_TRAITS[model_type]
+    of_traits = {field.name: getattr(traits, field.name) for field in fields(traits)}
+    return Family(model_type=model_type, class_name=class_name, **of_traits, **of_layer_types)
+
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family(
-            "llama",
-            "Llama",
-            {"tie_word_embeddings": False},
-            biases=frozenset({"attention_bias", "mlp_bias"}),
-        ),
-        Family(
-            "qwen2",
-            "Qwen2",
-            {"num_key_value_heads": 32, "tie_word_embeddings": False},
-            biases=frozenset(),
-            qkv_bias=True,
-            layer_types=_qwen_layer_types,
-            implying=_qwen_implying,
-        ),
-        Family(
-            "qwen3",
-            "Qwen3",
-            {"num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False},
-            query_key_norm="head",
-            layer_types=_qwen_layer_types,
-            implying=_qwen_implying,
-        ),
-        Family(
-            "gemma2",
-            "Gemma2",
-            _GEMMA,
-            output_norms=True,
-            unit_offset_norms=True,
-            layer_types=_gemma2_layer_types,
-            period=lambda config: 2,
-        ),
-        Family(
-            "gemma3_text",
-            "Gemma3",
-            _GEMMA,
-            query_key_norm="head",
-            output_norms=True,
-            unit_offset_norms=True,
-            layer_types=_gemma3_layer_types,
-            period=_gemma3_period,
-        ),
-        Family(
-            "mistral",
-            "Mistral",
-            {"num_key_value_heads": 8, "tie_word_embeddings": False},
-            biases=frozenset(),
-        ),
-        Family(
-            "olmo2",
-            "Olmo2",
-            {"tie_word_embeddings": False},
-            query_key_norm="whole",
-            input_norms=False,
-            output_norms=True,
-        ),
+        _family("llama", "Llama"),
+        _family("qwen2", "Qwen2", layer_types=_qwen_layer_types, implying=_qwen_implying),
+        _family("qwen3", "Qwen3", layer_types=_qwen_layer_types, implying=_qwen_implying),
+        _family("gemma2", "Gemma2", layer_types=_gemma2_layer_types, period=lambda config: 2),
+        _family("gemma3_text", "Gemma3", layer_types=_gemma3_layer_types, period=_gemma3_period),
+        _family("mistral", "Mistral"),
+        _family("olmo2", "Olmo2"),
     )
 }
 
 
 def register_family(family: Family) -> Family:
-    """Enter a family under its `model_type`.
+    """Enter a family under its `model_type`, for upscaling and for what counts parameters and operations.
 
     Raises:
         ValueError: If the type is taken.
     """
     if family.model_type in FAMILIES:
         raise ValueError(f"family {family.model_type!r} is already registered; it is one of {', '.join(FAMILIES)}.")
-    FAMILIES[family.model_type] = family
+    FAMILIES[family.model_type] = FAMILY_TRAITS[family.model_type] = family
     return family
 
 
