@@ -7,8 +7,7 @@ import sys
 import pytest
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from midus_hf.files import ownership
-from midus_hf.files import run_files as written_files
+from midus_hf.files import ownership, run_files
 from midus_hf.files.checkpoint_files import TOKENIZER, globs, indexed_weights, is_of
 from midus_hf.files.run_files import remove_written
 
@@ -89,8 +88,8 @@ def test_whose_a_file_is(name, tmp_path):
     put(tmp_path / "of-run" / "checkpoint-5", name)
     ours = {
         UPSCALE: not ownership.foreign_files(tmp_path / UPSCALE),
-        RUN: not written_files.foreign_files(tmp_path / RUN),
-        CHECKPOINT: not written_files.foreign_files(tmp_path / "of-run"),
+        RUN: not run_files.foreign_files(tmp_path / RUN),
+        CHECKPOINT: not run_files.foreign_files(tmp_path / "of-run"),
     }
     assert {who for who, is_ours in ours.items() if is_ours} == WHOSE[name]
     removed = {RUN: remove_written(tmp_path / RUN, tmp_path / RUN / name)}
@@ -103,7 +102,7 @@ def test_shards_that_an_index_names_are_weights_for_both_and_go_before_it(tmp_pa
     for name in ("weights.safetensors", "others.safetensors"):
         (tmp_path / name).touch()
     assert ownership.foreign_files(tmp_path) == ["others.safetensors"]
-    assert written_files.foreign_files(tmp_path) == ["others.safetensors"]
+    assert run_files.foreign_files(tmp_path) == ["others.safetensors"]
     remove_written(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["others.safetensors"]
 
@@ -111,7 +110,7 @@ def test_shards_that_an_index_names_are_weights_for_both_and_go_before_it(tmp_pa
 def test_a_shard_that_a_link_leads_to_is_not_a_runs(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "weights.safetensors"}}))
     (tmp_path / "weights.safetensors").symlink_to(tmp_path / "elsewhere")
-    assert written_files.foreign_files(tmp_path) == ["weights.safetensors"]
+    assert run_files.foreign_files(tmp_path) == ["weights.safetensors"]
     assert not remove_written(tmp_path, tmp_path / "weights.safetensors")
 
 
