@@ -4,25 +4,206 @@ Needs torch and transformers, on a GPU and for `kernels` triton; `report` draws 
 """
 
 import argparse
+import importlib
+import os
 import sys
+from pathlib import Path
+
+from benchmarks.gpu.steps import FURTHER_STEPS, SECONDS, STEPS
+from benchmarks.kernels.targets import MOST_SHARED_MEMORY
+from benchmarks.models.points import CONFIGS, METHODS, PHASES
+from benchmarks.ops.shapes import MODES, SHAPES
+from benchmarks.options import add_device, add_results, add_resumption, numbers, prepare_device, words
+from benchmarks.report import DOCUMENT, IMAGES
+from benchmarks.tracked import RESULTS
+
+TILES = Path(__file__).resolve().parents[1] / "midus_hf" / "ops" / "dispatch" / "tiles.json"
+"""The table that kernels read. It is named here since importing ops imports Triton, which a rehearsal first tells to interpret."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one of the benchmarks; returns its exit status."""
+    chosen = command_line().parse_args(arguments)
+    if "rehearse" in chosen and "results" in chosen:
+        prepare_device(chosen)
+    elif chosen.command == "kernels":
+        os.environ.pop("TRITON_INTERPRET", None)  # kernels that are interpreted cannot be compiled
+    # What a command imports is imported when it runs: `report` runs where torch is not installed.
+    return importlib.import_module(chosen.module).run(chosen)
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the command line of all benchmarks; `module` of what it parses has a function `run` that takes the rest."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    # What a command imports is imported when it is asked for: `report` runs where torch is not installed.
-    from benchmarks import report
-    from benchmarks.gpu import options as gpu_options
-    from benchmarks.kernels import options as kernel_options
-    from benchmarks.models import options as model_options
-    from benchmarks.ops import options as op_options
-    from benchmarks.tiles import options as tile_options
+    for add in (_add_gpu, _add_ops, _add_model, _add_tiles, _add_kernels, _add_report):
+        add(commands)
+    return parser
 
-    for module in (gpu_options, op_options, model_options, tile_options, kernel_options, report):
-        module.add_command(commands)
-    chosen = parser.parse_args(arguments)
-    return chosen.run(chosen)
+
+def _add_gpu(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "gpu",
+        help="all that is measured on a GPU, into one folder: kernel tests, ops, the depth, models, profiles, a summary",
+        description="Run each step as a process of its own, and leave its rows, profiles, log and a summary in a folder. "
+        "Rows are written as they are measured; called again with the same folder, a step goes on where it was cut off. "
+        "Ends with status 1 if a step failed.",
+    )
+    parser.set_defaults(module="benchmarks.gpu.run")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results; it is made")
+    parser.add_argument(
+        "--steps",
+        type=words,
+        default=STEPS,
+        help=f"default: {','.join(STEPS)}; further ones: {','.join(FURTHER_STEPS)}",
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=SECONDS, help=f"that one step may take, then it is ended (default: {SECONDS})"
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="without a GPU: every case once, tiny, on a GPU that is pretended, whose kernels triton interprets",
+    )
+
+
+def _add_ops(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "ops",
+        help="ops alone: correctness against float64, then time and memory",
+        description="Compare implementations of ops; rows are appended to ops.csv. Ends with status 1 if one of them is "
+        "wrong or fails; that one gets no timing.",
+    )
+    parser.set_defaults(module="benchmarks.ops.run")
+    add_device(parser)
+    parser.add_argument("--ops", type=words, help="default: all, most important first")
+    parser.add_argument("--providers", type=words, help="default: all")
+    parser.add_argument("--shapes", type=words, help=f"of {', '.join(SHAPES)}; default: what fits the device")
+    parser.add_argument("--tokens", type=numbers, help="default: 32768,1 on a GPU, 4096,1 on a CPU")
+    parser.add_argument("--popularity", type=words, help="default: both")
+    parser.add_argument("--modes", type=words, default=list(MODES), help="default: all three")
+    parser.add_argument("--dtype", type=words, help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a case and mode (default: 2)")
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "torch", "native", "triton"),
+        default="auto",
+        help="what this project's ops run, to try kernels (on a CPU with TRITON_INTERPRET=1); its rows are not kept",
+    )
+    add_resumption(parser, "case")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also write the kernels of a run of this project's default and of the compiled rivals, on the first popularity, "
+        "to profile.csv",
+    )
+    add_results(parser)
+
+
+def _add_model(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "model",
+        help="whole models with random weights: memory, training steps, generation, prefill",
+        description="Compare a base with what upscaling methods make of it, from its config.json alone; rows are appended "
+        "to model.csv as soon as they are measured. Defaults follow the paper's efficiency experiments on a GPU and are "
+        "smaller on a CPU.",
+    )
+    parser.set_defaults(module="benchmarks.models.run")
+    known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
+    parser.add_argument("--base", type=words, default=["smollm2-135m"], help=f"of {known}, or a config.json")
+    parser.add_argument("--methods", type=words, default=METHODS, help=f"default: {','.join(METHODS)}")
+    parser.add_argument(
+        "--placements",
+        type=words,
+        help="for every method that takes one (default: its own, and top-heavy beside it for memory)",
+    )
+    add_device(parser)
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--phases", type=words, default=PHASES, help=f"default: {','.join(PHASES)}")
+    parser.add_argument("--batch", type=int, help="sequences an optimizer step (default: 16, of 1B models 64; CPU 4)")
+    parser.add_argument("--accumulation", type=int, help="forward passes an optimizer step (default: 16; CPU 2)")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (default: 2048; CPU 64)")
+    parser.add_argument("--batches", type=numbers, help="more batch sizes to time a step at")
+    parser.add_argument("--lengths", type=numbers, help="more lengths to time a step at")
+    parser.add_argument("--prompt", type=int, help="tokens in front of those generated (default: 128; CPU 32)")
+    parser.add_argument("--new-tokens", type=int, help="tokens generated (default: 128; CPU 32)")
+    parser.add_argument(
+        "--decoding",
+        type=words,
+        help="eager, as generate() does; graph, a static cache and one captured step, replayed; compiled, the same with "
+        "the step compiled first, which takes a minute a model and batch (default: eager; on a GPU eager,graph)",
+    )
+    parser.add_argument(
+        "--generate-batches",
+        type=numbers,
+        help="sequences generated at once by graph and compiled; eager generates one (default: 1,8,32; CPU 1)",
+    )
+    parser.add_argument(
+        "--prompts", type=numbers, help="prompt lengths of prefill (default: 512,2048,8192; CPU 64,256)"
+    )
+    parser.add_argument("--prefill-batches", type=numbers, default=[1], help="default: 1")
+    parser.add_argument("--rounds", type=int, default=3, help="over all models in turn (default: 3)")
+    add_resumption(parser, "measurement")
+    parser.add_argument("--profile", action="store_true", help="append what ran, kernel by kernel, to profile.csv")
+    parser.add_argument("--quick", action="store_true", help="one round of almost nothing, to see that it runs")
+    add_results(parser)
+
+
+def _add_tiles(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "tiles",
+        help="which tiles of kernels are the fastest on this GPU, and a table of them that kernels read",
+        description="Try the few tiles that the rule of a kernel allows at the papers' shapes, and time those that compute what the "
+        "rule's own does; rows are appended to tiles.csv. Nothing else ever searches: kernels take what was written down for their "
+        "device, and the rule's where nothing was. Ends with status 1 if a tile computed something else.",
+    )
+    parser.set_defaults(module="benchmarks.tiles.run", table=TILES)
+    add_device(parser)
+    parser.add_argument("--kernels", type=words, help="default: all that have tiles, most important first")
+    parser.add_argument("--cases", type=words, help="default: all")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a kernel and case (default: 2)")
+    add_resumption(parser, "kernel")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        nargs="?",
+        const=TILES,
+        metavar="FILE",
+        help="write down what was faster than the rule, beside what is known already (default: into the table that kernels read)",
+    )
+    add_results(parser)
+
+
+def _add_kernels(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "kernels",
+        help="compile kernels for GPUs that are not here: registers, shared memory, instructions",
+        description="Compile every kernel as it would be launched, and print its shared memory, registers and spills, the "
+        "instructions of a warp by class, and what an H200 takes at least for them. Ends with status 1 if one needs more "
+        "shared memory than its target has.",
+    )
+    parser.set_defaults(module="benchmarks.kernels.run")
+    parser.add_argument("--targets", type=words, default=list(MOST_SHARED_MEMORY), help="default: all")
+    parser.add_argument("--kernels", type=words, help="names of kernels; default: all")
+    parser.add_argument("--cases", type=words, help="names of what kernels are asked for; default: all")
+    parser.add_argument(
+        "--count", type=words, help="names of cases whose instructions are counted; default: all of these"
+    )
+    parser.add_argument("--candidates", action="store_true", help="also the tiles that `tiles` would try")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="tables in docs/benchmarks.md and plots in docs/images from the CSV files",
+        description="Replace what stands between the markers of the document. Plots need matplotlib.",
+    )
+    parser.set_defaults(module="benchmarks.report")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: the tracked)")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/benchmarks.md")
+    parser.add_argument("--images", type=Path, default=IMAGES, help="default: docs/images")
+    parser.add_argument("--no-plots", action="store_true", help="write the tables alone")
 
 
 if __name__ == "__main__":

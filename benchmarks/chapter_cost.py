@@ -9,18 +9,20 @@ by chunk on plain rows: `packed` are rows of documents of 32 to 224 tokens, `lef
 `bank` takes one training step of the paper's layer (262,208 memory tokens of width 768, 4,097 chapters, k = 64) and compares the peak
 with the release's way of choosing: `torch.gather` on a bank that is expanded over the batch. `layers` takes a step of four such
 layers that share the bank, with the gradient of the whole bank and with that of the rows that were read.
+
+Times are medians in milliseconds; `against_middle` is the ratio of both passes to those of the layer with the sizes in the middle.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.study import Cell, Row, add_device, command_line, listed, run_columns, tell
 from benchmarks.timing import Task, Timing, interleaved, peak_bytes
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import RESULTS
 from midus_hf.config.memories.chapters import PAPER, ChaptersOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.registry import build_memory
@@ -49,58 +51,41 @@ BANK_BATCH, BANK_TOKENS, BANK_LAYERS = 8, 128, 4
 PARTS = (*AXES, "bank", "layers")
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """One layer; times in milliseconds, medians; `against_middle` is the ratio of both passes to those of the sizes in the middle."""
-
-    axis: str
-    routing: str
-    k: int
-    chapters: int
-    chapter_tokens: int
-    batch: int
-    tokens: int
-    width: int
-    dtype: str
-    layout: str = "plain"
-    layers: int = 1
-    forward_ms: float | None = None
-    both_ms: float | None = None
-    against_middle: float | None = None
-    peak_mb: float | None = None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--only", help=f"parts, joined by commas: {', '.join(PARTS)} (default: all)")
+    parser = command_line(__doc__)
+    add_device(parser)
+    listed(parser, "--only", PARTS, "parts")
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="for each layer and the one in the middle (default: 10)"
     )
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
-    wanted = arguments.only.split(",") if arguments.only else list(PARTS)
+    wanted = arguments.only.split(",")
     strange = [part for part in wanted if part not in PARTS]
     if strange:
         parser.error(f"--only names {strange[0]!r}; expected parts among {', '.join(PARTS)}.")
-    run, dtype = this_run(arguments.device), getattr(torch, arguments.dtype)
-    print(
-        "| axis | layout | layers | routing | k | C | T | tokens | forward ms | both ms | against the middle | peak MB |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for axis in wanted:
-        if axis in ("bank", "layers"):
-            rows = (_bank if axis == "bank" else _layers)(run, arguments.device, dtype)
-        else:
-            rows = _axis(run, axis, arguments, dtype)
-        for row in rows:
-            print(_line(row), flush=True)
-            if not arguments.no_append:
-                append([row], COST_RESULTS)
+    columns = {"axis": "{axis}", "layout": "{layout}", "layers": "{layers}", "routing": "{routing}", "k": "{k}"}
+    columns |= {"C": "{chapters}", "T": "{chapter_tokens}", "tokens": "{tokens}"}
+    columns |= {"forward ms": _told("forward_ms"), "both ms": _told("both_ms")}
+    columns |= {"against the middle": _told("against_middle", 2), "peak MB": _told("peak_mb", 0)}
+    results = None if arguments.no_append else COST_RESULTS
+    tell((row for part in wanted for row in _rows(part, arguments)), columns, results, run_columns(arguments.device))
 
 
-def _axis(run: Run, axis: str, arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[Row]:
+def _told(name: str, digits: int = 1) -> Cell:
+    return lambda row: "" if row[name] is None else f"{row[name]:,.{digits}f}"
+
+
+def _rows(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Those of an axis, of `bank` or of `layers`, with what all of them have."""
+    of_part = {"bank": _bank, "layers": _layers}.get(part)
+    dtype = getattr(torch, arguments.dtype)
+    rows = _axis(part, arguments, dtype) if of_part is None else of_part(arguments.device, dtype)
+    unknown = {"layout": "plain", "layers": 1, "forward_ms": None, "both_ms": None, "against_middle": None}
+    for row in rows:
+        yield {**unknown, "dtype": arguments.dtype, **row}
+
+
+def _axis(axis: str, arguments: argparse.Namespace, dtype: torch.dtype) -> Iterator[Row]:
     """The layers of an axis, each in turns with the one in the middle."""
     middle = {**MIDDLE, "routing": "chunk"} if axis == "layout" else MIDDLE
     for value in AXES[axis]:
@@ -111,18 +96,16 @@ def _axis(run: Run, axis: str, arguments: argparse.Namespace, dtype: torch.dtype
             tasks |= {f"{name} forward": Task(forward), f"{name} both": Task(both)}
         times: dict[str, Timing] = interleaved(tasks, arguments.device, seconds=arguments.seconds)
         both_ms = times["own both"].median_ms
-        yield Row(
-            **asdict(run),
-            axis=axis,
+        yield {
+            "axis": axis,
             **settings,
-            batch=BATCH,
-            width=WIDTH,
-            dtype=arguments.dtype,
-            forward_ms=times["own forward"].median_ms,
-            both_ms=both_ms,
-            against_middle=both_ms / times["middle both"].median_ms,
-            peak_mb=peak_bytes(lambda both=both: both(None), arguments.device) / 1e6,
-        )
+            "batch": BATCH,
+            "width": WIDTH,
+            "forward_ms": times["own forward"].median_ms,
+            "both_ms": both_ms,
+            "against_middle": both_ms / times["middle both"].median_ms,
+            "peak_mb": peak_bytes(lambda both=both: both(None), arguments.device) / 1e6,
+        }
 
 
 def _passes(
@@ -169,7 +152,7 @@ def _places(layout: str, tokens: int, device: str) -> TokenPlaces:
     return TokenPlaces(marks.to(device), None, is_plain=False)
 
 
-def _bank(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
+def _bank(device: str, dtype: torch.dtype) -> Iterator[Row]:
     """The peak of both passes of the paper's layer beside its weights, and of the release's way."""
     options = ChaptersOptions(**{**PAPER, "share": "none"})
     sizes = ModelSizes(hidden_size=768, num_heads=12)
@@ -189,22 +172,24 @@ def _bank(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
 
     for axis, task in (("bank", step), ("bank, expanded", expanded)):
         memory.zero_grad(set_to_none=True)
-        yield Row(
-            **asdict(run),
-            axis=axis,
-            routing=options.routing,
-            k=options.k,
-            chapters=options.chapters,
-            chapter_tokens=options.chapter_tokens,
-            batch=BANK_BATCH,
-            tokens=BANK_TOKENS,
-            width=sizes.hidden_size,
-            dtype=str(dtype).removeprefix("torch."),
-            peak_mb=peak_bytes(task, device) / 1e6,
-        )
+        yield _of_paper(axis, options, sizes, peak_bytes(task, device))
 
 
-def _layers(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
+def _of_paper(axis: str, options: ChaptersOptions, sizes: ModelSizes, peak: int) -> Row:
+    return {
+        "axis": axis,
+        "routing": options.routing,
+        "k": options.k,
+        "chapters": options.chapters,
+        "chapter_tokens": options.chapter_tokens,
+        "batch": BANK_BATCH,
+        "tokens": BANK_TOKENS,
+        "width": sizes.hidden_size,
+        "peak_mb": peak / 1e6,
+    }
+
+
+def _layers(device: str, dtype: torch.dtype) -> Iterator[Row]:
     """The peak of both passes of four layers of the paper that share a bank, beside their weights."""
     options, sizes = ChaptersOptions(**PAPER), ModelSizes(hidden_size=768, num_heads=12)
     (shared,) = options.tables(sizes, tuple(range(BANK_LAYERS)))
@@ -225,29 +210,7 @@ def _layers(run: Run, device: str, dtype: torch.dtype) -> Iterator[Row]:
         modules.zero_grad(set_to_none=True)
         for memory in memories:
             memory.sparse_gradient = is_sparse
-        yield Row(
-            **asdict(run),
-            axis=axis,
-            routing=options.routing,
-            k=options.k,
-            chapters=options.chapters,
-            chapter_tokens=options.chapter_tokens,
-            batch=BANK_BATCH,
-            tokens=BANK_TOKENS,
-            width=sizes.hidden_size,
-            dtype=str(dtype).removeprefix("torch."),
-            layers=BANK_LAYERS,
-            peak_mb=peak_bytes(step, device) / 1e6,
-        )
-
-
-def _line(row: Row) -> str:
-    def told(value: float | None, digits: int = 1) -> str:
-        return "" if value is None else f"{value:,.{digits}f}"
-
-    cells = [row.axis, row.layout, row.layers, row.routing, row.k, row.chapters, row.chapter_tokens, row.tokens]
-    cells += [told(row.forward_ms), told(row.both_ms), told(row.against_middle, 2), told(row.peak_mb, 0)]
-    return f"| {' | '.join(map(str, cells))} |"
+        yield {**_of_paper(axis, options, sizes, peak_bytes(step, device)), "layers": BANK_LAYERS}
 
 
 if __name__ == "__main__":

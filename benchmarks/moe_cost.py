@@ -13,12 +13,13 @@ take more than a gigabyte. What the memory derives from its weights alone is kep
 
 Of both passes, the second has gradients of all weights and of the input, as training computes them. Gradients of tables are
 sparse, of the rows that were read, as with `sparse_values`; nothing is kept, and bytes are those of the first pass. `eager` is left
-out, where each expert has a gradient as large as that of all. Each row is written, whatever it shows.
+out, where each expert has a gradient as large as that of all. Each row is written, whatever it shows; times are medians in
+milliseconds, of runs in turns, and `experts` is the fastest way for these.
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,9 @@ from transformers import LlamaConfig, OlmoeConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
+from benchmarks.study import Row, add_device, command_line, listed, run_columns, tell
 from benchmarks.timing import Task, interleaved
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.tracked import RESULTS
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.model_sizes import ModelSizes
 from midus_hf.memory.kept_values import kept_values
@@ -64,21 +66,6 @@ SHAPES = {
         2048, 16, 16, 6976, 1024, {"n": 528, "k": 128, "key_width": 512, "value_width": 768, "pre_value_width": 384}
     ),
 }
-
-
-@dataclass(frozen=True)
-class Row(Run):
-    """Both layers at one batch size; times in milliseconds, medians, of runs in turns; `experts` is the fastest way for these."""
-
-    shape: str
-    dtype: str
-    passes: str
-    batch: int
-    experts: str
-    moe_mb: float
-    ultramem_mb: float
-    moe_ms: float
-    ultramem_ms: float
 
 
 class UltraMemLayer(nn.Module):
@@ -143,51 +130,42 @@ class MoeLayer(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="joined by commas (default: all)")
-    parser.add_argument("--passes", default=",".join(PASSES), help="joined by commas (default: forward,both)")
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="joined by commas (default: 1 to 256)")
+    parser = command_line(__doc__)
+    add_device(parser)
+    listed(parser, "--shapes", SHAPES)
+    listed(parser, "--passes", PASSES)
+    listed(parser, "--batches", BATCHES)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row (default: 10)")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
-    run = this_run(arguments.device)
-    for shape in arguments.shapes.split(","):
-        _measure_shape(run, shape, arguments)
-
-
-def _measure_shape(run: Run, name: str, arguments: argparse.Namespace) -> None:
-    shape, dtype = SHAPES[name], getattr(torch, arguments.dtype)
-    torch.manual_seed(0)
-    layers = {
-        layer: made(shape).to(arguments.device, dtype)
-        for layer, made in (("moe", MoeLayer), ("ultramem", UltraMemLayer))
+    run, results = run_columns(arguments.device), None if arguments.no_append else MOE_RESULTS
+    columns = {
+        "passes": "{passes}",
+        "batch": "{batch}",
+        "MoE MB": "{moe_mb:,.1f}",
+        "UltraMemV2 MB": "{ultramem_mb:,.1f}",
     }
-    sizes = ", ".join(f"{layer} {sum(p.numel() for p in module.parameters()):,}" for layer, module in layers.items())
-    print(f"\n{name}, parameters: {sizes}\n")
-    heads = ("passes", "batch", "MoE MB", "UltraMemV2 MB", "ratio", "experts by", "MoE ms", "UltraMemV2 ms", "ratio")
-    print("| " + " | ".join(heads) + " |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns |= {"MB, ratio": lambda row: f"{row['moe_mb'] / row['ultramem_mb']:.2f}", "experts by": "{experts}"}
+    columns |= {"MoE ms": "{moe_ms:.3f}", "UltraMemV2 ms": "{ultramem_ms:.3f}"}
+    columns |= {"ms, ratio": lambda row: f"{row['moe_ms'] / row['ultramem_ms']:.2f}"}
+    for shape in arguments.shapes.split(","):
+        torch.manual_seed(0)
+        dtype = getattr(torch, arguments.dtype)
+        kinds = {"moe": MoeLayer, "ultramem": UltraMemLayer}
+        layers = {name: kind(SHAPES[shape]).to(arguments.device, dtype) for name, kind in kinds.items()}
+        counts = {name: sum(p.numel() for p in layer.parameters()) for name, layer in layers.items()}
+        print(f"\n{shape}, parameters: {', '.join(f'{name} {count:,}' for name, count in counts.items())}\n")
+        tell(_rows(shape, layers, arguments), columns, results, run)
+
+
+def _rows(name: str, layers: dict[str, Any], arguments: argparse.Namespace) -> Iterator[Row]:
     for passes in arguments.passes.split(","):
         for batch in map(int, arguments.batches.split(",")):
-            hidden_states = torch.randn(batch, 1, shape.hidden).to(arguments.device, dtype)
-            row = _measured(run, layers, arguments, name, passes, hidden_states)
-            size = f"{row.moe_mb:,.1f} | {row.ultramem_mb:,.1f} | {row.moe_mb / row.ultramem_mb:.2f}"
-            time = f"{row.moe_ms:.3f} | {row.ultramem_ms:.3f} | {row.moe_ms / row.ultramem_ms:.2f}"
-            print(f"| {passes} | {batch} | {size} | {row.experts} | {time} |", flush=True)
-            if not arguments.no_append:
-                append([row], MOE_RESULTS)
+            hidden_states = torch.randn(batch, 1, SHAPES[name].hidden)
+            hidden_states = hidden_states.to(arguments.device, getattr(torch, arguments.dtype))
+            yield {"shape": name, "passes": passes, **_measured(layers, arguments, passes, hidden_states)}
 
 
-def _measured(
-    run: Run,
-    layers: dict[str, Any],
-    arguments: argparse.Namespace,
-    shape: str,
-    passes: str,
-    hidden_states: torch.Tensor,
-) -> Row:
+def _measured(layers: dict[str, Any], arguments: argparse.Namespace, passes: str, hidden_states: torch.Tensor) -> Row:
     moe, ultramem = layers["moe"], layers["ultramem"]
     ways = ways_of(moe, len(hidden_states), passes)
     calls = {way: partial(moe.computed_by, way) for way in ways} | {"ultramem": ultramem}
@@ -204,18 +182,15 @@ def _measured(
         with torch.no_grad(), kept_values(ultramem):
             times = interleaved(tasks, arguments.device, seconds=arguments.seconds)
     fastest = min(ways, key=lambda way: times[way].median_ms)
-    return Row(
-        **asdict(run),
-        shape=shape,
-        dtype=arguments.dtype,
-        passes=passes,
-        batch=len(hidden_states),
-        experts=fastest,
-        moe_mb=read["moe"],
-        ultramem_mb=read["ultramem"],
-        moe_ms=times[fastest].median_ms,
-        ultramem_ms=times["ultramem"].median_ms,
-    )
+    return {
+        "dtype": arguments.dtype,
+        "batch": len(hidden_states),
+        "experts": fastest,
+        "moe_mb": read["moe"],
+        "ultramem_mb": read["ultramem"],
+        "moe_ms": times[fastest].median_ms,
+        "ultramem_ms": times["ultramem"].median_ms,
+    }
 
 
 def ways_of(moe: MoeLayer, batch: int, passes: str) -> tuple[str, ...]:

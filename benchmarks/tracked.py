@@ -5,7 +5,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -47,7 +47,8 @@ def commit() -> str:
     try:
         described = _git("describe", "--always")
         # Rows of an earlier benchmark and what is generated from them change nothing that is measured.
-        changed = _git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
+        results = [f":(top,exclude){folder}" for folder in ("benchmarks/results", "experiments/results", "docs")]
+        changed = _git("status", "--porcelain", "--", ":/", *results)
     except FileNotFoundError:
         described = changed = ""
     if not described:
@@ -118,7 +119,7 @@ def rows_of(this: Run, results: Path) -> list[dict[str, str]]:
 
 
 def append(rows: Sequence[Any], results: Path) -> None:
-    """Append dataclass rows to a CSV, with a header if it is new.
+    """Append rows, dataclasses or mappings, to a CSV, with a header if it is new.
 
     Raises:
         ValueError: If the CSV has other columns.
@@ -126,17 +127,19 @@ def append(rows: Sequence[Any], results: Path) -> None:
     if not rows:
         return
     results.parent.mkdir(parents=True, exist_ok=True)
-    columns = list(asdict(rows[0]))
+    values = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
+    columns = list(values[0])
     is_new = not results.exists()
     if not is_new:
         found = results.open(newline="").readline().strip().split(",")
-        if found != columns:
+        if sorted(found) != sorted(columns):
             raise ValueError(f"{results} has the columns {found}; expected {columns}. Move it away, or convert it.")
+        columns = found
     with results.open("a", newline="") as stream:
         writer = csv.DictWriter(stream, fieldnames=columns)
         if is_new:
             writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer.writerows(values)
 
 
 def read(results: Path) -> list[dict[str, str]]:

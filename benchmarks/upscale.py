@@ -19,36 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from tracked import MACHINE, RESULTS, append, commit
 
 UPSCALE_RESULTS = RESULTS / "upscale.csv"
 SOLVER_RESULTS = RESULTS / "solvers.csv"
 
-
-@dataclass
-class Row:
-    """One line of the results; times in seconds, medians over the rounds."""
-
-    date: str
-    commit: str
-    machine: str
-    tool: str
-    method: str
-    base_gb: float
-    output_gb: float
-    rounds: int
-    start_up_s: float
-    imports_s: float
-    wall_s: float
-    copy_s: float
-    ratio: float
-    ratio_with_start_up: float
-    ratio_without_imports: float
-    peak_rss_gb: float
+Row = dict[str, Any]
+"""One line of the results; times in seconds, medians over the rounds. Kinds of matrices are solved side by side."""
 
 
 def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0) -> None:
@@ -102,20 +83,6 @@ def make_checkpoint(folder: Path, gigabytes: float, shard_gigabytes: float = 1.0
         flush()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-
-
-@dataclass
-class SolverRow:
-    """Time that a method took for one kind of matrix, all new layers together; kinds are solved side by side."""
-
-    date: str
-    commit: str
-    machine: str
-    method: str
-    base_gb: float
-    tensor: str
-    layers: int
-    seconds: float
 
 
 def mergekit_recipe(method: str, base: Path, layers: int) -> dict | None:
@@ -181,47 +148,47 @@ def bench(
             f"{tool} {method}: {wall:.1f} s, start-up {times['start_up'][-1]:.1f} s, copy {copied:.1f} s",
             file=sys.stderr,
         )
-    ratios = [
-        (wall - start) / copy
-        for wall, start, copy in zip(times["wall"], times["start_up"], times["copy"], strict=True)
-    ]
-    import_free = [
-        (wall - imported) / copy
-        for wall, imported, copy in zip(times["wall"], times["imports"], times["copy"], strict=True)
-    ]
-    full_ratios = [wall / copy for wall, copy in zip(times["wall"], times["copy"], strict=True)]
-    return Row(
-        date=date.today().isoformat(),
-        commit=commit(),
-        machine=MACHINE,
-        tool=tool,
-        method=method,
-        base_gb=round(folder_gigabytes(base), 2),
-        output_gb=round(folder_gigabytes(output), 2),
-        rounds=rounds,
-        start_up_s=round(statistics.median(times["start_up"]), 2),
-        imports_s=round(statistics.median(times["imports"]), 2),
-        wall_s=round(statistics.median(times["wall"]), 2),
-        copy_s=round(statistics.median(times["copy"]), 2),
-        ratio=round(statistics.median(ratios), 2),
-        ratio_with_start_up=round(statistics.median(full_ratios), 2),
-        ratio_without_imports=round(statistics.median(import_free), 2),
-        peak_rss_gb=round(max(times["peak"]), 2),
-    )
+    start_up, of_imports, wall, copies = (times[name] for name in ("start_up", "imports", "wall", "copy"))
+
+    def ratio(left_out: list[float]) -> float:
+        pairs = zip(wall, left_out, copies, strict=True)
+        return round(statistics.median((total - without) / copy for total, without, copy in pairs), 2)
+
+    return {
+        **_of_run(method, base),
+        "tool": tool,
+        "output_gb": round(folder_gigabytes(output), 2),
+        "rounds": rounds,
+        "start_up_s": round(statistics.median(start_up), 2),
+        "imports_s": round(statistics.median(of_imports), 2),
+        "wall_s": round(statistics.median(wall), 2),
+        "copy_s": round(statistics.median(copies), 2),
+        "ratio": ratio(start_up),
+        "ratio_with_start_up": ratio([0.0] * rounds),
+        "ratio_without_imports": ratio(of_imports),
+        "peak_rss_gb": round(max(times["peak"]), 2),
+    }
 
 
-def solver_rows(method: str, base: Path, output: Path) -> list[SolverRow]:
+def _of_run(method: str, base: Path) -> Row:
+    size = round(folder_gigabytes(base), 2)
+    return {
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "machine": MACHINE,
+        "method": method,
+        "base_gb": size,
+    }
+
+
+def solver_rows(method: str, base: Path, output: Path) -> list[Row]:
     """Seconds by kind of matrix, as `upscale.json` has them; none for methods without solvers."""
     measurements = json.loads((output / "upscale.json").read_text())["measurements"]
     rows = []
     for tensor in dict.fromkeys(row["tensor"] for row in measurements):
         seconds = [row["seconds"] for row in measurements if row["tensor"] == tensor]
-        size = round(folder_gigabytes(base), 2)
-        rows.append(
-            SolverRow(
-                date.today().isoformat(), commit(), MACHINE, method, size, tensor, len(seconds), round(sum(seconds), 1)
-            )
-        )
+        told = {"tensor": tensor, "layers": len(seconds), "seconds": round(sum(seconds), 1)}
+        rows.append({**_of_run(method, base), **told})
     return rows
 
 
@@ -246,7 +213,7 @@ def main() -> None:
         making = [sys.executable, __file__, "--gigabytes", str(arguments.gigabytes), "--only-make", str(base)]
         subprocess.run(making, check=True)
         layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
-        solved: list[SolverRow] = []
+        solved: list[Row] = []
         for method in arguments.methods.split(","):
             request = [upscale, "--base", str(base), "--method", method, "--output", str(output), "--json"]
             rows.append(
@@ -274,7 +241,7 @@ def main() -> None:
                     )
                 )
     for row in [*rows, *solved]:
-        print(json.dumps(asdict(row)))
+        print(json.dumps(row))
     if not arguments.no_append:
         append(rows, UPSCALE_RESULTS)
         append(solved, SOLVER_RESULTS)

@@ -10,133 +10,108 @@ sentences that its questions and their answers make, while the nodes that a text
 6b). Answers are kept in `WORK/answers`, for `python -m experiments.name_counts`. Every step is a command that a person would type,
 and training is skipped where its folder is there.
 
-Without `--tree` a tree is built of one sentence for each element. In the tree of a broad corpus nearly all elements have one path.
+Losses are in nats per token; rate and epochs are 0 for the base. Of each text `blocked` nodes of `level` are blocked, of the
+`nodes` that the level has. Without `--tree` a tree is built of one sentence for each element. In the tree of a broad corpus
+nearly all elements have one path.
 """
 
 import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import run_command, run_once
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.study import Row, listed, run_columns, tell
+from experiments.steps import (
+    OF_BLOCKS,
+    evaluated,
+    read_rows,
+    results_of,
+    run_command,
+    study,
+    train_once,
+    upscale_once,
+    write_rows,
+)
 from material.elements import FACTS_FILE, QUESTIONS_FILE, elements
 from material.minilm import minilm
 from material.smollm2 import smollm2_135m
 
-ATOMS_RESULTS = Path(__file__).parent / "results" / "atoms.csv"
 ARMS: dict[str, tuple[str, float] | None] = {"base": None, "fetched": ("none", 0.0), "generic": ("generic", 1.0)}
 """What is read without a path, and the share of sequences that train the generic memory; nothing is trained of the base."""
 
 _METRIC = "exact_match,first-integer"
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """What one model measures. Rate and epochs are 0 for the base; the loss is in nats per token.
-
-    `blocked` nodes of `level`, of `nodes` that the level has, are blocked for each text.
-    """
-
-    arm: str
-    epochs: int
-    rate: float
-    seed: int
-    fetched_parameters: int
-    bank_parameters: int
-    level: int
-    nodes: int
-    blocked: int
-    accuracy: float
-    loss: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for models, which a later run goes on with")
+    parser = study(__doc__)
     parser.add_argument("--tree", type=Path, help="tree of topics (default: it is built of the elements)")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"joined by commas (default: {','.join(ARMS)})")
+    listed(parser, "--arms", ARMS)
     parser.add_argument("--sizes", default="[32,16]", help="of blocks, one a level of the tree (default: [32,16])")
     parser.add_argument("--epochs", type=int, default=6, help="times that each sentence is read (default: 6)")
     parser.add_argument("--rate", default="3e-3", help="of blocks (default: 3e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of blocks and order (default: 0)")
-    parser.add_argument(
-        "--blocked",
-        default="1:0,2:1,1:1,1:2,1:4",
-        help="LEVEL:COUNT, best nodes that are blocked for each text, joined by commas (default: 1:0,2:1,1:1,1:2,1:4)",
-    )
+    what = "LEVEL:COUNT, best nodes that are blocked for each text"
+    listed(parser, "--blocked", ("1:0", "2:1", "1:1", "1:2", "1:4"), what)
     parser.add_argument("--picture", type=Path, help="file to draw (default: none)")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     if arguments.picture:
         import matplotlib.figure  # noqa: F401 - fails before anything is measured where it is missing
 
         arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    print("| model | blocked for each text | accuracy | loss |")
-    print("|---|---|---|---|")
-    rows = []
-    for row in _rows(this_run("cpu"), arguments):
-        rows.append(row)
-        blocked = f"{row.blocked} of {row.nodes} nodes of level {row.level}" if row.blocked else "nothing"
-        print(f"| {row.arm} | {blocked} | {row.accuracy:.3f} | {row.loss:.4f} |", flush=True)
-        if not arguments.no_append:
-            append([row], ATOMS_RESULTS)
+    columns = {"model": "{arm}", "blocked for each text": _blocked, "accuracy": "{accuracy:.3f}", "loss": "{loss:.4f}"}
+    rows = tell(_rows(arguments), columns, results_of("atoms", arguments), run_columns())
     if arguments.picture:
-        draw_blocking([asdict(row) for row in rows], arguments.picture)
+        draw_blocking(rows, arguments.picture)
 
 
-def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
-    work, seed = arguments.work, arguments.seed
+def _blocked(row: Row) -> str:
+    return f"{row['blocked']} of {row['nodes']} nodes of level {row['level']}" if row["blocked"] else "nothing"
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    work = arguments.work
     (work / "answers").mkdir(parents=True, exist_ok=True)
     facts = elements() / FACTS_FILE
     tree, assigned, sentences = arguments.tree or work / "tree", work / "facts.jsonl", work / "sentences.jsonl"
+    embedding = ["--embedding-model", minilm(), "--tokenizer", minilm()]
     if not (tree / "tree.json").is_file():
-        first_of_each = work / "first-facts.jsonl"
-        texts = {row["name"]: row["text"] for row in reversed(_read(facts))}
-        _write(first_of_each, [{"text": text} for text in reversed(texts.values())])
-        run_command("midus-cluster", "build", "--corpus", first_of_each, "--embedding-model", minilm(), "--tokenizer",
-                    minilm(), "--levels", 2, "--output", tree)  # fmt: skip
+        texts = {row["name"]: row["text"] for row in reversed(read_rows(facts))}
+        first_of_each = write_rows(work / "first-facts.jsonl", [{"text": text} for text in reversed(texts.values())])
+        run_command("midus-cluster", "build", "--corpus", first_of_each, *embedding, "--levels", 2, "--output", tree)
     if not assigned.is_file():
-        run_command("midus-cluster", "assign", "--tree", tree, "--corpus", facts, "--output", assigned, "--embedding-model",
-                    minilm(), "--tokenizer", minilm())  # fmt: skip
-    _write(sentences, [{"text": sentence(row["name"], row["number"])} for row in _read(elements() / QUESTIONS_FILE)])
+        run_command("midus-cluster", "assign", "--tree", tree, "--corpus", facts, "--output", assigned, *embedding)
+    questions = read_rows(elements() / QUESTIONS_FILE)
+    write_rows(sentences, [{"text": sentence(row["name"], row["number"])} for row in questions])
     branching = json.loads((tree / "tree.json").read_text(encoding="utf-8"))["branching"]
-
-    def row(model: Path, arm: str, counts: dict[str, int], level: int, blocked: int) -> Row:
-        # The generic memory is what a text reads that names no path.
-        fetching = ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if arm == "fetched" else ["--apart"]
-        answers = work / "answers" / f"{model.name}-{level}-{blocked}.jsonl"
-        answers.unlink(missing_ok=True)
-        words = [model, "--json", "--sequence-length", 64, "--text", sentences, "--tasks", "atomic_numbers", "--data",
-                 elements(), "--answers", answers, *fetching]  # fmt: skip
-        (measured,) = json.loads(run_command("midus-eval", *words))["models"]
-        trained = ARMS[arm] is not None
-        return Row(
-            **asdict(run),
-            arm=arm,
-            epochs=arguments.epochs if trained else 0,
-            rate=float(arguments.rate) if trained else 0.0,
-            seed=seed,
-            fetched_parameters=counts.get("fetched", 0),
-            bank_parameters=counts.get("bank", 0),
-            level=level,
-            nodes=branching**level,
-            blocked=blocked,
-            accuracy=measured["tasks"]["atomic_numbers"][_METRIC],
-            loss=math.log(measured["perplexity"]["perplexity"]),
-        )
-
     for arm in arguments.arms.split(","):
-        model, counts = smollm2_135m(), {}
-        if (memory := ARMS[arm]) is not None:
-            model, counts = _trained(work, assigned, arm, *memory, branching, arguments)
+        model, counts, is_trained = smollm2_135m(), {}, ARMS[arm] is not None
+        if is_trained:
+            model, counts = _trained(assigned, arm, branching, arguments)
         # What is blocked makes no difference to a model that fetches nothing.
-        for level, blocked in _pairs(arguments.blocked) if arm == "fetched" else [(1, 0)]:
-            yield row(model, arm, counts, level, blocked)
+        pairs = [pair.split(":") for pair in arguments.blocked.split(",")] if arm == "fetched" else [("1", "0")]
+        for level, blocked in pairs:
+            # The generic memory is what a text reads that names no path.
+            fetching = ["--retriever", tree, "--block-best", f"{level}:{blocked}"] if arm == "fetched" else ["--apart"]
+            answers = work / "answers" / f"{model.name}-{level}-{blocked}.jsonl"
+            answers.unlink(missing_ok=True)
+            words = ["--tasks", "atomic_numbers", "--data", elements(), "--answers", answers, *fetching]
+            measured = evaluated(model, "--sequence-length", 64, "--text", sentences, *words)
+            yield {
+                "arm": arm,
+                "epochs": arguments.epochs if is_trained else 0,
+                "rate": float(arguments.rate) if is_trained else 0.0,
+                "seed": arguments.seed,
+                "fetched_parameters": counts.get("fetched", 0),
+                "bank_parameters": counts.get("bank", 0),
+                "level": int(level),
+                "nodes": branching ** int(level),
+                "blocked": int(blocked),
+                "accuracy": measured["tasks"]["atomic_numbers"][_METRIC],
+                "loss": math.log(measured["perplexity"]["perplexity"]),
+            }
 
 
 def sentence(name: str, number: int) -> str:
@@ -144,51 +119,25 @@ def sentence(name: str, number: int) -> str:
     return f"The atomic number of {name} is {number}."
 
 
-def _trained(
-    work: Path, assigned: Path, arm: str, without_ids: str, share: float, branching: int, arguments: argparse.Namespace
-) -> tuple[Path, dict[str, int]]:
-    """The model of an arm, which is upscaled and trained if it is not there; and the parameters that it fetches, and of its bank."""
-    upscaled = work / f"{arm}-{arguments.seed}"
-    trained = work / f"{upscaled.name}-{arguments.epochs}-{arguments.rate}"
+def _trained(assigned: Path, arm: str, branching: int, arguments: argparse.Namespace) -> tuple[Path, dict[str, int]]:
+    """The model of an arm, which is upscaled and trained if it is not there; and its counts of parameters."""
+    without_ids, share = ARMS[arm] or ("none", 0.0)
+    upscaled = arguments.work / f"{arm}-{arguments.seed}"
     options = {"sizes": arguments.sizes, "branching": branching, "without_ids": without_ids}
-    words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-    run_once(upscaled, "upscale", "--base", smollm2_135m(), "--method", "hier-ffn", *words, "--seed", arguments.seed,
-             "--output", upscaled)  # fmt: skip
-    recipe = work / "recipe.yaml"
-    recipe.write_text(f"corpus: {{path: {assigned}, path_column: memory_ids}}\n")
+    counts = upscale_once(upscaled, smollm2_135m(), "hier-ffn", arguments.seed, **options)
+    trained = arguments.work / f"{upscaled.name}-{arguments.epochs}-{arguments.rate}"
     settings = {
         "model": upscaled,
-        "output": trained,
+        "corpus": {"path": str(assigned), "path_column": "memory_ids"},
+        **OF_BLOCKS,
         "generic_share": share,
-        "value_learning_rate": arguments.rate,
-        "value_schedule": "fixed",
-        "value_weight_decay": 1e-3,
-        "adam_beta2": 0.95,
-        "sequence_length": 128,
+        "value_learning_rate": float(arguments.rate),
         "batch_size": 2,
-        "document_mask": "true",
-        "precision": "fp32",
         "epochs": arguments.epochs,
         "seed": arguments.seed,
     }
-    run_once(trained, "midus-train", recipe, *(f"{name}={value}" for name, value in settings.items()))
-    return trained, json.loads((upscaled / "upscale.json").read_text(encoding="utf-8"))["parameters"]
-
-
-def _pairs(words: str) -> list[tuple[int, int]]:
-    return [(int(level), int(count)) for level, _, count in (pair.partition(":") for pair in words.split(","))]
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    train_once(trained, settings)
+    return trained, counts
 
 
 _PANELS = {"accuracy": "atomic numbers, share that is right", "loss": "loss of the sentence, nats per token"}
@@ -227,3 +176,7 @@ def draw_blocking(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _share(row: dict[str, Any]) -> Fraction:
     return Fraction(row["blocked"], row["nodes"])
+
+
+if __name__ == "__main__":
+    main()

@@ -8,19 +8,18 @@ for a run, without reading the corpus. `step`: the median of what is recorded af
 checkpoint.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.study import Row, run_columns, tell
+from experiments.steps import results_of, study
 from midus_hf.banks.block_reader import GENERIC
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.banks.trained_bank import TrainedBank
@@ -32,21 +31,7 @@ from midus_hf.training.data.clustered_corpus import ClusteredDataset
 from midus_hf.training.data.sequence_audit import CorpusDocuments, SequenceAudit
 from midus_hf.training.trainer.blocks import draw_generic
 
-AUDIT_RESULTS = Path(__file__).parent / "results" / "audit.csv"
 DOCUMENTS, SEQUENCE_LENGTH, SEQUENCES_A_STEP = 200_000, 2048, 128
-
-
-@dataclass(frozen=True)
-class Row(Run):
-    """Seconds, and the bytes of the record for each document."""
-
-    documents: int
-    steps: int
-    tokens_a_step: int
-    prepare_seconds: float
-    step_seconds: float
-    save_seconds: float
-    bytes_a_document: float
 
 
 class MadeUpTokens:
@@ -76,19 +61,19 @@ class MadeUpCorpus:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-append", action="store_true", help="print alone")
-    arguments = parser.parse_args()
-    row = _measured(this_run("cpu"))
-    print(
-        f"prepare {row.prepare_seconds:.1f} s; {row.steps} steps of {row.tokens_a_step:,} tokens, {1000 * row.step_seconds:.0f} ms "
-        f"each; save {row.save_seconds:.2f} s, {row.bytes_a_document:.0f} bytes a document"
-    )
-    if not arguments.no_append:
-        append([row], AUDIT_RESULTS)
+    arguments = study(__doc__, work=None).parse_args()
+    columns = {
+        "prepare, s": "{prepare_seconds:.1f}",
+        "steps": "{steps}",
+        "tokens of a step": "{tokens_a_step:,}",
+        "of it the record, ms": lambda row: f"{1000 * row['step_seconds']:.0f}",
+        "save, s": "{save_seconds:.2f}",
+        "bytes per document": "{bytes_a_document:.0f}",
+    }
+    tell([_measured()], columns, results_of("audit_cost", arguments), run_columns())
 
 
-def _measured(run: Run) -> Row:
+def _measured() -> Row:
     generator = np.random.default_rng(0)
     layout = _layout()
     leaves = generator.integers(0, layout.blocks.nodes(4), DOCUMENTS)
@@ -117,16 +102,15 @@ def _measured(run: Run) -> Row:
         saved = time.perf_counter() - started
         size = Path(folder, "saved").stat().st_size
         bank.close()
-    return Row(
-        **asdict(run),
-        documents=DOCUMENTS,
-        steps=len(seconds),
-        tokens_a_step=SEQUENCES_A_STEP * SEQUENCE_LENGTH,
-        prepare_seconds=prepared,
-        step_seconds=statistics.median(seconds),
-        save_seconds=saved,
-        bytes_a_document=size / DOCUMENTS,
-    )
+    return {
+        "documents": DOCUMENTS,
+        "steps": len(seconds),
+        "tokens_a_step": SEQUENCES_A_STEP * SEQUENCE_LENGTH,
+        "prepare_seconds": prepared,
+        "step_seconds": statistics.median(seconds),
+        "save_seconds": saved,
+        "bytes_a_document": size / DOCUMENTS,
+    }
 
 
 def _layout() -> BankLayout:

@@ -8,19 +8,17 @@ articles, facts of countries; at tokens 64, 128, ... of 256), against k / C' whe
 different routes 50 articles of 40 tokens have at their last token. Routers start at random: this is what they learn from.
 """
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.commands import run_command
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.study import Row, run_columns, tell
+from experiments.steps import results_of, run_command, study
 from material.addresses import addresses
 from material.articles import articles
 from material.factbook import factbook
@@ -29,35 +27,22 @@ from midus_hf.analysis.chapters.memories import memories_of_chapters
 from midus_hf.documents.document_reading import read_documents
 from midus_hf.saved_models import load_model
 
-ROUTES_RESULTS = Path(__file__).parent / "results" / "chapter_routes.csv"
 TEXTS_OF_A_KIND, TOKENS = 12, 256
 SHORT_TEXTS, SHORT_TOKENS = 50, 40
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """One layer; `common` is the mean share of routes in common, `chance` that of random ones, `distinct` of 50 short texts."""
-
-    layer: int
-    routed: int
-    k: int
-    common: float
-    chance: float
-    distinct: int
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-append", action="store_true", help="print alone")
-    arguments = parser.parse_args()
+    arguments = study(__doc__, work=None).parse_args()
+    columns = {
+        "layer": "{layer}",
+        "routes in common": "{common:.3f}",
+        "by chance": "{chance:.3f}",
+        "different routes of 50": "{distinct}",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        rows = _measure(Path(folder) / "moc")
-    print("| layer | routes in common | by chance | different routes of 50 |\n|---|---|---|---|")
-    for row in rows:
-        print(f"| {row.layer} | {row.common:.3f} | {row.chance:.3f} | {row.distinct} |")
-    print(f"| mean | {sum(row.common for row in rows) / len(rows):.3f} | {rows[0].chance:.3f} | |")
-    if not arguments.no_append:
-        append(rows, ROUTES_RESULTS)
+        measured = _measure(Path(folder) / "moc")
+    rows = tell(measured, columns, results_of("chapter_routes", arguments), run_columns())
+    print(f"| mean | {sum(row['common'] for row in rows) / len(rows):.3f} | {rows[0]['chance']:.3f} | |")
 
 
 def _measure(folder: Path) -> list[Row]:
@@ -75,7 +60,7 @@ def _measure(folder: Path) -> list[Row]:
     pairs = [
         pair for pair in itertools.combinations(range(len(long)), 2) if len({t // TEXTS_OF_A_KIND for t in pair}) == 2
     ]
-    run, rows = this_run("cpu"), []
+    rows: list[Row] = []
     of_long, of_short = (_routes(model, tokens) for tokens in (long, short))
     for hosted, long_routes, short_routes in zip(memories_of_chapters(model), of_long, of_short, strict=True):
         options = hosted.memory.options
@@ -85,15 +70,14 @@ def _measure(folder: Path) -> list[Row]:
             for at in range(options.chunk_size, TOKENS, options.chunk_size)
         ]
         rows.append(
-            Row(
-                **asdict(run),
-                layer=hosted.layer,
-                routed=options.routed_chapters,
-                k=options.k,
-                common=sum(common) / len(common),
-                chance=options.k / options.routed_chapters,
-                distinct=len({tuple(sorted(route[-1])) for route in short_routes}),
-            )
+            {
+                "layer": hosted.layer,
+                "routed": options.routed_chapters,
+                "k": options.k,
+                "common": sum(common) / len(common),
+                "chance": options.k / options.routed_chapters,
+                "distinct": len({tuple(sorted(route[-1])) for route in short_routes}),
+            }
         )
     return rows
 

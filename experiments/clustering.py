@@ -11,19 +11,18 @@ processor time does not.
 
 import argparse
 import contextlib
-import json
 import math
 import random
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.study import Row, listed, run_columns, tell
+from experiments.steps import read_rows, results_of, study, write_rows
 from material.glosses import glosses
 from material.minilm import minilm
 from midus_hf.clusters.building import TreeOptions, build_tree, unit_rows
@@ -32,85 +31,68 @@ from midus_hf.clusters.finished_nodes import FinishedNodes
 from midus_hf.clusters.window_store import store_windows
 from midus_hf.retrieval import ClusterTree, TextEmbedder
 
-CLUSTERING_RESULTS = Path(__file__).parent / "results" / "clustering.csv"
-SIZES = (1000, 4000, 16000, 64000)
 _STRETCH = 1024
 """Embeddings whose paths are found at a time, as `midus-cluster assign` does."""
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """What one stage took for one size of corpus."""
-
-    threads: int
-    levels: int
-    stage: str
-    documents: int
-    seconds: float
-    processor_s: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for corpora and trees, removed afterwards")
-    parser.add_argument("--sizes", type=_numbers, default=SIZES, help="documents (default: 1000,4000,16000,64000)")
+    parser = study(__doc__, work="corpora and trees, removed afterwards")
+    listed(parser, "--sizes", (1000, 4000, 16000, 64000), "documents")
     parser.add_argument("--levels", type=int, default=3, help="of the tree (default: 3)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.work.mkdir(parents=True)
     before: dict[str, Row] = {}
-    print("| documents | stage | seconds | processor time, s | documents per second | exponent |")
-    print("|---|---|---|---|---|---|")
+
+    def exponent(row: Row) -> str:
+        smaller, before[row["stage"]] = before.get(row["stage"]), row
+        return "" if smaller is None else f"{growth(smaller, row):.2f}"
+
+    columns = {
+        "documents": "{documents:,}",
+        "stage": "{stage}",
+        "seconds": "{seconds:.1f}",
+        "processor time, s": "{processor_s:.1f}",
+        "documents per second": lambda row: f"{row['documents'] / row['seconds']:,.0f}",
+        "exponent": exponent,
+    }
     try:
-        for row in _rows(this_run("cpu"), arguments):
-            exponent = f"{growth(before[row.stage], row):.2f}" if row.stage in before else ""
-            rate = row.documents / row.seconds
-            print(
-                f"| {row.documents:,} | {row.stage} | {row.seconds:.1f} | {row.processor_s:.1f} | {rate:,.0f} | {exponent} |",
-                flush=True,
-            )
-            before[row.stage] = row
-            if not arguments.no_append:
-                append([row], CLUSTERING_RESULTS)
+        tell(_rows(arguments), columns, results_of("clustering", arguments), run_columns())
     finally:
         shutil.rmtree(arguments.work)
 
 
 def growth(smaller: Row, larger: Row) -> float:
     """The exponent by which processor time grows with documents."""
-    return math.log(larger.processor_s / smaller.processor_s) / math.log(larger.documents / smaller.documents)
+    seconds, documents = (larger[name] / smaller[name] for name in ("processor_s", "documents"))
+    return math.log(seconds) / math.log(documents)
 
 
-def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
-    texts = [json.loads(line)["text"] for line in glosses().read_text(encoding="utf-8").splitlines()]
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    texts = [row["text"] for row in read_rows(glosses())]
     random.Random(0).shuffle(texts)
     model = str(minilm())
-    tokenizer, embedder, options = (
-        load_fast_tokenizer(model),
-        TextEmbedder(model),
-        TreeOptions(levels=arguments.levels),
-    )
+    tokenizer, embedder = load_fast_tokenizer(model), TextEmbedder(model)
+    options = TreeOptions(levels=arguments.levels)
     build_tree(embedder.embed(texts[:64]).numpy(), TreeOptions(levels=1, steps=1))  # what is set up once
-    for documents in arguments.sizes:
+    for documents in map(int, arguments.sizes.split(",")):
         if documents > len(texts):
             raise SystemExit(f"sizes has {documents:,}; expected at most {len(texts):,}, as many as there are texts.")
         file, folder = arguments.work / f"{documents}.jsonl", arguments.work / str(documents)
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:documents]), encoding="utf-8")
+        write_rows(file, [{"text": text} for text in texts[:documents]])
         stages = _Stages(Corpus(str(file)), folder, tokenizer, embedder, options)
         for stage in (stages.embed, stages.build, stages.assign):
             seconds, processor = time.perf_counter(), time.process_time()
             stage()
-            yield Row(
-                **asdict(run),
-                threads=arguments.threads,
-                levels=arguments.levels,
-                stage=stage.__name__,
-                documents=documents,
-                seconds=round(time.perf_counter() - seconds, 3),
-                processor_s=round(time.process_time() - processor, 3),
-            )
+            yield {
+                "threads": arguments.threads,
+                "levels": arguments.levels,
+                "stage": stage.__name__,
+                "documents": documents,
+                "seconds": round(time.perf_counter() - seconds, 3),
+                "processor_s": round(time.process_time() - processor, 3),
+            }
 
 
 class _Stages:
@@ -141,10 +123,6 @@ class _Stages:
         tree = ClusterTree.load(self._folder)
         for begin in range(0, len(self._stored.embeddings), _STRETCH):
             tree.paths(unit_rows(self._stored.embeddings, slice(begin, begin + _STRETCH)))
-
-
-def _numbers(words: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in words.split(","))
 
 
 if __name__ == "__main__":

@@ -8,23 +8,20 @@ parameters, 1.1 million. These alone are trained, on presidential addresses, by 
 warm-up, two sequences of 256 tokens a step. The loss is that of addresses that are not trained on, before the first step and behind
 the last. Gates have the rate of all else, or one of their own where `--gate-rates` names some.
 
-Every step is a command that a person would type. What is in the folder is not done again, and its rows are told again without being
-appended.
+A row has no `gate_rate` where gates have the rate of all else. Every step is a command that a person would type. What is in the
+folder is not done again, and its rows are told again without being appended.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import run_once
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.study import Row, keep, listed, run_columns
+from experiments.steps import events_of, remembered, results_of, study, train_once, upscale_once
 from material.addresses import addresses
 from material.smollm2 import smollm2_135m
 
-DEPTH_START_RESULTS = Path(__file__).parent / "results" / "depth_start.csv"
 ARMS = ("added", "interpolated", "lora")
 _LAYERS, _NUM_LAYERS = 6, 30
 _RANK = 18
@@ -33,41 +30,22 @@ _LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _TOKENS, _SEQUENCES = 256, 2
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """One trained model; losses of held-out text in nats per token.
-
-    `gate_rate` is the rate of gates, none where they have that of all else.
-    """
-
-    arm: str
-    rate: float
-    gate_rate: float | None
-    steps: int
-    seed: int
-    max_tokens: int
-    loss_before: float
-    loss: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for models, which a later run goes on with")
-    parser.add_argument("--arms", default=",".join(ARMS), help=f"joined by commas (default: {','.join(ARMS)})")
-    parser.add_argument("--rates", default="1e-3,5e-3", help="joined by commas (default: 1e-3,5e-3)")
+    parser = study(__doc__)
+    listed(parser, "--arms", ARMS)
+    listed(parser, "--rates", ("1e-3", "5e-3"))
     parser.add_argument(
         "--gate-rates", default="", help="rates of gates, joined by commas (default: that of all else)"
     )
     parser.add_argument("--steps", type=int, default=30, help="of 512 tokens (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of new parameters and the order of texts (default: 0)")
     parser.add_argument("--max-tokens", type=int, default=4096, help="of held-out text (default: 4096)")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
-    rows = []
-    for row, is_new in _rows(this_run("cpu"), arguments):
+    rows, run = [], run_columns()
+    for row, is_new in _rows(arguments):
         rows.append(row)
-        if is_new and not arguments.no_append:
-            append([row], DEPTH_START_RESULTS)
+        if is_new:
+            keep(row, results_of("depth_start", arguments), run)
     print("\n".join(table(rows)))
 
 
@@ -75,84 +53,53 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Rows in markdown, with what was learned: by how much the loss fell."""
     lines = ["| arm | rate | rate of gates | steps | loss before | loss | learned |", "|---|---|---|---|---|---|---|"]
     for row in rows:
-        gate_rate = "" if row.gate_rate is None else f"{row.gate_rate:g}"
-        cells = [row.arm, f"{row.rate:g}", gate_rate, str(row.steps)]
-        cells += [f"{row.loss_before:.4f}", f"{row.loss:.4f}", f"{row.loss_before - row.loss:.4f}"]
+        gate_rate = "" if row["gate_rate"] is None else f"{row['gate_rate']:g}"
+        cells = [row["arm"], f"{row['rate']:g}", gate_rate, str(row["steps"])]
+        cells += [f"{loss:.4f}" for loss in (row["loss_before"], row["loss"], row["loss_before"] - row["loss"])]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]:
+def _rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, bool]]:
     """Every model's row, and whether it was not there before."""
     work: Path = arguments.work
     work.mkdir(parents=True, exist_ok=True)
     for arm in arguments.arms.split(","):
-        model = _model(work, arm, arguments.seed)
+        model = smollm2_135m()  # itself, if adapters are trained
+        if arm != "lora":
+            model = work / f"{arm}-{arguments.seed}"
+            upscale_once(model, smollm2_135m(), "moda", arguments.seed, joining=arm, layers=f"late:{_LAYERS}")
         for rate in arguments.rates.split(","):
-            for gate_rate in [None] if arm == "lora" else arguments.gate_rates.split(","):
-                output = work / "-".join(
-                    filter(
-                        None,
-                        [arm, str(arguments.seed), rate, gate_rate, str(arguments.steps), str(arguments.max_tokens)],
-                    )
-                )
-                file = work / f"{output.name}.row.json"
-                is_new = not file.is_file()
-                if is_new:
-                    recipe = work / f"{output.name}.json"
-                    recipe.write_text(
-                        json.dumps(_recipe(arm, model, output, rate, gate_rate, arguments)), encoding="utf-8"
-                    )
-                    run_once(output, "midus-train", recipe)
-                    before, after = _losses(output / "log.jsonl", arguments.steps)
-                    row = Row(
-                        **asdict(run),
-                        arm=arm,
-                        rate=float(rate),
-                        gate_rate=float(gate_rate) if gate_rate else None,
-                        steps=arguments.steps,
-                        seed=arguments.seed,
-                        max_tokens=arguments.max_tokens,
-                        loss_before=before,
-                        loss=after,
-                    )
-                    file.write_text(json.dumps(asdict(row)), encoding="utf-8")
-                yield Row(**json.loads(file.read_text(encoding="utf-8"))), is_new
+            for gate_rate in [""] if arm == "lora" else arguments.gate_rates.split(","):
+                parts = [arm, arguments.seed, rate, gate_rate, arguments.steps, arguments.max_tokens]
+                output = work / "-".join(str(part) for part in parts if part != "")
+                options = _training(arm, model, rate, gate_rate, arguments)
+
+                def measure(arm: str = arm, output: Path = output, options: dict[str, Any] = options) -> Row:
+                    train_once(output, options)
+                    losses = {event["step"]: event["eval_loss"] for event in events_of(output) if "eval_loss" in event}
+                    return {
+                        "arm": arm,
+                        "rate": options["learning_rate"],
+                        "gate_rate": options.get("gate_learning_rate"),
+                        "steps": arguments.steps,
+                        "seed": arguments.seed,
+                        "max_tokens": arguments.max_tokens,
+                        "loss_before": losses[0],
+                        "loss": losses[arguments.steps],
+                    }
+
+                yield remembered(work / f"{output.name}.row.json", measure)
 
 
-def _model(work: Path, arm: str, seed: int) -> Path:
-    """The model that an arm trains: the base itself, if adapters do."""
-    if arm == "lora":
-        return smollm2_135m()
-    model = work / f"{arm}-{seed}"
-    options = ["--set", f"joining={arm}", "--set", f"layers=late:{_LAYERS}"]
-    run_once(
-        model,
-        "upscale",
-        "--base",
-        smollm2_135m(),
-        "--method",
-        "moda",
-        *options,
-        "--seed",
-        str(seed),
-        "--output",
-        model,
-    )
-    return model
-
-
-def _recipe(
-    arm: str, model: Path, output: Path, rate: str, gate_rate: str | None, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """What `midus-train` is told; JSON is YAML as well."""
+def _training(arm: str, model: Path, rate: str, gate_rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `midus-train` is told."""
     layers = list(range(_NUM_LAYERS - _LAYERS, _NUM_LAYERS))
     adapters = {"r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": _LINEAR, "layers_to_transform": layers}
     texts = addresses()
     return {
-        "model": str(model),
-        "output": str(output),
-        "corpus": str(texts.train),
+        "model": model,
+        "corpus": texts.train,
         **({"adapters": adapters} if arm == "lora" else {"trainable": "new"}),
         "sequence_length": _TOKENS,
         "batch_size": _SEQUENCES,
@@ -163,17 +110,10 @@ def _recipe(
         "warmup_ratio": 0.1,
         "precision": "fp32",
         "log_every": 1,
-        "eval_text": str(texts.held_out),
+        "eval_text": texts.held_out,
         "eval_max_tokens": arguments.max_tokens,
         "seed": arguments.seed,
     }
-
-
-def _losses(log: Path, steps: int) -> tuple[float, float]:
-    """Of held-out text before the first step and after so many steps."""
-    events = map(json.loads, log.read_text(encoding="utf-8").splitlines())
-    losses = {event["step"]: event["eval_loss"] for event in events if "eval_loss" in event}
-    return losses[0], losses[steps]
 
 
 if __name__ == "__main__":

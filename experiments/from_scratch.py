@@ -13,61 +13,39 @@ import argparse
 import copy
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import run_command
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.study import Row, listed, run_columns, tell
 from experiments.small_tokenizer import small_tokenizer
+from experiments.steps import FROM_NOTHING, loss_of, results_of, study, train_once
 from material.addresses import addresses
 from midus_hf.config.flops.model import estimate_flops
 from midus_hf.config.memories.ultramem import UltraMemOptions
 from midus_hf.config.memory_entries import MemoryEntry
 from midus_hf.config.parameters import count_parameters
 
-FROM_SCRATCH_RESULTS = Path(__file__).parent / "results" / "from_scratch.csv"
 _VOCABULARY, _TOKENS, _SEQUENCES = 4096, 256, 16
 _HIDDEN, _LAYERS, _HEADS, _INNER = 192, 6, 4, 384
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """One model after one run; the loss of held-out text in nats per token."""
-
-    arm: str
-    seed: int
-    parameters: int
-    values: int
-    flops_per_token: float
-    trained_tokens: int
-    loss: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for models, which a later run goes on with")
-    parser.add_argument("--seeds", default="0", help="joined by commas (default: 0)")
+    parser = study(__doc__)
+    listed(parser, "--seeds", (0,))
     parser.add_argument("--steps", type=int, default=800, help="of 4,096 tokens (default: 800)")
     parser.add_argument("--rate", default="2e-3", help="maximum learning rate of both (default: 2e-3)")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    texts = (path.read_text(encoding="utf-8") for path in sorted(addresses().train.glob("*.txt")))
-    tokenizer = small_tokenizer(arguments.work / "tokenizer", texts, _VOCABULARY)
-    run = this_run("cpu")
-    print("| model | seed | parameters | in tables | MFLOPs a token | tokens | held-out loss |")
-    print("|---|---|---|---|---|---|---|")
-    for seed in map(int, arguments.seeds.split(",")):
-        for arm, config in _configs().items():
-            for row in _measured(run, arm, config, seed, tokenizer, arguments):
-                print(
-                    f"| {row.arm} | {row.seed} | {row.parameters:,} | {row.values:,} | {row.flops_per_token / 1e6:.2f} | "
-                    f"{row.trained_tokens:,} | {row.loss:.4f} |",
-                    flush=True,
-                )
-                if not arguments.no_append:
-                    append([row], FROM_SCRATCH_RESULTS)
+    columns = {
+        "model": "{arm}",
+        "seed": "{seed}",
+        "parameters": "{parameters:,}",
+        "in tables": "{values:,}",
+        "MFLOPs a token": lambda row: f"{row['flops_per_token'] / 1e6:.2f}",
+        "tokens": "{trained_tokens:,}",
+        "held-out loss": "{loss:.4f}",
+    }
+    tell(_rows(arguments), columns, results_of("from_scratch", arguments), run_columns())
 
 
 def _configs() -> dict[str, dict[str, Any]]:
@@ -114,66 +92,52 @@ def _flops_per_token(config: dict[str, Any]) -> float:
     return estimate_flops(config, _TOKENS).forward / _TOKENS
 
 
-def _measured(
-    run: Run, arm: str, config: dict[str, Any], seed: int, tokenizer: Path, arguments: argparse.Namespace
-) -> list[Row]:
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Both models of each seed after every quarter of their runs."""
     work: Path = arguments.work
-    (work / f"{arm}.json").write_text(json.dumps(config, indent=2))
-    counts, rows = count_parameters(config), []
-    output = work / f"{arm}-{seed}"
-    if not (output / "config.json").is_file():
-        run_command("midus-train", *_training(arguments, work / f"{arm}.json", tokenizer, output, seed))
+    work.mkdir(parents=True, exist_ok=True)
+    texts = (path.read_text(encoding="utf-8") for path in sorted(addresses().train.glob("*.txt")))
+    tokenizer = small_tokenizer(work / "tokenizer", texts, _VOCABULARY)
     quarter = arguments.steps // 4
-    for steps in (quarter, 2 * quarter, 3 * quarter, arguments.steps):
-        folder = output if steps == arguments.steps else output / f"checkpoint-{steps}"
-        words = [folder, "--json", "--sequence-length", _TOKENS, "--max-tokens", 65536, "--text", addresses().held_out]
-        told = json.loads(run_command("midus-eval", *words))["models"][0]["perplexity"]["perplexity"]
-        rows.append(
-            Row(
-                **asdict(run),
-                arm=arm,
-                seed=seed,
-                parameters=counts.total,
-                values=counts.values,
-                flops_per_token=_flops_per_token(config),
-                trained_tokens=steps * _TOKENS * _SEQUENCES,
-                loss=math.log(told),
-            )
-        )
-    return rows
+    for seed in map(int, arguments.seeds.split(",")):
+        for arm, config in _configs().items():
+            output, config_file, counts = work / f"{arm}-{seed}", work / f"{arm}.json", count_parameters(config)
+            config_file.write_text(json.dumps(config, indent=2))
+            train_once(output, _training(arguments, config_file, tokenizer, seed))
+            for steps in (quarter, 2 * quarter, 3 * quarter, arguments.steps):
+                model = output if steps == arguments.steps else output / f"checkpoint-{steps}"
+                words = ["--sequence-length", _TOKENS, "--max-tokens", 65536]
+                yield {
+                    "arm": arm,
+                    "seed": seed,
+                    "parameters": counts.total,
+                    "values": counts.values,
+                    "flops_per_token": _flops_per_token(config),
+                    "trained_tokens": steps * _TOKENS * _SEQUENCES,
+                    "loss": loss_of(model, addresses().held_out, *words),
+                }
 
 
-def _training(
-    arguments: argparse.Namespace, config: Path, tokenizer: Path, output: Path, seed: int
-) -> list[str | Path]:
-    options = {
+def _training(arguments: argparse.Namespace, config: Path, tokenizer: Path, seed: int) -> dict[str, Any]:
+    """What `midus-train` is told."""
+    rate = float(arguments.rate)
+    return {
         "model_config": config,
+        **FROM_NOTHING,
         "tokenizer": tokenizer,
-        "output": output,
         "corpus": addresses().train,
-        "trainable": "all",
         "sequence_length": _TOKENS,
         "batch_size": _SEQUENCES,
-        "gradient_accumulation": 1,
         "max_steps": arguments.steps,
-        "learning_rate": arguments.rate,
-        "value_learning_rate": arguments.rate,
+        "learning_rate": rate,
+        "value_learning_rate": rate,
         "value_schedule": "fixed",
         "memory_keys": "weights",
-        "weight_decay": 0.1,
         "value_weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "warmup_ratio": 0.05,
-        "min_learning_rate_ratio": 0.1,
-        "precision": "fp32",
         "save_every": arguments.steps // 4,
         "keep_checkpoints": 4,
-        "log_every": 20,
         "seed": seed,
     }
-    recipe = config.parent / "recipe.yaml"
-    recipe.write_text("".join(f"{key}: {value}\n" for key, value in options.items()))
-    return [recipe]
 
 
 if __name__ == "__main__":

@@ -11,18 +11,16 @@ whose perplexity equals the base's does so in every digit of a float64.
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tracked import MACHINE, append, commit
+from benchmarks.study import Row, keep, short_run_columns
+from experiments.steps import results_of, run_command, study
 
-PERPLEXITY_RESULTS = Path(__file__).parent / "results" / "initial_perplexity.csv"
 SAME_GAPS = "top-heavy"
 """The last K gaps: every method that inserts layers can fill them, and the papers of most dense ones do."""
 ITS_OWN = "its own"
@@ -56,27 +54,6 @@ VARIANTS = [
     Variant("lesa, norm_weight=0", "lesa", ("norm_weight=0",)),
     Variant("lesa, norm_init=mean", "lesa", ("norm_init=mean",)),
 ]
-
-
-@dataclass
-class Row:
-    """One line of the results."""
-
-    date: str
-    commit: str
-    machine: str
-    base: str
-    variant: str
-    placement: str
-    own_placement: bool
-    promises_identity: bool
-    layers: int
-    parameters: int
-    perplexity: float
-    equals_base: bool
-    kl_divergence: float | None
-    tokens: int
-    upscale_s: float | None
 
 
 @dataclass(frozen=True)
@@ -126,7 +103,6 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", help="a text, or a folder of texts (default: held-out presidential addresses)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens to predict (default: 8192)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a window (default: 256)")
-    parser.add_argument("--no-append", action="store_true", help="print the table, leave the CSV alone")
 
 
 def measure_of(arguments: argparse.Namespace) -> Measure:
@@ -153,67 +129,55 @@ def upscaled(base: Path, output: Path, method: str, options: tuple[str, ...], *f
         options: Of the method, as `name=value`.
         further: Other arguments of the command.
     """
-    command = [str(Path(sys.executable).with_name("upscale")), "--base", str(base), "--method", method]
-    command += [
-        "--output",
-        str(output),
-        "--json",
-        *(word for option in options for word in ("--set", option)),
-        *further,
-    ]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}")
-    return json.loads(done.stdout), json.loads((output / "upscale.json").read_text())
+    words = [*(word for option in options for word in ("--set", option)), *further]
+    printed = run_command("upscale", "--base", base, "--method", method, "--output", output, "--json", *words)
+    return json.loads(printed), json.loads((output / "upscale.json").read_text())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study(__doc__, work=None)
     add_measure(parser)
     parser.add_argument("--only", help="variants, by method, joined by commas (default: all)")
     arguments = parser.parse_args()
     measure = measure_of(arguments)
     chosen = arguments.only.split(",") if arguments.only else [variant.method for variant in VARIANTS]
-    commit_now = commit()
+    run = {**short_run_columns(), "base": measure.base.name}
     rows: list[Row] = []
-
-    def add(variant: str, folder: Path, placement: str, own: bool, report: dict | None, record: dict | None) -> None:
-        result, model = measure.perplexity(folder)
-        row = Row(
-            date=date.today().isoformat(),
-            commit=commit_now,
-            machine=MACHINE,
-            base=measure.base.name,
-            variant=variant,
-            placement=placement,
-            own_placement=own,
-            promises_identity=record is None or record["promises_identity"],
-            layers=model.config.num_hidden_layers,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            perplexity=result.perplexity,
-            equals_base=not rows or result.perplexity == rows[0].perplexity,
-            kl_divergence=record["kl_divergence"] if record else None,
-            tokens=result.tokens,
-            upscale_s=round(report["seconds"], 1) if report else None,
-        )
-        rows.append(row)
-        if not arguments.no_append:
-            append([row], PERPLEXITY_RESULTS)
-        print(f"{variant}, {placement}: {row.perplexity:.4f}", file=sys.stderr)
-
-    add("base", measure.base, "", True, None, None)
     with tempfile.TemporaryDirectory() as work:
-        for variant in VARIANTS:
-            if variant.method not in chosen:
-                continue
-            for placement, own in _placements(variant.method):
-                output = Path(work) / "upscaled"
-                further = () if placement == ITS_OWN else ("--placement", placement)
-                report, record = upscaled(measure.base, output, variant.method, variant.options, *further)
-                add(variant.name, output, placement, own, report, record)
-                shutil.rmtree(output)
-    print(f"Placement {SAME_GAPS}:\n\n{_table([row for row in rows if row.placement in ('', SAME_GAPS)], rows[0])}\n")
-    print(f"Each method's own placement:\n\n{_table([row for row in rows if row.own_placement], rows[0])}")
+        for row in _rows(measure, [variant for variant in VARIANTS if variant.method in chosen], Path(work)):
+            row["equals_base"] = not rows or row["perplexity"] == rows[0]["perplexity"]
+            rows.append(row)
+            keep(row, results_of("initial_perplexity", arguments), run)
+            print(f"{row['variant']}, {row['placement']}: {row['perplexity']:.4f}", file=sys.stderr)
+    same = [row for row in rows if row["placement"] in ("", SAME_GAPS)]
+    print(f"Placement {SAME_GAPS}:\n\n{_table(same, rows[0])}\n")
+    print(f"Each method's own placement:\n\n{_table([row for row in rows if row['own_placement']], rows[0])}")
+
+
+def _rows(measure: Measure, variants: list[Variant], work: Path) -> Iterator[Row]:
+    def measured(variant: str, folder: Path, placement: str, own: bool, report: dict, record: dict) -> Row:
+        result, model = measure.perplexity(folder)
+        return {
+            "variant": variant,
+            "placement": placement,
+            "own_placement": own,
+            "promises_identity": record.get("promises_identity", True),
+            "layers": model.config.num_hidden_layers,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "perplexity": result.perplexity,
+            "kl_divergence": record.get("kl_divergence"),
+            "tokens": result.tokens,
+            "upscale_s": round(report["seconds"], 1) if report else None,
+        }
+
+    yield measured("base", measure.base, "", True, {}, {})
+    for variant in variants:
+        for placement, own in _placements(variant.method):
+            output = work / "upscaled"
+            further = () if placement == ITS_OWN else ("--placement", placement)
+            report, record = upscaled(measure.base, output, variant.method, variant.options, *further)
+            yield measured(variant.name, output, placement, own, report, record)
+            shutil.rmtree(output)
 
 
 def _placements(method: str) -> list[tuple[str, bool]]:
@@ -231,14 +195,12 @@ def _table(rows: list[Row], base: Row) -> str:
         "| method | placement | promises at the start | layers | parameters | perplexity | KL from the base, nats |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: row.perplexity):
-        perplexity = f"{row.perplexity:,.4f}{' = base' if row.equals_base and row is not base else ''}"
-        divergence = "" if row.kl_divergence is None else f"{row.kl_divergence:.3g}"
-        promise = "" if row is base else "the base, exactly" if row.promises_identity else "nothing"
-        lines.append(
-            f"| {row.variant} | {row.placement} | {promise} | {row.layers} | {row.parameters / 1e6:.1f} M | {perplexity} | "
-            f"{divergence} |"
-        )
+    for row in sorted(rows, key=lambda row: row["perplexity"]):
+        perplexity = f"{row['perplexity']:,.4f}{' = base' if row['equals_base'] and row is not base else ''}"
+        divergence = "" if row["kl_divergence"] is None else f"{row['kl_divergence']:.3g}"
+        promise = "" if row is base else "the base, exactly" if row["promises_identity"] else "nothing"
+        cells = [row["variant"], row["placement"], promise, str(row["layers"]), f"{row['parameters'] / 1e6:.1f} M"]
+        lines.append(f"| {' | '.join([*cells, perplexity, divergence])} |")
     return "\n".join(lines)
 
 

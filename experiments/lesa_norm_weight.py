@@ -5,87 +5,64 @@
 
 Base, text and windows are those of `initial_perplexity.py`. What is predicted does not depend on the norms, so each model is
 made once with the norms of layer 0; for `mean` the norms that `avg-deus` gives the same layers, the means of the neighbours',
-are put in their place.
+are put in their place. `norm_ratio` and `cosine_to_mean` are means over all predicted matrices.
 """
 
-import argparse
 import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tracked import MACHINE, append, commit
-from experiments.initial_perplexity import add_measure, measure_of, upscaled
-
-NORM_WEIGHT_RESULTS = Path(__file__).parent / "results" / "lesa_norm_weight.csv"
-WEIGHTS = "0,5e-6,5e-5,1.5e-4,5e-4"
-SEEDS = "0,1,2"
-
-
-@dataclass
-class Row:
-    """One line of the results; `norm_ratio` and `cosine_to_mean` are means over all predicted matrices."""
-
-    date: str
-    commit: str
-    machine: str
-    base: str
-    norm_weight: float
-    seed: int
-    norm_init: str
-    perplexity: float
-    norm_ratio: float
-    cosine_to_mean: float
-    tokens: int
-    upscale_s: float
+from benchmarks.study import Row, keep, listed, short_run_columns
+from experiments.initial_perplexity import Measure, add_measure, measure_of, upscaled
+from experiments.steps import results_of, study
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study(__doc__, work=None)
     add_measure(parser)
-    parser.add_argument("--weights", default=WEIGHTS, help=f"joined by commas (default: {WEIGHTS})")
-    parser.add_argument("--seeds", default=SEEDS, help=f"joined by commas (default: {SEEDS})")
-    parser.add_argument("--norms", default="layer0,mean", help="joined by commas (default: layer0,mean)")
+    listed(parser, "--weights", ("0", "5e-6", "5e-5", "1.5e-4", "5e-4"))
+    listed(parser, "--seeds", (0, 1, 2))
+    listed(parser, "--norms", ("layer0", "mean"))
     arguments = parser.parse_args()
     measure = measure_of(arguments)
-    weights, seeds = arguments.weights.split(","), arguments.seeds.split(",")
-    commit_now = commit()
+    run = {**short_run_columns(), "base": measure.base.name}
+    weights, seeds, norms = (getattr(arguments, name).split(",") for name in ("weights", "seeds", "norms"))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as work:
-        norms = {"layer0": {}, "mean": _mean_norms(measure.base, Path(work))}
-        for seed in seeds:
-            for weight in weights:
-                output = Path(work) / "upscaled"
-                options = ("preset=release", f"norm_weight={weight}")
-                report, record = upscaled(measure.base, output, "lesa", options, "--seed", seed, "--no-verify")
-                for norm_init in arguments.norms.split(","):
-                    result, _ = measure.perplexity(output, lambda model, new=norms[norm_init]: _put(model, new))
-                    rows.append(
-                        Row(
-                            date=date.today().isoformat(),
-                            commit=commit_now,
-                            machine=MACHINE,
-                            base=measure.base.name,
-                            norm_weight=float(weight),
-                            seed=int(seed),
-                            norm_init=norm_init,
-                            perplexity=result.perplexity,
-                            norm_ratio=_mean(record["measurements"], "norm_ratio"),
-                            cosine_to_mean=_mean(record["measurements"], "cosine_to_mean"),
-                            tokens=result.tokens,
-                            upscale_s=round(report["seconds"], 1),
-                        )
-                    )
-                    if not arguments.no_append:
-                        append(rows[-1:], NORM_WEIGHT_RESULTS)
-                    print(f"{weight}, seed {seed}, {norm_init}: {result.perplexity:.4f}", file=sys.stderr)
-                shutil.rmtree(output)
+        for row in _rows(measure, weights, seeds, norms, Path(work)):
+            rows.append(row)
+            keep(row, results_of("lesa_norm_weight", arguments), run)
+            told = f"{row['norm_weight']:g}, seed {row['seed']}, {row['norm_init']}: {row['perplexity']:.4f}"
+            print(told, file=sys.stderr)
     print(_table(rows))
+
+
+def _rows(
+    measure: Measure, weights: Sequence[str], seeds: Sequence[str], norms: Sequence[str], work: Path
+) -> Iterator[Row]:
+    tensors = {"layer0": {}, "mean": _mean_norms(measure.base, work)}
+    for seed in seeds:
+        for weight in weights:
+            output = work / "upscaled"
+            options = ("preset=release", f"norm_weight={weight}")
+            report, record = upscaled(measure.base, output, "lesa", options, "--seed", seed, "--no-verify")
+            for norm_init in norms:
+                result, _ = measure.perplexity(output, lambda model, new=tensors[norm_init]: _put(model, new))
+                yield {
+                    "norm_weight": float(weight),
+                    "seed": int(seed),
+                    "norm_init": norm_init,
+                    "perplexity": result.perplexity,
+                    "norm_ratio": _mean(record["measurements"], "norm_ratio"),
+                    "cosine_to_mean": _mean(record["measurements"], "cosine_to_mean"),
+                    "tokens": result.tokens,
+                    "upscale_s": round(report["seconds"], 1),
+                }
+            shutil.rmtree(output)
 
 
 def _mean_norms(base: Path, work: Path) -> dict[str, Any]:
@@ -113,16 +90,16 @@ def _table(rows: Sequence[Row]) -> str:
         "| norm_weight | norms of layer 0: median | lowest to highest | means: median | lowest to highest | norm ratio | cosine |",
         "|---|---|---|---|---|---|---|",
     ]
-    for weight in sorted({row.norm_weight for row in rows}):
+    for weight in sorted({row["norm_weight"] for row in rows}):
         cells = [f"{weight:g}"]
-        of_weight = [row for row in rows if row.norm_weight == weight]
+        of_weight = [row for row in rows if row["norm_weight"] == weight]
         for norm_init in ("layer0", "mean"):
-            found = [row.perplexity for row in of_weight if row.norm_init == norm_init]
-            cells += (
-                [f"{statistics.median(found):,.2f}", f"{min(found):,.2f} to {max(found):,.2f}"] if found else ["", ""]
-            )
-        cells += [f"{statistics.mean(row.norm_ratio for row in of_weight):.3f}"]
-        cells += [f"{statistics.mean(row.cosine_to_mean for row in of_weight):.3f}"]
+            found = [row["perplexity"] for row in of_weight if row["norm_init"] == norm_init]
+            if found:
+                cells += [f"{statistics.median(found):,.2f}", f"{min(found):,.2f} to {max(found):,.2f}"]
+            else:
+                cells += ["", ""]
+        cells += [f"{_mean(of_weight, name):.3f}" for name in ("norm_ratio", "cosine_to_mean")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

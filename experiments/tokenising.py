@@ -14,74 +14,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.tracked import MACHINE, append, commit
+from benchmarks.study import Row, short_run_columns, tell
+from experiments.steps import results_of, study
 
-TOKENISING_RESULTS = Path(__file__).parent / "results" / "tokenising.csv"
 STARTS = ("in memory", "first start", "later start")
 
 
-@dataclass
-class Row:
-    """One line of the results."""
-
-    date: str
-    commit: str
-    machine: str
-    start: str
-    text_bytes: int
-    documents: int
-    tokens: int
-    seconds: float
-    processor_s: float
-    memory_mb: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study(__doc__, work=None)
     parser.add_argument("--copies", type=int, default=10, help="how often the text is taken (default: 10)")
-    parser.add_argument("--no-append", action="store_true", help="print the table, leave the CSV alone")
     parser.add_argument("--measure", nargs=4, metavar=("START", "MODEL", "TEXT", "CACHE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(measure(*arguments.measure)))
         return
+    columns = {
+        "start": "{start}",
+        "MB of text": lambda row: f"{row['text_bytes'] / 1e6:.1f}",
+        "documents": "{documents:,}",
+        "tokens": "{tokens:,}",
+        "seconds": "{seconds}",
+        "processor time, s": "{processor_s}",
+        "memory, MB": "{memory_mb}",
+    }
+    with tempfile.TemporaryDirectory() as work:
+        rows = _rows(Path(work), arguments.copies)
+        tell(rows, columns, results_of("tokenising", arguments), short_run_columns())
+
+
+def _rows(work: Path, copies: int) -> Iterator[Row]:
     from material.addresses import addresses
     from material.smollm2 import smollm2_135m
 
-    model, commit_now = smollm2_135m(), commit()
-    with tempfile.TemporaryDirectory() as work:
-        text = Path(work, "text")
-        for copy in range(arguments.copies):
-            shutil.copytree(addresses().train, text / str(copy))
-        size = sum(path.stat().st_size for path in text.rglob("*.txt"))
-        rows = []
-        for start in STARTS:
-            command = [
-                sys.executable,
-                "-m",
-                "experiments.tokenising",
-                "--measure",
-                start,
-                str(model),
-                str(text),
-                str(Path(work, "cache")),
-            ]
-            measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            rows.append(Row(date.today().isoformat(), commit_now, MACHINE, start, size, **measured))
-    print(
-        "| tokens | MB of text | documents | tokens | seconds | processor time, s | memory, MB |\n|---|---|---|---|---|---|---|"
-    )
-    for row in rows:
-        print(
-            f"| {row.start} | {row.text_bytes / 1e6:.1f} | {row.documents:,} | {row.tokens:,} | {row.seconds} | "
-            f"{row.processor_s} | {row.memory_mb} |"
-        )
-    if not arguments.no_append:
-        append(rows, TOKENISING_RESULTS)
+    text = work / "text"
+    for copy in range(copies):
+        shutil.copytree(addresses().train, text / str(copy))
+    size = sum(path.stat().st_size for path in text.rglob("*.txt"))
+    for start in STARTS:
+        words = map(str, ("--measure", start, smollm2_135m(), text, work / "cache"))
+        command = [sys.executable, "-m", "experiments.tokenising", *words]
+        measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        yield {"start": start, "text_bytes": size, **measured}
 
 
 def measure(start: str, model: str, text: str, cache: str) -> dict:
@@ -98,7 +74,7 @@ def measure(start: str, model: str, text: str, cache: str) -> dict:
     if start == "in memory":
         training_data._can_cache = lambda: False
     before, busy, started = _anonymous_memory(), _processor_time(), time.perf_counter()
-    (dataset,) = training_data.open_corpora(config, tokenizer, len(tokenizer))
+    (dataset,) = training_data.open_corpora(config, tokenizer, len(tokenizer), {})
     seconds = time.perf_counter() - started
     return {
         "documents": dataset.num_documents,

@@ -7,7 +7,6 @@ and without a gradient; in a graph of `torch.compile` it must be the one that st
 sum of exponentials and its gradients must agree with float64. A case that does not hold ends the command with status 1.
 """
 
-import argparse
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,8 +16,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from benchmarks.device import chosen_device
-from benchmarks.device_options import add_device, prepare_device
-from benchmarks.ops.options import add_results
+from benchmarks.options import device_command, prepare_device
+from benchmarks.recorded import in_words
 from benchmarks.tracked import Run, append, this_run
 from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
 
@@ -83,10 +82,7 @@ class Row(Run):
 
 def main(words: list[str] | None = None) -> int:
     """Try each case, print, and append to `attention_kernels.csv`; returns 1 if one does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_device(parser)
-    add_results(parser)
-    arguments = parser.parse_args(words)
+    arguments = device_command(__doc__).parse_args(words)
     prepare_device(arguments)
     with chosen_device(arguments) as device:
         tokens = _TOKENS["rehearsal" if arguments.rehearse else device]
@@ -117,7 +113,7 @@ def _tried(case: Case, device: str, tokens: int) -> dict[str, Any]:
         )
         found["status"] = _status(case, call, found, output)
     except Exception as error:
-        found["status"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        found["status"] = in_words(error)
     return found
 
 

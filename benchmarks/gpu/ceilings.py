@@ -3,15 +3,13 @@
 python -m benchmarks.gpu.ceilings --device cuda --results FOLDER
 """
 
-import argparse
 import sys
 from dataclasses import asdict, dataclass
 
 import torch
 
 from benchmarks.device import chosen_device
-from benchmarks.device_options import add_device, prepare_device
-from benchmarks.ops.options import add_results
+from benchmarks.options import device_command, prepare_device
 from benchmarks.timing import Task, interleaved
 from benchmarks.tracked import Run, append, this_run
 
@@ -31,10 +29,7 @@ class Row(Run):
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and append to `ceilings.csv`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_device(parser)
-    add_results(parser)
-    chosen = parser.parse_args(arguments)
+    chosen = device_command(__doc__).parse_args(arguments)
     prepare_device(chosen)
     with chosen_device(chosen) as device:
         size, width = _SIZES["rehearsal" if chosen.rehearse else device]

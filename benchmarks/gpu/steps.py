@@ -7,6 +7,9 @@ from pathlib import Path
 STEPS = ["ceilings", "tests", "attention", "ops", "depth", "1b", "8b"]
 FURTHER_STEPS = ["compiled", "sizes", "tiles"]
 METHODS = "base,llama-pro,opt-deus,midus-hml"
+SECONDS = 540
+"""That one step may take, if nothing else is said."""
+
 _MARGIN_SECONDS = 60
 """Between the last case that a step begins and its end."""
 

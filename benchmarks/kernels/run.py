@@ -1,5 +1,6 @@
 """Compile every launch for every target, and print what each needs."""
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -9,29 +10,23 @@ from benchmarks.kernels.compilation import Compiled, compile_for
 from benchmarks.kernels.targets import MOST_SHARED_MEMORY
 
 
-def run(
-    targets: list[str],
-    kernels: list[str] | None,
-    of_cases: list[str] | None,
-    counted: list[str] | None,
-    as_json: bool,
-    with_candidates: bool = False,
-) -> int:
-    """Returns 1 if a kernel needs more shared memory than its target has."""
-    asked = _known(of_cases, {name for name, _ in cases()}, "case")
-    found = launches(asked, with_candidates)
-    of_kernels = _known(kernels, {launch.kernel.__name__ for launch in found}, "kernel")
-    with_counts = _known(counted, asked, "case")
+def run(arguments: argparse.Namespace) -> int:
+    """Compile what the command line asks for; returns 1 if a kernel needs more shared memory than its target has."""
+    _known(arguments.targets, list(MOST_SHARED_MEMORY), "target")
+    asked = _known(arguments.cases, sorted({name for name, _ in cases()}), "case")
+    found = launches(asked, arguments.candidates)
+    of_kernels = _known(arguments.kernels, sorted({launch.kernel.__name__ for launch in found}), "kernel")
+    with_counts = _known(arguments.count, sorted(asked), "case")
     rows = []
     for launch in found:
         if launch.kernel.__name__ not in of_kernels:
             continue
-        for target in targets:
+        for target in arguments.targets:
             row = compile_for(launch, target, counts=launch.case in with_counts)
             rows.append(row)
-            if not as_json:
+            if not arguments.json:
                 print(_told(row), flush=True)
-    if as_json:
+    if arguments.json:
         print(json.dumps([asdict(row) for row in rows]))
     too_large = [row for row in rows if row.shared_bytes > MOST_SHARED_MEMORY[row.target]]
     if too_large:
@@ -42,11 +37,11 @@ def run(
     return 1 if too_large else 0
 
 
-def _known(asked: list[str] | None, names: set[str], what: str) -> set[str]:
+def _known(asked: list[str] | None, names: list[str], what: str) -> set[str]:
     """What was asked for, by default all there is."""
-    if unknown := sorted(set(asked or ()) - names):
-        raise SystemExit(f"no {what} {', '.join(unknown)}; expected some of {', '.join(sorted(names))}.")
-    return names if asked is None else set(asked)
+    if unknown := sorted(set(asked or ()) - set(names)):
+        raise SystemExit(f"no {what} {', '.join(unknown)}; expected some of {', '.join(names)}.")
+    return set(names if asked is None else asked)
 
 
 def _told(row: Compiled) -> str:

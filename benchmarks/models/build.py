@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes that host memory
-from benchmarks.models.bases import CONFIGS
+from benchmarks.models.points import CONFIGS
 from midus_hf.memory.registry import MemoryModule
 from upscalers.checkpoint.base_model import BaseModel, open_base
 from upscalers.methods.contract import get_method

@@ -2,7 +2,12 @@
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
+CONFIGS = Path(__file__).parent / "configs"
+"""Folder of the config.json of each base that goes by a name, called as the base is."""
+
+METHODS = ["base", "llama-pro", "opt-deus", "midus-hml", "midus-pkm", "midus-linear", "moc", "solar"]
 PHASES = ["train", "generate", "prefill"]
 DECODINGS = ["eager", "graph", "compiled"]
 

@@ -3,13 +3,25 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.models.names import SUBJECT
-from benchmarks.tracked import Run, append, rows_of
+if TYPE_CHECKING:  # reports, which know rows by these columns, do without PyTorch
+    from benchmarks.recorded import Recorded
 
 FILE = "model.csv"
+SUBJECT = (
+    "base",
+    "method",
+    "placement",
+    "dtype",
+    "phase",
+    "decoding",
+    "batch",
+    "accumulation",
+    "length",
+    "new_tokens",
+)
+"""What is measured once a round, by its columns."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +85,17 @@ def subject_of(values: Mapping[str, Any]) -> Subject:
 
 
 class Measurements:
-    """What a run has measured, in a CSV that has each measurement as soon as it is made.
+    """What a run has measured, of which each measurement is kept as soon as it is made.
 
     Args:
-        results: The CSV; None to keep none.
-        resumed: A run whose rows in the CSV count; None for one that begins.
+        record: Of the run; what it has already counts.
     """
 
-    def __init__(self, results: Path | None, resumed: Run | None):
-        self._results = results
+    def __init__(self, record: "Recorded"):
+        self._record = record
         self._rounds: dict[Subject, set[int]] = {}
         self._failed: set[Subject] = set()
-        for row in rows_of(resumed, results) if results is not None and resumed is not None else []:
+        for row in record.before:
             self._note(row)
 
     def __len__(self) -> int:
@@ -100,8 +111,7 @@ class Measurements:
 
     def add(self, row: Row) -> None:
         """Keep a measurement."""
-        if self._results is not None:
-            append([row], self._results)
+        self._record.append(row)
         self._note(dataclasses.asdict(row))
 
     def _note(self, row: Mapping[str, Any]) -> None:

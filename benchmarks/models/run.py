@@ -2,23 +2,20 @@
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.device import chosen_device, require_working
+from benchmarks.device import chosen_device
 from benchmarks.models.build import Variant, build, new_parameters, read_base, set_trained, shrunk, variants
 from benchmarks.models.measure import Measured, measure
 from benchmarks.models.points import Point, points
 from benchmarks.models.results import FILE, Measurements, Row, Subject, subject_of
-from benchmarks.profile import kernels, write_profile
-from benchmarks.timing import is_out_of_memory, release_memory
-from benchmarks.tracked import Run, resumed, this_run
+from benchmarks.recorded import Recorded, in_words, say, status_of
+from benchmarks.timing import release_memory
 
 
 @dataclass(frozen=True)
@@ -39,63 +36,52 @@ def _run(arguments: argparse.Namespace, device: str) -> int:
     if arguments.rehearse:
         bases = [(name, shrunk(config)) for name, config in bases]
     wanted = [points(arguments, name, device) for name, _ in bases]
-    results = None if arguments.no_append else arguments.results / FILE
-    this = _this_run(arguments, device, results)
-    measurements = Measurements(results, this if arguments.resume else None)
+    if arguments.no_append:
+        for option in ("resume", "profile"):
+            if getattr(arguments, option):
+                raise SystemExit(f"--{option} is about rows that --no-append does not keep; leave one of them out.")
+    results = None if arguments.no_append else arguments.results
+    record = Recorded.begun(device, results, FILE, arguments.resume)
+    measurements = Measurements(record)
     if len(measurements):
-        _say(f"going on with the run of {this.date}, which has {len(measurements)} measurements")
+        say(f"going on with the run of {record.run.date}, which has {len(measurements)} measurements")
     dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
     deadline = None if arguments.budget is None else time.perf_counter() + arguments.budget
-    profiles = arguments.results if arguments.profile else None
     failures = 0
-    if device == "cuda":
-        # A profiler leaves something behind that slows every later launch a little: all rows shall have it alike.
-        kernels(lambda: None, device)
     for (name, config), (main, by_size) in zip(bases, wanted, strict=True):
         chosen = variants(config, arguments.methods, arguments.placements)
-        bench = _Bench(this, measurements, name, chosen, dtype, device, deadline, profiles)
+        bench = _Bench(record, measurements, name, chosen, dtype, deadline, arguments.profile)
         bench.measure(main, 1 if arguments.quick or arguments.rehearse else arguments.rounds)
         bench.measure(by_size, 1)
         failures += bench.failures
     return 1 if failures else 0
 
 
-def _this_run(arguments: argparse.Namespace, device: str, results: Path | None) -> Run:
-    if results is None:
-        for option in ("resume", "profile"):
-            if getattr(arguments, option):
-                raise SystemExit(f"--{option} is about rows that --no-append does not keep; leave one of them out.")
-    this = this_run(device)
-    return resumed(this, results) if arguments.resume and results is not None else this
-
-
 class _Bench:
     """All models of one base.
 
     Args:
-        this: What its rows share.
-        measurements: Where they go, and what need not be measured again.
+        record: The run.
+        measurements: What need not be measured again.
         base: Name.
         chosen: The models.
         dtype: Of their weights.
-        device: `"cpu"` or `"cuda"`.
         deadline: By `time.perf_counter`, after which no measurement is begun; None for never.
-        profiles: Folder of profile.csv; None to write none.
+        profiles: Whether kernels are written down.
     """
 
     def __init__(
         self,
-        this: Run,
+        record: Recorded,
         measurements: Measurements,
         base: str,
         chosen: list[Variant],
         dtype: str,
-        device: str,
         deadline: float | None,
-        profiles: Path | None,
+        profiles: bool,
     ):
-        self.this, self.measurements, self.base, self.chosen = this, measurements, base, chosen
-        self.dtype, self.device, self.deadline, self.profiles = dtype, device, deadline, profiles
+        self.record, self.measurements, self.base, self.chosen = record, measurements, base, chosen
+        self.dtype, self.device, self.deadline, self.profiles = dtype, record.device, deadline, profiles
         self.counts: dict[str, _Counts] = {}
         self.failures = 0
 
@@ -107,7 +93,7 @@ class _Bench:
                 if not left:
                     continue
                 if self._is_late():
-                    _say(f"{self.base}: out of time in round {number}, before {variant.name}")
+                    say(f"{self.base}: out of time in round {number}, before {variant.name}")
                     return
                 self._visit(variant, left, number)
                 release_memory(self.device)
@@ -128,24 +114,19 @@ class _Bench:
         except Exception as error:
             for point in wanted:
                 self.measurements.add(self._failure(variant, point, number, error))
-            self._recover()
+            self.record.recover(error)
             return
         for point in wanted:
             if self._is_late():
-                _say(f"{self.base}: out of time in round {number}, before {variant.name} {point}")
+                say(f"{self.base}: out of time in round {number}, before {variant.name} {point}")
                 return
             try:
                 measured = self._measured(model, variant, point)
             except Exception as error:
                 self.measurements.add(self._failure(variant, point, number, error))
-                self._recover()
+                self.record.recover(error)
             else:
                 self.measurements.add(self._success(variant, point, number, measured))
-
-    def _recover(self) -> None:
-        """Go on after a failure, whose row is there by now: where the device is lost, this ends the run."""
-        require_working(self.device)
-        release_memory(self.device)
 
     def _measured(self, model: PreTrainedModel, variant: Variant, point: Point) -> Measured:
         is_first = self.measurements.is_first(self._subject(variant, point))
@@ -156,7 +137,7 @@ class _Bench:
             point,
             self.device,
             with_memory=is_first,
-            with_profile=is_first and (counts_kernels or self.profiles is not None),
+            with_profile=is_first and (counts_kernels or self.profiles),
         )
 
     def _is_late(self) -> bool:
@@ -172,23 +153,18 @@ class _Bench:
     def _success(self, variant: Variant, point: Point, number: int, measured: Measured) -> Row:
         peak = "" if measured.peak_bytes is None else f"  {measured.peak_bytes / 1e9:7.2f} GB"
         compiling = "" if measured.compile_s is None else f"  compiled in {measured.compile_s:.1f} s"
-        _say(f"{self.base}  {variant.name:26} {point}: {measured.seconds:.3f} s{peak}{compiling}")
-        if self.profiles is not None and measured.kernels:
+        say(f"{self.base}  {variant.name:26} {point}: {measured.seconds:.3f} s{peak}{compiling}")
+        if self.profiles and measured.kernels:
             subject = f"{self.base} {variant.name} in {self.dtype}, {point}: {measured.profiled}"
-            write_profile(self.this, self.profiles, "model", subject, list(measured.kernels))
+            self.record.profile("model", subject, lambda: list(measured.kernels))
         return self._row(variant, point, number, measured=measured)
 
     def _failure(self, variant: Variant, point: Point, number: int, error: Exception) -> Row:
         """Too little memory is a finding, anything else a failure."""
-        # Compilers and captures raise errors of their own where memory ran out.
-        chain = list(_chain(error))
-        status = "out of memory" if any(map(is_out_of_memory, chain)) else "failed"
-        first_line = (str(error).splitlines() or [""])[0]
+        status = status_of(error)
         self.failures += status == "failed"
-        _say(f"{self.base}  {variant.name:26} {point}: {status}: {type(error).__name__}: {first_line}")
-        for one in chain:
-            one.__traceback__ = None  # it holds the tensors of the frames it went through
-        return self._row(variant, point, number, status=status, error=f"{type(error).__name__}: {first_line}")
+        say(f"{self.base}  {variant.name:26} {point}: {status}: {in_words(error)}")
+        return self._row(variant, point, number, status=status, error=in_words(error))
 
     def _row(
         self,
@@ -203,7 +179,7 @@ class _Bench:
         counts = self.counts.get(variant.name, _Counts())
         found: dict[str, Any] = dataclasses.asdict(measured) if measured is not None else {}
         return Row(
-            **dataclasses.asdict(self.this),
+            **dataclasses.asdict(self.record.run),
             backend=self.device,
             **self._values(variant, point),
             round=number,
@@ -231,16 +207,3 @@ class _Bench:
 
 def _rounded(value: float | None, digits: int, unit: float = 1) -> float | None:
     return None if value is None else round(value / unit, digits)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

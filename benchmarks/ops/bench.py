@@ -1,21 +1,18 @@
 """Measure one case: gate, memory, time, kernels; a row a provider and mode."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.device import require_working
 from benchmarks.ops.gate import Expected, Verdict, small_case
 from benchmarks.ops.names import COMPILED, OURS
 from benchmarks.ops.registry import OPS, PROVIDERS, Call, Inputs, Provider, Unavailable, make_inputs
-from benchmarks.ops.row import FILE, Key, Measured, Row, key, row_of
+from benchmarks.ops.row import Measured, Row, key, key_of, row_of
 from benchmarks.ops.shapes import Case
-from benchmarks.profile import KernelTime, kernels, write_profile
-from benchmarks.timing import Task, Timing, interleaved, is_out_of_memory, peak_bytes, release_memory, synchronize
-from benchmarks.tracked import Run, append
+from benchmarks.profile import KernelTime, kernels
+from benchmarks.recorded import Recorded, say
+from benchmarks.timing import Task, Timing, peak_bytes, release_memory, synchronize
 
 PROFILED = (OURS, "exact", "one-block", "kept-values", *COMPILED)
 """Providers whose kernels are written down: what ops choose by themselves, and what they are to be faster than."""
@@ -25,30 +22,23 @@ class Bench:
     """One run of the benchmark.
 
     Args:
-        this: What its rows share.
-        results: Folder of the CSV; None to leave it alone.
+        record: The run.
         only: Providers to measure; None for all.
         modes: Modes to measure.
         seconds: Of timing, a case and mode.
         profiled: The popularity whose cases are profiled. Default: none.
-        there: What the rows that the run has already are about. Default: none.
-        profiled_before: Subjects of the profiles that it has already. Default: none.
     """
 
     def __init__(
-        self,
-        this: Run,
-        results: Path | None,
-        only: list[str] | None,
-        modes: list[str],
-        seconds: float,
-        profiled: str | None = None,
-        there: frozenset[Key] = frozenset(),
-        profiled_before: frozenset[str] = frozenset(),
+        self, record: Recorded, only: list[str] | None, modes: list[str], seconds: float, profiled: str | None = None
     ):
-        self.this, self.results, self.only, self.modes, self.seconds = this, results, only, modes, seconds
-        self.profiled, self.there, self.profiled_before = profiled, there, profiled_before
-        self.troubles: list[str] = []
+        self.record, self.only, self.modes, self.seconds, self.profiled = record, only, modes, seconds, profiled
+        self.there = frozenset(map(key_of, record.before))
+        record.troubles += [
+            f"{' '.join(key_of(row))}: {row['status']} before"
+            for row in record.before
+            if row["status"] in ("refused", "failed")
+        ]
 
     def measure(self, case: Case) -> None:
         """Judge every provider on the small and the timed shape, and time those that are right."""
@@ -121,9 +111,8 @@ class Bench:
                 f"{case}, {provider.name}: {verdict.error_of} differs from float64 by {verdict.error:.2e} (RMS ratio, "
                 f"{gated.tokens} tokens); at most {verdict.tolerance:.0e} is right. It is not timed."
             )
-            self.troubles.append(message)
-            say(f"  {message}")
-            self._append(row_of(self.this, case, provider.name, "", "refused", verdict))
+            self.record.trouble(message)
+            self.record.append(row_of(self.record.run, case, provider.name, "", "refused", verdict))
             return False
         if provider.name not in worst or verdict.error > worst[provider.name].error:
             worst[provider.name] = verdict
@@ -148,68 +137,31 @@ class Bench:
                 self._trouble(case, name, mode, error, verdicts[name])
                 continue
             tasks[name] = task
-        if not tasks:
-            return
         rows = []
-        for name, timing in self._timings(case, mode, tasks, verdicts).items():
-            measured = Measured(timing, peaks[name], self._launches(case, mode, name, tasks[name]))
-            rows.append(row_of(self.this, case, name, mode, "ok", verdicts[name], measured))
-            say(f"  {mode:17} {name:18} {_told(measured)}  error {verdicts[name].error:.1e}")
-        self._append(*rows)
 
-    def _timings(
-        self, case: Case, mode: str, tasks: dict[str, Task], verdicts: dict[str, Verdict]
-    ) -> dict[str, Timing]:
-        """Times of all tasks in turn; where one of them fails, as what just fitted into memory may, of each by itself."""
-        try:
-            return interleaved(tasks, case.device, seconds=self.seconds)
-        except Exception as error:
-            say(f"  {mode}: each is timed by itself, after {type(error).__name__}: {_first_line(error)}")
-        timings: dict[str, Timing] = {}
-        for name, task in tasks.items():
-            release_memory(case.device)
-            try:
-                timings |= interleaved({name: task}, case.device, seconds=self.seconds / len(tasks))
-            except Exception as error:
-                self._trouble(case, name, mode, error, verdicts[name])
-        return timings
+        def failed(name: str, error: Exception) -> None:
+            self._trouble(case, name, mode, error, verdicts[name])
+
+        for name, timing in self.record.timed(f"  {mode}", tasks, self.seconds, failed).items():
+            measured = Measured(timing, peaks[name], self._launches(case, mode, name, tasks[name]))
+            rows.append(row_of(self.record.run, case, name, mode, "ok", verdicts[name], measured))
+            say(f"  {mode:17} {name:18} {_told(measured)}  error {verdicts[name].error:.1e}")
+        self.record.append(*rows)
 
     def _launches(self, case: Case, mode: str, name: str, task: Task) -> int | None:
         """Kernels of a run, on a GPU; writes the profile down where it was asked for."""
         subject = f"{case}, {name} {mode}"
-        written = case.popularity == self.profiled and name in PROFILED and subject not in self.profiled_before
-        if case.device != "cuda" and not written:
+        is_kept = case.popularity == self.profiled and name in PROFILED and subject not in self.record.profiled
+        if case.device != "cuda" and not is_kept:
             return None
-        try:
-            found = _kernels_of(task, case.device)
-        except Exception as error:  # the times are good without it
-            say(f"  {mode} {name}: no profile, {type(error).__name__}: {_first_line(error)}")
-            return None
-        if written and self.results is not None:
-            write_profile(self.this, self.results, "ops", subject, found)
+        found = self.record.profile("ops", subject, lambda: _kernels_of(task, case.device), is_kept)
         return sum(kernel.launches for kernel in found) or None if case.device == "cuda" else None
 
     def _trouble(self, case: Case, name: str, mode: str, error: Exception, verdict: Verdict | None = None) -> None:
-        """Record what could not run: too little memory is a finding, anything else a failure."""
-        full = is_out_of_memory(error)
-        if full:
-            say(f"  {mode} {name}: out of memory")
-        else:
-            self.troubles.append(f"{case}, {name} {mode}: {type(error).__name__}: {_first_line(error)}")
-            say(f"  {self.troubles[-1]}")
-        self._append(row_of(self.this, case, name, mode, "out of memory" if full else "failed", verdict))
-        error.__traceback__ = None  # it holds the tensors of the frames it went through
-        require_working(case.device)
-        release_memory(case.device)
+        def row(status: str) -> Row:
+            return row_of(self.record.run, case, name, mode, status, verdict)
 
-    def _append(self, *rows: Row) -> None:
-        if self.results is not None:
-            append(rows, self.results / FILE)
-
-
-def say(message: str) -> None:
-    """Tell whoever watches."""
-    print(message, file=sys.stderr, flush=True)
+        self.record.failed(f"{case}, {name} {mode}", error, row)
 
 
 def _task(mode: str, call: Call, leaves: list[torch.Tensor], upstream: torch.Tensor) -> Task:
@@ -245,7 +197,3 @@ def _told(measured: Measured) -> str:
         parts.append(f"host {timing.host_ms:7.3f}  wall {timing.wall_ms:7.3f}{waited}")
         parts.append(f"{measured.launches or '?':>4} launches")
     return "  ".join((*parts, f"{measured.peak_bytes / 1e6:10.1f} MB"))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

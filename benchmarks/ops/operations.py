@@ -6,26 +6,10 @@ from functools import partial
 import torch
 
 from benchmarks.ops.inputs import draw_sub_keys, retrieval_inputs, slots_of, value_inputs
-from benchmarks.ops.registry import Inputs, Op, Output, register_op
+from benchmarks.ops.registry import Inputs, Op, register_op
 from benchmarks.ops.roofline import bag_work, headwise_work, product_key_memory_work, selection_work
 from benchmarks.ops.shapes import Case
 from midus_hf.ops import headwise_memory, product_key_topk, weighted_gather
-
-
-def _headwise_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    return {**retrieval_inputs(case, generator)[0], **value_inputs(case, generator)}
-
-
-def _headwise_reference(case: Case, inputs: Inputs) -> Output:
-    return headwise_memory(**inputs, k=case.shape.k, backend="reference")
-
-
-def _selection_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    return retrieval_inputs(case, generator)[0]
-
-
-def _selection_reference(case: Case, inputs: Inputs) -> Output:
-    return product_key_topk(**inputs, k=case.shape.k, backend="reference")
 
 
 def _bag_inputs(case: Case, generator: torch.Generator) -> Inputs:
@@ -38,10 +22,6 @@ def _bag_inputs(case: Case, generator: torch.Generator) -> Inputs:
         "slots": slots.flatten(1),
         "weights": (weights / weights.sum(-1, keepdim=True)).flatten(1),
     }
-
-
-def _bag_reference(case: Case, inputs: Inputs) -> Output:
-    return weighted_gather(inputs["bank"], inputs["slots"], inputs["weights"], backend="reference")
 
 
 def _product_key_memory_inputs(case: Case, generator: torch.Generator) -> Inputs:
@@ -67,17 +47,13 @@ def product_key_memory(
     return gather(bank, slots.flatten(-2), weights.flatten(-2))
 
 
-def _product_key_memory_reference(case: Case, inputs: Inputs) -> Output:
-    return product_key_memory(case, inputs, "reference")
-
-
 _QUERY_AND_KEYS = ("query", "row_keys", "column_keys")
 
 register_op(
     Op(
         name="headwise_memory",
-        inputs=_headwise_inputs,
-        reference=_headwise_reference,
+        inputs=lambda case, generator: {**retrieval_inputs(case, generator)[0], **value_inputs(case, generator)},
+        reference=lambda case, inputs: headwise_memory(**inputs, k=case.shape.k, backend="reference"),
         leaves=(*_QUERY_AND_KEYS, "value_bank", "value_transform"),
         per_token=("query",),
         elements=lambda shape: shape.heads * shape.k * shape.head_dim,
@@ -87,8 +63,8 @@ register_op(
 register_op(
     Op(
         name="product_key_topk",
-        inputs=_selection_inputs,
-        reference=_selection_reference,
+        inputs=lambda case, generator: retrieval_inputs(case, generator)[0],
+        reference=lambda case, inputs: product_key_topk(**inputs, k=case.shape.k, backend="reference"),
         leaves=_QUERY_AND_KEYS,
         per_token=("query",),
         elements=lambda shape: shape.heads * shape.n,
@@ -99,7 +75,7 @@ register_op(
     Op(
         name="weighted_gather",
         inputs=_bag_inputs,
-        reference=_bag_reference,
+        reference=lambda case, inputs: weighted_gather(**inputs, backend="reference"),
         leaves=("bank", "weights"),
         per_token=("slots", "weights"),
         elements=lambda shape: shape.heads * shape.k * shape.width,
@@ -110,7 +86,7 @@ register_op(
     Op(
         name="product_key_memory",
         inputs=_product_key_memory_inputs,
-        reference=_product_key_memory_reference,
+        reference=lambda case, inputs: product_key_memory(case, inputs, "reference"),
         leaves=(*_QUERY_AND_KEYS, "bank"),
         per_token=("query",),
         elements=lambda shape: shape.heads * shape.k * shape.width,

@@ -1,5 +1,6 @@
 """This project's implementations, and what one would write with PyTorch alone."""
 
+import inspect
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -24,30 +25,21 @@ _ALGORITHM_1_TOLERANCES = {"bfloat16": 0.5, "float16": 0.1}
 """Algorithm 1 sums gradients in half precision, as printed. On a GPU each of thousands of additions to a row is rounded."""
 
 
-@provider("headwise_memory", "naive")
-def _headwise_naive(case: Case, inputs: Inputs) -> Call:
-    return lambda: headwise_memory(**inputs, k=case.shape.k, backend="reference")
+def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:
+    """`torch.compile` of a function for fixed shapes, in one graph.
 
+    Args:
+        function: What is compiled, at its first call.
+        case: What for.
+        mode: Of `torch.compile`. Default: its own default.
 
-@provider("headwise_memory", "compiled")
-def _headwise_compiled(case: Case, inputs: Inputs) -> Call:
-    function = compiled(headwise_memory, case)
-    return lambda: function(**inputs, k=case.shape.k, backend="reference")
-
-
-@provider("headwise_memory", "expand-compiled")
-def _headwise_expand_compiled(case: Case, inputs: Inputs) -> Call:
-    function = compiled(expand_then_gather, case)
-    return lambda: function(**inputs, k=case.shape.k)
-
-
-@provider("headwise_memory", "expand-max-autotune")
-def _headwise_expand_max_autotune(case: Case, inputs: Inputs) -> Call:
-    if case.device == "cpu":
-        raise Unavailable("max-autotune tries kernels of a GPU; on a CPU it compiles what expand-compiled does")
-    # Without CUDA graphs: a replay would hide what the host takes, which is measured.
-    function = compiled(expand_then_gather, case, mode="max-autotune-no-cudagraphs")
-    return lambda: function(**inputs, k=case.shape.k)
+    Raises:
+        Unavailable: Without the C compiler that it calls.
+    """
+    if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang")):
+        raise Unavailable("torch.compile calls a C compiler, and there is none")
+    torch._dynamo.config.recompile_limit = 64  # one for each shape and mode
+    return torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
 
 
 def expand_then_gather(
@@ -90,6 +82,114 @@ def expand_then_gather(
     return (scores.softmax(-1).unsqueeze(-1) * retrieved).sum(-2).to(query.dtype)
 
 
+def cartesian_topk(
+    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select by one selection over the Cartesian grid of all slots (MIDUS, equations 21 and 22); see `product_key_topk`."""
+    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
+    grid = (row_scores.unsqueeze(-1) + column_scores.unsqueeze(-2)).flatten(-2)  # [S, H, n * n]
+    scores, slots = grid.topk(k, dim=-1)
+    return scores, slots
+
+
+def _require_small_grid(case: Case) -> None:
+    elements = case.tokens * case.shape.heads * case.shape.slots
+    if elements > _MOST_GRID_ELEMENTS:
+        raise Unavailable(f"the grid of all slots would have {elements:,} elements")
+
+
+def gather_by_algorithm_1(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum rows by weight as `weighted_gather` does, with the gradient of the bank as Algorithm 1 sums it.
+
+    Args:
+        bank: `[R, v]`.
+        slots: `[S, m]`, int64.
+        weights: `[S, m]`.
+
+    Returns:
+        `[S, v]`.
+    """
+    return _Algorithm1.apply(bank, slots, weights)
+
+
+class _Algorithm1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bank, slots, weights)
+        return weighted_rows(bank, slots, weights, "torch")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        bank, slots, weights = ctx.saved_tensors
+        expanded = gradient.unsqueeze(1).expand(-1, slots.shape[1], -1)
+        terms = (expanded * weights.to(gradient.dtype).unsqueeze(-1)).flatten(
+            0, 1
+        )  # [S * m, v], in half precision as printed
+        unique, inverse = torch.unique(slots.flatten(), return_inverse=True)
+        aggregated = terms.new_zeros(len(unique), terms.shape[1]).index_add_(0, inverse, terms)
+        into_bank = terms.new_zeros(bank.shape).index_add_(0, unique, aggregated)
+        return into_bank.to(bank.dtype), None, weight_gradients(gradient, bank, slots, "torch").to(weights.dtype)
+
+
+def _gathered(gathering: str, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum rows of a bank as `weighted_gather` does, where rows are read as they are, or the bank is multiplied."""
+    return weighted_gather_op(bank, slots, weights, resolve("auto", bank, native_refusal=None), gathering)
+
+
+def _calling(
+    function: Callable[..., Any], is_compiled: bool = False, **options: Any
+) -> Callable[[Case, Inputs], Call]:
+    """Make a provider that calls a function with the inputs of a case."""
+    takes_k = "k" in inspect.signature(function).parameters
+
+    def build(case: Case, inputs: Inputs) -> Call:
+        called = compiled(function, case) if is_compiled else function
+        sizes = {"k": case.shape.k} if takes_k else {}
+        return lambda: called(**inputs, **sizes, **options)
+
+    return build
+
+
+def _product_key_memory(backend: str, gathering: str | None = None) -> Callable[[Case, Inputs], Call]:
+    """Make a provider that selects and gathers, by rows that are read as they are or by a product with all of them."""
+    gather = None if gathering is None else partial(_gathered, gathering)
+    return lambda case, inputs: partial(product_key_memory, case, inputs, backend, gather)
+
+
+for _op, _name, _build in (
+    ("headwise_memory", "naive", _calling(headwise_memory, backend="reference")),
+    ("headwise_memory", "compiled", _calling(headwise_memory, is_compiled=True, backend="reference")),
+    ("headwise_memory", "expand-compiled", _calling(expand_then_gather, is_compiled=True)),
+    ("headwise_memory", "sorted", _calling(headwise_memory)),
+    ("headwise_memory", "torch", _calling(headwise_memory, backend="torch")),
+    ("product_key_topk", "naive", _calling(product_key_topk, backend="reference")),
+    ("product_key_topk", "compiled", _calling(product_key_topk, is_compiled=True, backend="reference")),
+    ("product_key_topk", "two-stage", _calling(product_key_topk)),
+    ("weighted_gather", "naive", _calling(weighted_gather, backend="reference")),
+    ("weighted_gather", "sorted", _calling(weighted_gather)),
+    ("weighted_gather", "rows", _calling(_gathered, gathering="rows")),
+    # As `dense`, with sums in float32, a kernel that spreads weights, and gradients that are products as well.
+    ("weighted_gather", "product", _calling(_gathered, gathering="product")),
+    ("weighted_gather", "sparse", _calling(weighted_gather, sparse_gradient=True)),
+    ("product_key_memory", "naive", _product_key_memory("reference")),
+    ("product_key_memory", "sorted", _product_key_memory("auto")),
+    ("product_key_memory", "rows", _product_key_memory("auto", "rows")),
+    ("product_key_memory", "product", _product_key_memory("auto", "product")),
+):
+    provider(_op, _name)(_build)
+provider("weighted_gather", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)(_calling(gather_by_algorithm_1))
+
+
+@provider("headwise_memory", "expand-max-autotune")
+def _headwise_expand_max_autotune(case: Case, inputs: Inputs) -> Call:
+    if case.device == "cpu":
+        raise Unavailable("max-autotune tries kernels of a GPU; on a CPU it compiles what expand-compiled does")
+    # Without CUDA graphs: a replay would hide what the host takes, which is measured.
+    function = compiled(expand_then_gather, case, mode="max-autotune-no-cudagraphs")
+    return lambda: function(**inputs, k=case.shape.k)
+
+
 @provider("headwise_memory", "embedding-bag")
 def _headwise_embedding_bag(case: Case, inputs: Inputs) -> Call:
     query, row_keys, column_keys, bank, transform = inputs.values()
@@ -124,11 +224,6 @@ def _headwise_algorithm_1(case: Case, inputs: Inputs) -> Call:
     return run
 
 
-@provider("headwise_memory", "sorted")
-def _headwise_sorted(case: Case, inputs: Inputs) -> Call:
-    return lambda: headwise_memory(**inputs, k=case.shape.k)
-
-
 @provider("headwise_memory", "exact")
 def _headwise_exact(case: Case, inputs: Inputs) -> Call:
     """By kernels that compare all bits of scores, as those of float32 do anyway."""
@@ -153,11 +248,6 @@ def _headwise_one_block(case: Case, inputs: Inputs) -> Call:
             return headwise_memory(**inputs, k=case.shape.k)
 
     return run
-
-
-@provider("headwise_memory", "torch")
-def _headwise_torch(case: Case, inputs: Inputs) -> Call:
-    return lambda: headwise_memory(**inputs, k=case.shape.k, backend="torch")
 
 
 @provider("headwise_memory", "native")
@@ -195,31 +285,10 @@ def _headwise_kept_values(case: Case, inputs: Inputs) -> Call:
     return lambda: headwise_memory(query, row_keys, column_keys, expanded, None, case.shape.k)
 
 
-@provider("product_key_topk", "naive")
-def _selection_naive(case: Case, inputs: Inputs) -> Call:
-    return lambda: product_key_topk(**inputs, k=case.shape.k, backend="reference")
-
-
-@provider("product_key_topk", "compiled")
-def _selection_compiled(case: Case, inputs: Inputs) -> Call:
-    function = compiled(product_key_topk, case)
-    return lambda: function(**inputs, k=case.shape.k, backend="reference")
-
-
-@provider("product_key_topk", "two-stage")
-def _selection_two_stage(case: Case, inputs: Inputs) -> Call:
-    return lambda: product_key_topk(**inputs, k=case.shape.k)
-
-
 @provider("product_key_topk", "cartesian")
 def _selection_cartesian(case: Case, inputs: Inputs) -> Call:
     _require_small_grid(case)
     return lambda: cartesian_topk(**inputs, k=case.shape.k)
-
-
-@provider("weighted_gather", "naive")
-def _bag_naive(case: Case, inputs: Inputs) -> Call:
-    return lambda: weighted_gather(**inputs, backend="reference")
 
 
 @provider("weighted_gather", "embedding-bag", tolerances={"bfloat16": 5e-2})
@@ -248,121 +317,3 @@ def _bag_dense(case: Case, inputs: Inputs) -> Call:
         return spread.scatter_add(1, slots, weights).to(bank.dtype) @ bank
 
     return run
-
-
-@provider("weighted_gather", "algorithm-1", tolerances=_ALGORITHM_1_TOLERANCES)
-def _bag_algorithm_1(case: Case, inputs: Inputs) -> Call:
-    return lambda: gather_by_algorithm_1(**inputs)
-
-
-@provider("weighted_gather", "sorted")
-def _bag_sorted(case: Case, inputs: Inputs) -> Call:
-    return lambda: weighted_gather(**inputs)
-
-
-@provider("weighted_gather", "rows")
-def _bag_rows(case: Case, inputs: Inputs) -> Call:
-    return lambda: _gathered("rows", *inputs.values())
-
-
-@provider("weighted_gather", "product")
-def _bag_product(case: Case, inputs: Inputs) -> Call:
-    """As `dense`, with sums in float32, a kernel that spreads weights, and gradients that are products as well."""
-    return lambda: _gathered("product", *inputs.values())
-
-
-@provider("weighted_gather", "sparse")
-def _bag_sparse(case: Case, inputs: Inputs) -> Call:
-    return lambda: weighted_gather(**inputs, sparse_gradient=True)
-
-
-@provider("product_key_memory", "naive")
-def _product_key_memory_naive(case: Case, inputs: Inputs) -> Call:
-    return lambda: product_key_memory(case, inputs, "reference")
-
-
-@provider("product_key_memory", "sorted")
-def _product_key_memory_sorted(case: Case, inputs: Inputs) -> Call:
-    return lambda: product_key_memory(case, inputs, "auto")
-
-
-@provider("product_key_memory", "rows")
-def _product_key_memory_rows(case: Case, inputs: Inputs) -> Call:
-    return lambda: product_key_memory(case, inputs, "auto", partial(_gathered, "rows"))
-
-
-@provider("product_key_memory", "product")
-def _product_key_memory_product(case: Case, inputs: Inputs) -> Call:
-    return lambda: product_key_memory(case, inputs, "auto", partial(_gathered, "product"))
-
-
-def _gathered(gathering: str, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum rows of a bank as `weighted_gather` does, where rows are read as they are, or the bank is multiplied."""
-    return weighted_gather_op(bank, slots, weights, resolve("auto", bank, native_refusal=None), gathering)
-
-
-def compiled(function: Callable[..., Any], case: Case, mode: str | None = None) -> Callable[..., Any]:
-    """`torch.compile` of a function for fixed shapes, in one graph.
-
-    Args:
-        function: What is compiled, at its first call.
-        case: What for.
-        mode: Of `torch.compile`. Default: its own default.
-
-    Raises:
-        Unavailable: Without the C compiler that it calls.
-    """
-    if not any(shutil.which(name) for name in ("g++", "gcc", "clang++", "clang")):
-        raise Unavailable("torch.compile calls a C compiler, and there is none")
-    torch._dynamo.config.recompile_limit = 64  # one for each shape and mode
-    return torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
-
-
-def _require_small_grid(case: Case) -> None:
-    elements = case.tokens * case.shape.heads * case.shape.slots
-    if elements > _MOST_GRID_ELEMENTS:
-        raise Unavailable(f"the grid of all slots would have {elements:,} elements")
-
-
-def cartesian_topk(
-    query: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select by one selection over the Cartesian grid of all slots (MIDUS, equations 21 and 22); see `product_key_topk`."""
-    row_scores, column_scores = sub_key_scores(query, row_keys, column_keys)
-    grid = (row_scores.unsqueeze(-1) + column_scores.unsqueeze(-2)).flatten(-2)  # [S, H, n * n]
-    scores, slots = grid.topk(k, dim=-1)
-    return scores, slots
-
-
-def gather_by_algorithm_1(bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum rows by weight as `weighted_gather` does, with the gradient of the bank as Algorithm 1 sums it.
-
-    Args:
-        bank: `[R, v]`.
-        slots: `[S, m]`, int64.
-        weights: `[S, m]`.
-
-    Returns:
-        `[S, v]`.
-    """
-    return _Algorithm1.apply(bank, slots, weights)
-
-
-class _Algorithm1(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bank: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(bank, slots, weights)
-        return weighted_rows(bank, slots, weights, "torch")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
-        bank, slots, weights = ctx.saved_tensors
-        expanded = gradient.unsqueeze(1).expand(-1, slots.shape[1], -1)
-        terms = (expanded * weights.to(gradient.dtype).unsqueeze(-1)).flatten(
-            0, 1
-        )  # [S * m, v], in half precision as printed
-        unique, inverse = torch.unique(slots.flatten(), return_inverse=True)
-        aggregated = terms.new_zeros(len(unique), terms.shape[1]).index_add_(0, inverse, terms)
-        into_bank = terms.new_zeros(bank.shape).index_add_(0, unique, aggregated)
-        return into_bank.to(bank.dtype), None, weight_gradients(gradient, bank, slots, "torch").to(weights.dtype)

@@ -3,35 +3,20 @@
 import argparse
 from pathlib import Path
 
-from benchmarks.tracked import RESULTS, read
+from benchmarks.tracked import read
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
-    """Add `report`."""
-    parser = commands.add_parser(
-        "report",
-        help="tables in docs/benchmarks.md and plots in docs/images from the CSV files",
-        description="Replace what stands between the markers of the document. Plots need matplotlib.",
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files (default: the tracked)")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/benchmarks.md")
-    parser.add_argument("--images", type=Path, default=IMAGES, help="default: docs/images")
-    parser.add_argument("--no-plots", action="store_true", help="write the tables alone")
-    parser.set_defaults(run=_run)
-
-
 def sections(results: Path) -> dict[str, str]:
     """The generated sections, by the name in their markers."""
-    from benchmarks.depth_shapes import FILE as DEPTH_FILE
+    from benchmarks.depth_cost.shapes import FILE as DEPTH_FILE
     from benchmarks.report.depth_tables import depth_section
     from benchmarks.report.goals import goals_table
-    from benchmarks.report.model_tables import model_section
-    from benchmarks.report.op_tables import op_section
     from benchmarks.report.rows import over_rounds
+    from benchmarks.report.tables import model_section, op_section
 
     ops, models = read(results / "ops.csv"), over_rounds(read(results / "model.csv"))
     return {
@@ -60,7 +45,8 @@ def with_sections(document: str, generated: dict[str, str]) -> str:
     return document
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Write the tables into the document, and draw the plots."""
     document = arguments.document.read_text(encoding="utf-8")
     arguments.document.write_text(with_sections(document, sections(arguments.results)), encoding="utf-8")
     if not arguments.no_plots:

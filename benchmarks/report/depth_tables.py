@@ -1,6 +1,6 @@
 """Tables of attention over the depth: what is to be reached, and what each way to join takes."""
 
-from benchmarks.depth_shapes import JOINED, PAPER, Shape
+from benchmarks.depth_cost.shapes import JOINED, PAPER, Shape
 from benchmarks.report.rows import Record, groups, having, newest, origin, short, table
 
 _SHAPE = ("tokens", "group", "slots")

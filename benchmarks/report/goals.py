@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.ops.names import COMPILED, OURS
 from benchmarks.report.rows import Record, groups, having
@@ -68,23 +69,25 @@ def goals() -> list[Goal]:
                     "cuda",
                     bound,
                     False,
-                    _over_roofline(mode, case),
+                    partial(_over_roofline, mode=mode, case=case),
                 )
             )
         for others, name, bound in ((("naive",), "naive", 10.0), (COMPILED, "the strongest compiled rival", 3.0)):
             text = f"{where}: forward and backward at least {bound:g} times as fast as {name}"
-            found.append(Goal(text, "cuda", bound, True, _op_ratio("forward+backward", others, case)))
+            found.append(
+                Goal(text, "cuda", bound, True, partial(_op_ratio, mode="forward+backward", others=others, case=case))
+            )
     for base, bound in (("llama-3.1-8b", 1.3), ("llama-3.2-1b", 1.25)):
         text = f"H200: {base} with HML generates at least {bound} times the tokens/s of LLaMA-Pro, with a captured or compiled step"
-        found.append(Goal(text, "cuda", bound, True, _generation_ratio(base, CAPTURED)))
+        found.append(Goal(text, "cuda", bound, True, partial(_generation_ratio, base=base, decodings=CAPTURED)))
         text = f"H200: {base} with HML generates at least as many tokens/s as with LLaMA-Pro, with `generate`"
-        found.append(Goal(text, "cuda", 1.0, True, _generation_ratio(base, ("eager",))))
+        found.append(Goal(text, "cuda", 1.0, True, partial(_generation_ratio, base=base, decodings=("eager",))))
     for base in ("llama-3.1-8b", "llama-3.2-1b"):
         text = f"H200: a training step of {base} with HML takes at most 0.8 of OpT-DeUS's, both top-heavy"
-        found.append(Goal(text, "cuda", 0.8, False, _step_ratio(base)))
+        found.append(Goal(text, "cuda", 0.8, False, partial(_step_ratio, base=base)))
     found += [goal for count in (1, 2) for goal in _goals_of_the_op_on_a_cpu(threads(count))]
     text = "CPU: smollm2-135m with HML generates at least as many tokens/s as with LLaMA-Pro"
-    found.append(Goal(text, "cpu", 1.0, True, _generation_ratio("smollm2-135m", ("eager",))))
+    found.append(Goal(text, "cpu", 1.0, True, partial(_generation_ratio, base="smollm2-135m", decodings=("eager",))))
     return found
 
 
@@ -92,60 +95,50 @@ def _goals_of_the_op_on_a_cpu(counted: str) -> list[Goal]:
     """Those of one number of threads, such as `"2 threads"`."""
     where, case = f"CPU, {counted}, HML op of smollm2-135m", {"shape": "smollm2-135m", "dtype": "float32"}
     found = []
+    many = partial(_op_ratio, others=("naive",), case={**case, "tokens": 4096}, counted=counted)
+    one = partial(_op_ratio, others=("torch",), case={**case, "tokens": 1}, counted=counted)
     for mode in ("forward", "backward"):
         text = f"{where}, 4,096 tokens: {mode} at least 4 times as fast as naive"
-        found.append(Goal(text, "cpu", 4.0, True, _op_ratio(mode, ("naive",), {**case, "tokens": 4096}, counted)))
+        found.append(Goal(text, "cpu", 4.0, True, partial(many, mode=mode)))
     text = f"{where}, one token: forward at least as fast as PyTorch's operations"
-    found.append(Goal(text, "cpu", 1.0, True, _op_ratio("forward", ("torch",), {**case, "tokens": 1}, counted)))
+    found.append(Goal(text, "cpu", 1.0, True, partial(one, mode="forward")))
     for mode in ("forward", "backward"):
         text = f"{where}, 4,096 tokens: {mode} in bfloat16 at most 1.5 times as long as in float32"
-        found.append(Goal(text, "cpu", 1.5, False, _bfloat16_ratio(mode, counted)))
+        found.append(Goal(text, "cpu", 1.5, False, partial(_bfloat16_ratio, mode=mode, counted=counted)))
     return found
 
 
-def _over_roofline(mode: str, case: dict) -> Callable[[list[Record], list[Record]], Measurement | None]:
+def _over_roofline(ops: list[Record], models: list[Record], mode: str, case: dict) -> Measurement | None:
     """The largest of the newest run, over popularities."""
-
-    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = having(ops, op="headwise_memory", provider=OURS, mode=mode, status="ok", **case)
-        rows = _of_whole_runs([row for row in rows if row["roofline_us"]])
-        if not rows:
-            return None
-        last = max(row["date"] for row in rows)
-        ratios = [1e3 * float(row["median_ms"]) / float(row["roofline_us"]) for row in rows if row["date"] == last]
-        return Measurement(max(ratios), having(rows, date=last)[0]["commit"])
-
-    return measure
+    rows = having(ops, op="headwise_memory", provider=OURS, mode=mode, status="ok", **case)
+    rows = _of_whole_runs([row for row in rows if row["roofline_us"]])
+    if not rows:
+        return None
+    last = max(row["date"] for row in rows)
+    ratios = [1e3 * float(row["median_ms"]) / float(row["roofline_us"]) for row in rows if row["date"] == last]
+    return Measurement(max(ratios), having(rows, date=last)[0]["commit"])
 
 
 def _op_ratio(
-    mode: str, others: tuple[str, ...], case: dict, counted: str = ""
-) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    ops: list[Record], models: list[Record], mode: str, others: tuple[str, ...], case: dict, counted: str = ""
+) -> Measurement | None:
     """How many times as long the fastest of other providers takes: the smallest of the newest run, over popularities."""
-
-    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = _of_threads(having(ops, op="headwise_memory", mode=mode, status="ok", **case), counted)
-        of_others = [row for row in rows if row["provider"] in others]
-        theirs = [
-            min(found, key=lambda row: float(row["median_ms"]))
-            for found in groups(of_others, *_ONE_RUN, "popularity").values()
-        ]
-        ours = having(rows, provider=OURS)
-        return _newest_ratio(_of_whole_runs(theirs), _of_whole_runs(ours), "median_ms", ("popularity",), min)
-
-    return measure
+    rows = _of_threads(having(ops, op="headwise_memory", mode=mode, status="ok", **case), counted)
+    of_others = [row for row in rows if row["provider"] in others]
+    theirs = [
+        min(found, key=lambda row: float(row["median_ms"]))
+        for found in groups(of_others, *_ONE_RUN, "popularity").values()
+    ]
+    ours = having(rows, provider=OURS)
+    return _newest_ratio(_of_whole_runs(theirs), _of_whole_runs(ours), "median_ms", ("popularity",), min)
 
 
-def _bfloat16_ratio(mode: str, counted: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
+def _bfloat16_ratio(ops: list[Record], models: list[Record], mode: str, counted: str) -> Measurement | None:
     """How many times as long ours takes in bfloat16 as in float32: the largest of the newest run, over popularities."""
-
-    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        case = {"shape": "smollm2-135m", "tokens": 4096, "provider": OURS, "mode": mode, "status": "ok"}
-        rows = _of_threads(having(ops, op="headwise_memory", **case), counted)
-        half, single = (_of_whole_runs(having(rows, dtype=dtype)) for dtype in ("bfloat16", "float32"))
-        return _newest_ratio(half, single, "median_ms", ("popularity",), max)
-
-    return measure
+    case = {"shape": "smollm2-135m", "tokens": 4096, "provider": OURS, "mode": mode, "status": "ok"}
+    rows = _of_threads(having(ops, op="headwise_memory", **case), counted)
+    half, single = (_of_whole_runs(having(rows, dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    return _newest_ratio(half, single, "median_ms", ("popularity",), max)
 
 
 def _of_threads(rows: list[Record], counted: str) -> list[Record]:
@@ -162,18 +155,14 @@ def _of_whole_runs(rows: list[Record]) -> list[Record]:
 
 
 def _generation_ratio(
-    base: str, decodings: tuple[str, ...]
-) -> Callable[[list[Record], list[Record]], Measurement | None]:
+    ops: list[Record], models: list[Record], base: str, decodings: tuple[str, ...]
+) -> Measurement | None:
     """Tokens/s of HML over those of LLaMA-Pro, each with its own placement and whichever decoding is its fastest."""
-
-    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = having(models, base=base, phase="generate", batch=1, status="ok")
-        rows = [row for row in rows if row["decoding"] in decodings]
-        ours = having(rows, method="midus-hml", placement="distributed")
-        theirs = having(rows, method="llama-pro")
-        return _newest_ratio(_fastest(ours), _fastest(theirs), "tokens_per_s", _POINT, min)
-
-    return measure
+    rows = having(models, base=base, phase="generate", batch=1, status="ok")
+    rows = [row for row in rows if row["decoding"] in decodings]
+    ours = having(rows, method="midus-hml", placement="distributed")
+    theirs = having(rows, method="llama-pro")
+    return _newest_ratio(_fastest(ours), _fastest(theirs), "tokens_per_s", _POINT, min)
 
 
 def _fastest(rows: list[Record]) -> list[Record]:
@@ -183,14 +172,10 @@ def _fastest(rows: list[Record]) -> list[Record]:
     ]
 
 
-def _step_ratio(base: str) -> Callable[[list[Record], list[Record]], Measurement | None]:
+def _step_ratio(ops: list[Record], models: list[Record], base: str) -> Measurement | None:
     """Seconds of a step of HML over those of OpT-DeUS, both top-heavy; the largest where several sizes were run."""
-
-    def measure(ops: list[Record], models: list[Record]) -> Measurement | None:
-        rows = having(models, base=base, phase="train", placement="top-heavy")
-        return _newest_ratio(having(rows, method="midus-hml"), having(rows, method="opt-deus"), "seconds", _POINT, max)
-
-    return measure
+    rows = having(models, base=base, phase="train", placement="top-heavy")
+    return _newest_ratio(having(rows, method="midus-hml"), having(rows, method="opt-deus"), "seconds", _POINT, max)
 
 
 _POINT = ("batch", "accumulation", "length", "new_tokens")

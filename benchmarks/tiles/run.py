@@ -1,22 +1,22 @@
-"""Times tiles, a kernel and case after the other, and writes rows as soon as it has them."""
+"""Time tiles, a kernel and case after the other, keep rows as soon as they are there, and write the table of what was faster."""
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.device import chosen_device, require_working
+from benchmarks.device import chosen_device
+from benchmarks.recorded import Recorded, in_words, require_known, say
 from benchmarks.tiles.cases import Call, Case, cases
-from benchmarks.tiles.table import written
 from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from benchmarks.timing import Task, Timing, interleaved, release_memory
-from benchmarks.tracked import Run, append, resumed, rows_of, this_run
-from midus_hf.ops.dispatch.tiles import TILES, Changes
+from benchmarks.tracked import Run
+from midus_hf.ops.dispatch.tiles import MEASURED, TILES, Changes, Measured, measured_tiles
 
 FILE = "tiles.csv"
 USUAL = "{}"
@@ -54,38 +54,35 @@ class Row(Run):
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the command line asks for; returns 1 if a tile computed something else than the rule's."""
+    arguments.write = arguments.write and arguments.write.resolve()
+    if arguments.rehearse and arguments.write == arguments.table:
+        raise SystemExit("--rehearse measures nothing that kernels could go by; name another file with --write.")
+    if arguments.write and arguments.no_append:
+        raise SystemExit("--write reads the rows that --no-append leaves out; drop one of them.")
     with chosen_device(arguments) as device:
         return _run(arguments, device)
 
 
 def _run(arguments: argparse.Namespace, device: str) -> int:
     chosen = list(cases(arguments.rehearse))
-    _require_known(arguments.cases, [case.name for case in chosen], "case")
-    _require_known(arguments.kernels, list(TILES), "kernel")
+    require_known(arguments.cases, [case.name for case in chosen], "case", "some")
+    require_known(arguments.kernels, list(TILES), "kernel", "some")
     bench = Bench(arguments, device)
     for case in chosen:
         if not arguments.cases or case.name in arguments.cases:
             bench.measure(case)
             release_memory(device)
     if bench.is_late and arguments.write == arguments.table:
-        _say(
+        say(
             f"{arguments.table.name} is left as it is until all cases are timed, since changed code is not gone on with"
         )
     elif arguments.write:
-        written(arguments.write, bench.run.device, fastest(bench.rows()))
-    for trouble in bench.troubles:
-        _say(f"FAILED {trouble}")
-    return 1 if bench.troubles else 0
-
-
-def _require_known(asked: list[str] | None, known: list[str], what: str) -> None:
-    for name in asked or ():
-        if name not in known:
-            raise SystemExit(f"{what} is {name!r}; expected some of {', '.join(known)}.")
+        written(arguments.write, bench.record.run.device, fastest(bench.record.rows()))
+    return bench.record.ended()
 
 
 class Bench:
-    """Measures tiles, and writes rows as soon as it has them.
+    """Measures tiles, and keeps rows as soon as it has them.
 
     Args:
         arguments: Of the command line.
@@ -94,21 +91,15 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, device: str):
         self.arguments, self.device = arguments, device
-        self.results = None if arguments.no_append else arguments.results / FILE
-        self.run = this_run(device)
-        if arguments.resume and self.results is not None:
-            self.run = resumed(self.run, self.results)
-        self.there = {(row["kernel"], row["case"]) for row in self.rows()}
-        self.troubles = [
+        results = None if arguments.no_append else arguments.results
+        self.record = Recorded.begun(device, results, FILE, arguments.resume)
+        self.there = {(row["kernel"], row["case"]) for row in self.record.before}
+        self.record.troubles += [
             f"{row['kernel']}, {row['case']}, {row['changes']}: {row['status']} before"
-            for row in self.rows()
+            for row in self.record.before
             if row["status"] == "refused" or (row["status"] == "failed" and row["changes"] == USUAL)
         ]
         self.began, self.is_late = time.perf_counter(), False
-
-    def rows(self) -> list[dict[str, str]]:
-        """Those of this run that are written."""
-        return [] if self.results is None else rows_of(self.run, self.results)
 
     def measure(self, case: Case) -> None:
         """Time the tiles of all kernels of a case that have no rows yet, while there is time."""
@@ -128,7 +119,7 @@ class Bench:
         budget = self.arguments.budget
         if not self.is_late and budget is not None and time.perf_counter() - self.began > budget:
             self.is_late = True
-            _say(f"out of time before {before}; go on with --resume")
+            say(f"out of time before {before}; go on with --resume")
         return self.is_late
 
     def _measure(self, kernel: str, case: str, call: Call) -> None:
@@ -137,7 +128,7 @@ class Bench:
             shape = shape_of_call(tiles, call)
             expected = _numbers(self._called(kernel, {}, call))
         except Exception as error:
-            self._append([self._row(kernel, case, (), USUAL, "failed")])
+            self.record.append(self._row(kernel, case, (), USUAL, "failed"))
             self._trouble(f"{kernel}, {case}", error)
             return
         if shape is None:
@@ -151,36 +142,30 @@ class Bench:
                 errors[name] = self._error(kernel, changes, call, expected)
                 tasks[name] = Task(lambda _, changes=changes: self._called(kernel, changes, call))
             except Exception as error:
-                _say(f"{kernel}, {case}, {name}: {_told(error)}")
+                say(f"{kernel}, {case}, {name}: {in_words(error)}")
                 rows.append(self._row(kernel, case, shape, name, "failed"))
-                error.__traceback__ = None  # it holds the tensors of the frames it went through
-                require_working(self.device)
+                self.record.recover(error)
         for name, error in errors.items():
             if not error <= _TOLERANCE:
                 del tasks[name]
-                self.troubles.append(f"{kernel}, {case}, {name}: differs from the rule's by {error:.1e} (RMS ratio)")
+                self.record.troubles.append(
+                    f"{kernel}, {case}, {name}: differs from the rule's by {error:.1e} (RMS ratio)"
+                )
                 rows.append(self._row(kernel, case, shape, name, "refused", error=error))
         timings = interleaved(tasks, self.device, seconds=self.arguments.seconds)
         rows += [
             self._row(kernel, case, shape, name, "ok", error=errors[name], **_times(timing))
             for name, timing in timings.items()
         ]
-        self._append(rows)
+        self.record.append(*rows)
         if USUAL in timings:
             usual, best = timings[USUAL].median_ms, min(timings, key=lambda name: timings[name].median_ms)
             share = timings[best].median_ms / usual
-            _say(f"{kernel:30s} {case:24s} rule {usual:9.4f} ms; {best} {share:.3f} of it, of {len(timings)}")
-
-    def _append(self, rows: list[Row]) -> None:
-        if self.results is not None:
-            append(rows, self.results)
+            say(f"{kernel:30s} {case:24s} rule {usual:9.4f} ms; {best} {share:.3f} of it, of {len(timings)}")
 
     def _trouble(self, what: str, error: Exception) -> None:
-        self.troubles.append(f"{what}: {_told(error)}")
-        _say(self.troubles[-1])
-        error.__traceback__ = None  # it holds the tensors of the frames it went through
-        require_working(self.device)
-        release_memory(self.device)
+        self.record.trouble(f"{what}: {in_words(error)}")
+        self.record.recover(error)
 
     def _called(self, kernel: str, changes: Changes, call: Call) -> object:
         with trying(TILES[kernel], changes):
@@ -192,7 +177,7 @@ class Bench:
 
     def _row(self, kernel: str, case: str, shape: tuple[Any, ...], changes: str, status: str, **measured: Any) -> Row:
         return Row(
-            **asdict(self.run),
+            **asdict(self.record.run),
             kernel=kernel,
             case=case,
             shape=json.dumps(shape),
@@ -230,9 +215,33 @@ def _times(timing: Timing) -> dict[str, float]:
     return {name: round(getattr(timing, name), 5) for name in ("median_ms", "p20_ms", "p80_ms")}
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def written(table: Path, device: str, timed: Mapping[tuple[str, tuple[Any, ...]], Changes]) -> None:
+    """Write a table of what is known, and of what was timed in place of what was known of it.
+
+    Args:
+        table: The file. What it has is known; where it is not there, what kernels read is.
+        device: Its name.
+        timed: By kernel and shape what differs from the rule; nothing where the rule is best.
+    """
+    known = measured_tiles(table) if table.is_file() else MEASURED
+    measured = {name: {kernel: dict(shapes) for kernel, shapes in of.items()} for name, of in known.items()}
+    of_device = measured.setdefault(device, {})
+    for (kernel, shape), changes in timed.items():
+        of_device.setdefault(kernel, {})[shape] = dict(changes)
+    table.write_text(source(measured), encoding="utf-8")
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def source(measured: Measured) -> str:
+    """Return the text of the file that holds what of `measured` differs from the rule, a line for each shape."""
+    devices = []
+    for device, kernels in sorted(measured.items()):
+        of_device = []
+        for kernel, shapes in sorted(kernels.items()):
+            changed = [
+                f"   {json.dumps({'shape': shape, 'changes': dict(changes)})}"
+                for shape, changes in shapes.items()
+                if changes
+            ]
+            of_device += [f"  {json.dumps(kernel)}: [\n" + ",\n".join(changed) + "\n  ]"] if changed else []
+        devices += [f" {json.dumps(device)}: {{\n" + ",\n".join(of_device) + "\n }"] if of_device else []
+    return ("{\n" + ",\n".join(devices) + "\n}" if devices else "{}") + "\n"

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import FAMILIES
 
-from benchmarks.models import options as model_options
-from benchmarks.ops import options as op_options
-
-
-def _parsed(module, words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    module.add_command(parser.add_subparsers())
-    return parser.parse_args(words)
+from benchmarks.__main__ import command_line
 
 
 @pytest.fixture
@@ -22,20 +15,8 @@ def ops_arguments(tmp_path):
     """Arguments of `ops` for the tiny shape, with further ones; rows go to `tmp_path`."""
 
     def make(*words: str) -> argparse.Namespace:
-        small = [
-            "ops",
-            "--device",
-            "cpu",
-            "--shapes",
-            "tiny",
-            "--tokens",
-            "70",
-            "--seconds",
-            "0",
-            "--results",
-            str(tmp_path),
-        ]
-        return _parsed(op_options, [*small, *words])
+        small = "--device cpu --shapes tiny --tokens 70 --seconds 0 --results".split()
+        return command_line().parse_args(["ops", *small, str(tmp_path), *words])
 
     return make
 
@@ -49,6 +30,6 @@ def model_arguments(tmp_path):
 
     def make(*words: str) -> argparse.Namespace:
         quick = ["model", "--device", "cpu", "--base", str(path), "--quick", "--results", str(tmp_path)]
-        return _parsed(model_options, [*quick, *words])
+        return command_line().parse_args([*quick, *words])
 
     return make

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import depth_bench
-from benchmarks.depth_cost import main
-from benchmarks.depth_layer import Layer
-from benchmarks.depth_shapes import DEFAULT_SHAPES, KV_HEADS, PAPER, WHATS, WIDTH, Shape, shapes, whats
+from benchmarks.depth_cost import bench as depth_bench
+from benchmarks.depth_cost.__main__ import main
+from benchmarks.depth_cost.layer import Layer
+from benchmarks.depth_cost.shapes import DEFAULT_SHAPES, KV_HEADS, PAPER, WHATS, WIDTH, Shape, shapes, whats
 from benchmarks.interpreter import mended_interpreter
 from benchmarks.profile import FILE as PROFILE_FILE
 from benchmarks.tracked import RESULTS, read
@@ -159,12 +159,6 @@ def test_what_has_a_row_is_not_measured_again(tmp_path, monkeypatch, capsys):
     assert main([*words, "--shapes", "4x2x2,3x2x2"]) == 0
 
 
-def test_no_shape_is_begun_behind_the_budget(tmp_path, capsys):
-    assert main([*WORDS, "--results", str(tmp_path), "--shapes", "4x2x2,3x2x2", "--budget", "-1"]) == 0
-    assert "out of time; not measured: 4x2x2, 3x2x2" in capsys.readouterr().err
-    assert not (tmp_path / "depth_cost.csv").exists()
-
-
 def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Layer, "error", lambda layer, what: 0.5)
     words = [*WORDS, "--results", str(tmp_path), "--resume", "--shapes", "4x2x2"]
@@ -226,7 +220,7 @@ def test_profiles_are_of_what_reads_both_once(tmp_path):
 
 
 def test_nothing_is_kept_if_nothing_shall_be(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(depth_bench, "append", lambda *given: pytest.fail("kept"))
+    monkeypatch.setattr("benchmarks.recorded.append", lambda *given: pytest.fail("kept"))
     assert main([*WORDS, "--shapes", "4x2x2", "--no-append", "--profile"]) == 0
     assert "4x2x2 sequence" in capsys.readouterr().err
 

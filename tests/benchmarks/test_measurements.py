@@ -201,9 +201,9 @@ def test_a_gpu_that_is_lost_ends_the_run_behind_the_row_that_says_why(two_rounds
 
     randint, measured.script = torch.randint, script
     monkeypatch.setattr("benchmarks.models.run.release_memory", release)
-    monkeypatch.setattr("benchmarks.models.run.kernels", lambda run, device: [])
+    monkeypatch.setattr("benchmarks.recorded.kernels", lambda run, device: [])
     monkeypatch.setattr("benchmarks.models.run.build", lambda variant, dtype, device: build(variant, dtype, "cpu"))
-    monkeypatch.setattr("benchmarks.models.run.this_run", lambda device: this_run("cpu"))
+    monkeypatch.setattr("benchmarks.recorded.this_run", lambda device: this_run("cpu"))
     words = ["--device", "cuda", "--batches", "16", "--phases", "prefill", "--prompts", "8,16"]
     with pytest.raises(SystemExit, match=r"of no more use to this process \(CUDA error.*go on with --resume"):
         run(two_rounds(*words))
@@ -216,8 +216,8 @@ def test_a_gpu_that_is_lost_ends_the_run_behind_the_row_that_says_why(two_rounds
 
 def test_the_profiler_is_on_once_before_any_model_is_timed_on_a_gpu(two_rounds, measured, monkeypatch):
     profiled = []
-    monkeypatch.setattr("benchmarks.models.run.kernels", lambda run, device: profiled.append(device))
-    monkeypatch.setattr("benchmarks.models.run.this_run", lambda device: this_run("cpu"))
+    monkeypatch.setattr("benchmarks.recorded.kernels", lambda run, device: profiled.append(device))
+    monkeypatch.setattr("benchmarks.recorded.this_run", lambda device: this_run("cpu"))
     for device in ("cuda", "cpu"):
         assert run(two_rounds("--device", device, "--batches", "16", "--budget", "-1")) == 0
         assert profiled == ["cuda"] and not measured.asked

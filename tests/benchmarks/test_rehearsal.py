@@ -4,7 +4,7 @@ import pytest
 from pairs import by_default
 from processes.warm import run_warm
 
-from benchmarks.depth_shapes import WHATS
+from benchmarks.depth_cost.shapes import WHATS
 from benchmarks.gpu.attention_kernels import CASES
 from benchmarks.gpu.attention_kernels import main as attention_kernels
 from benchmarks.gpu.summary import write_summary

@@ -14,6 +14,7 @@ from benchmarks.ops.run import run
 from benchmarks.ops.shapes import MODES, SHAPES, Case
 from benchmarks.profile import FILE as PROFILE_FILE
 from benchmarks.profile import KernelTime
+from benchmarks.recorded import Recorded
 from benchmarks.timing import Task
 from benchmarks.tracked import read, this_run
 from midus_hf.ops import headwise_memory
@@ -37,8 +38,8 @@ def _replace(rows: list[dict[str, str]], results) -> None:
 def no_peaks(monkeypatch):
     """Most of the time of a run of this size would go into collecting garbage around them."""
     monkeypatch.setattr("benchmarks.ops.bench.peak_bytes", lambda run, device: 1)
-    for module in ("bench", "run"):
-        monkeypatch.setattr(f"benchmarks.ops.{module}.release_memory", lambda device: None)
+    for module in ("ops.bench", "recorded"):
+        monkeypatch.setattr(f"benchmarks.{module}.release_memory", lambda device: None)
 
 
 def _right(case, inputs):
@@ -95,7 +96,7 @@ def test_a_run_that_was_cut_goes_on_to_the_keys_of_a_whole_one(kept, ops_argumen
 def test_what_is_complete_is_not_measured_again(ops_arguments, tmp_path, monkeypatch):
     assert run(ops_arguments(*WORDS)) == 0
     before = read(tmp_path / FILE)
-    monkeypatch.setattr("benchmarks.ops.bench.interleaved", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("benchmarks.recorded.interleaved", lambda *_, **__: pytest.fail("measured again"))
     assert run(ops_arguments(*WORDS, "--resume")) == 0
     assert read(tmp_path / FILE) == before
 
@@ -156,15 +157,6 @@ def test_what_cannot_be_built_costs_no_reference(register, ops_arguments, monkey
     assert "absent: not measured, not here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", ["cuda"]), ("cpu", [])])
-def test_the_profiler_is_on_once_before_anything_is_timed_on_a_gpu(device, expected, ops_arguments, monkeypatch):
-    profiled = []
-    monkeypatch.setattr("benchmarks.ops.run.kernels", lambda run, device: profiled.append(device))
-    monkeypatch.setattr("benchmarks.ops.run.this_run", lambda device: this_run("cpu"))
-    assert run(ops_arguments("--device", device, "--budget", "-1")) == 0
-    assert profiled == expected
-
-
 def test_what_prepares_a_run_has_ended_before_it_is_profiled(monkeypatch):
     gpu = SimulatedGpu(monkeypatch)
     monkeypatch.setattr("benchmarks.ops.bench.kernels", lambda run, device: gpu.host_ms >= gpu.device_ms)
@@ -190,7 +182,7 @@ class _OnSimulatedGpu:
         self.gpu = SimulatedGpu(monkeypatch)
         self.case = Case("headwise_memory", SHAPES["tiny"], 70, "uniform", "float32", "cpu")
         this = dataclasses.replace(this_run("cpu"), device="NVIDIA H200")
-        self.bench = Bench(this, tmp_path, ["sorted"], ["forward"], 0.0, profiled)
+        self.bench = Bench(Recorded(this, "cuda", tmp_path, FILE), ["sorted"], ["forward"], 0.0, profiled)
         self.leaves = dict.fromkeys(("query", "row_keys", "column_keys", "value_bank", "value_transform"))
 
     def time(self) -> None:
@@ -224,39 +216,6 @@ def test_a_row_of_a_gpu_has_all_three_times_and_its_launches(monkeypatch, tmp_pa
     assert [(row["kernel"], row["launches"]) for row in read(tmp_path / PROFILE_FILE)] == [("a", "5"), ("b", "2")]
 
 
-def test_what_fits_into_memory_once_and_then_no_more_keeps_no_other_from_being_timed(
-    register, ops_arguments, tmp_path
-):
-    timed = []
-
-    def hungry(case, inputs):
-        def call():
-            timed.extend([case] if case.tokens == 70 and not torch.is_grad_enabled() else [])
-            if len(timed) > 2:  # neither compiling nor the peak, but timing
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return _right(case, inputs)()
-
-        return call
-
-    register(right=_right, hungry=hungry)
-    words = ["--ops", "headwise_memory", "--popularity", "uniform", "--modes", "forward"]
-    assert run(ops_arguments(*words)) == 0
-    statuses = {row["provider"]: (row["mode"], row["status"]) for row in read(tmp_path / FILE)}
-    assert statuses == {"right": ("forward", "ok"), "hungry": ("forward", "out of memory")}
-
-
-def test_a_gpu_that_is_lost_fails_one_provider_alone(monkeypatch, tmp_path):
-    def broken(*_, **__):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    on_gpu = _OnSimulatedGpu(monkeypatch, tmp_path)
-    case = dataclasses.replace(on_gpu.case, device="cuda")
-    monkeypatch.setattr(torch, "randint", broken)
-    with pytest.raises(SystemExit, match="go on with --resume"):
-        on_gpu.bench._time(case, "forward", {"sorted": broken, "naive": broken}, on_gpu.leaves, None, {"sorted": None})
-    assert [(row["provider"], row["status"]) for row in read(tmp_path / FILE)] == [("sorted", "failed")]
-
-
 def test_times_are_kept_where_no_profile_can_be_taken(monkeypatch, tmp_path, capsys):
     def broken(run, device):
         raise RuntimeError("CUPTI is not allowed\nhere")
@@ -266,5 +225,5 @@ def test_times_are_kept_where_no_profile_can_be_taken(monkeypatch, tmp_path, cap
     on_gpu.time()
     (row,) = read(tmp_path / FILE)
     assert (row["status"], row["median_ms"], row["launches"]) == ("ok", "0.1", "")
-    assert "forward sorted: no profile, RuntimeError: CUPTI is not allowed\n" in capsys.readouterr().err
-    assert not on_gpu.bench.troubles
+    assert "sorted forward: no profile, RuntimeError: CUPTI is not allowed\n" in capsys.readouterr().err
+    assert not on_gpu.bench.record.troubles

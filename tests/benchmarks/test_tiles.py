@@ -11,8 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.pretended_gpu import NAME
 from benchmarks.report import ROOT
 from benchmarks.tiles.cases import Case
-from benchmarks.tiles.run import Bench, fastest
-from benchmarks.tiles.table import source, written
+from benchmarks.tiles.run import Bench, fastest, source, written
 from benchmarks.tiles.trying import candidates
 from benchmarks.tracked import read
 from midus_hf.ops.dispatch.tiles import TILES, Tiles, measured_tiles
@@ -65,13 +64,13 @@ def bench(tmp_path, monkeypatch):
 def test_what_computes_something_else_or_does_not_fit_is_not_timed(bench, capsys):
     bench, case = bench
     bench.measure(case)
-    statuses = {row["changes"]: row["status"] for row in bench.rows()}
+    statuses = {row["changes"]: row["status"] for row in bench.record.rows()}
     expected = dict.fromkeys(['{"num_warps": 2}', '{"num_warps": 2, "BT": 16}'], "failed")
     expected |= dict.fromkeys(WRONG, "refused")
     assert statuses == expected | dict.fromkeys(["{}", '{"BT": 16}', '{"BT": 64}'], "ok")
-    assert all((row["median_ms"] != "") == (row["status"] == "ok") for row in bench.rows())
+    assert all((row["median_ms"] != "") == (row["status"] == "ok") for row in bench.record.rows())
     assert (
-        bench.troubles[0]
+        bench.record.troubles[0]
         == 'some_kernel, some case, {"num_warps": 8}: differs from the rule\'s by 1.0e+00 (RMS ratio)'
     )
     told = capsys.readouterr().err
@@ -82,9 +81,9 @@ def test_what_was_refused_is_still_a_trouble_when_a_run_goes_on(bench):
     first, case = bench
     first.measure(case)
     again = Bench(first.arguments, "cpu")
-    assert again.troubles == [f"some_kernel, some case, {changes}: refused before" for changes in WRONG]
+    assert again.record.troubles == [f"some_kernel, some case, {changes}: refused before" for changes in WRONG]
     again.measure(case)
-    assert again.rows() == first.rows()
+    assert again.record.rows() == first.record.rows()
 
 
 def test_a_kernel_whose_own_tile_fails_keeps_no_other_from_being_timed(bench, tmp_path):
@@ -100,16 +99,16 @@ def test_a_kernel_whose_own_tile_fails_keeps_no_other_from_being_timed(bench, tm
         patch.setitem(TILES, "another_kernel", TILES["some_kernel"])
         bench.measure(Case("no case", lambda device: 1 / 0))
         bench.measure(Case("some case", failing))
-    assert bench.troubles[:2] == [
+    assert bench.record.troubles[:2] == [
         "no case: ZeroDivisionError: division by zero",
         "another_kernel, some case: OutOfMemoryError: no room",
     ]
-    assert {row["kernel"]: row["status"] for row in bench.rows() if row["changes"] == "{}"} == {
+    assert {row["kernel"]: row["status"] for row in bench.record.rows() if row["changes"] == "{}"} == {
         "another_kernel": "failed",
         "some_kernel": "ok",
     }
-    assert Bench(bench.arguments, "cpu").troubles[0] == "another_kernel, some case, {}: failed before"
-    assert list(fastest(bench.rows())) == [("some_kernel", (1,))]
+    assert Bench(bench.arguments, "cpu").record.troubles[0] == "another_kernel, some case, {}: failed before"
+    assert list(fastest(bench.record.rows())) == [("some_kernel", (1,))]
 
 
 def row(changes, p20, median, p80, shape=(1, False), status="ok"):
@@ -132,7 +131,7 @@ def test_a_tile_is_faster_where_its_slow_runs_are_faster_than_the_rules_fast_one
 
 def test_a_table_keeps_what_was_not_timed(tmp_path, monkeypatch):
     known = {"H200": {"a": {(1, True): {"BT": 2}}}, "H100": {"a": {(2, True): {"BT": 4}, (4, True): {"BT": 8}}}}
-    monkeypatch.setattr("benchmarks.tiles.table.MEASURED", known)
+    monkeypatch.setattr("benchmarks.tiles.run.MEASURED", known)
     timed = {("b", (64, False)): {"BT": 16, "num_warps": 2}, ("a", (2, True)): {}, ("c", (1,)): {}}
     written(tmp_path / "tiles.json", "H100", timed)
     found = measured_tiles(tmp_path / "tiles.json")
@@ -141,7 +140,7 @@ def test_a_table_keeps_what_was_not_timed(tmp_path, monkeypatch):
         "H200": {"a": {(1, True): {"BT": 2}}},
     }
     assert (tmp_path / "tiles.json").read_text() == source(found)
-    monkeypatch.setattr("benchmarks.tiles.table.MEASURED", {})  # what the file has is known too
+    monkeypatch.setattr("benchmarks.tiles.run.MEASURED", {})  # what the file has is known too
     written(tmp_path / "tiles.json", "H200", {("a", (1, True)): {}})
     assert list(measured_tiles(tmp_path / "tiles.json")) == ["H100"]
 
@@ -167,7 +166,7 @@ def test_what_makes_no_sense_is_refused(words, message, tmp_path):
 
 def test_a_budget_ends_between_kernels_and_leaves_the_table_that_kernels_read(tmp_path, monkeypatch, capsys):
     table = tmp_path / "tiles.json"
-    monkeypatch.setattr("benchmarks.tiles.options.TABLE", table)
+    monkeypatch.setattr("benchmarks.__main__.TILES", table)
     words = ["tiles", "--device", "cpu", "--results", str(tmp_path), "--budget", "-1"]
     assert main([*words, "--write", str(table)]) == 0
     told = capsys.readouterr().err
@@ -180,6 +179,6 @@ def test_a_budget_ends_between_kernels_and_leaves_the_table_that_kernels_read(tm
 
 
 def test_wrong_tiles_end_with_status_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Bench, "measure", lambda self, case: self.troubles.append(case.name))
+    monkeypatch.setattr(Bench, "measure", lambda self, case: self.record.troubles.append(case.name))
     assert main(["tiles", "--device", "cpu", "--results", str(tmp_path), "--cases", "depth 64 moda-700m"]) == 1
     assert "FAILED depth 64 moda-700m\n" in capsys.readouterr().err

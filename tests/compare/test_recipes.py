@@ -8,7 +8,7 @@ import yaml
 from compare.small_comparison import write_room
 from evaluation.questions import write_questions
 
-from benchmarks.models.bases import CONFIGS
+from benchmarks.models.points import CONFIGS
 from midus_hf.compare.arms import plan
 from midus_hf.compare.checking import check
 from midus_hf.compare.options import Comparison

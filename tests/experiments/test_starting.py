@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED = {"__init__", "small_tokenizer"}
+SHARED = {"__init__", "small_tokenizer", "steps"}
 STUDIES = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if path.stem not in SHARED)
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.tiles.table import source
+from benchmarks.tiles.run import source
 from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from midus_hf.ops.dispatch import tiles
 from midus_hf.ops.dispatch.tiles import MEASURED, TABLE, TILES, Tiles

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.kernels.cases import cases
-from benchmarks.ops.options import words
+from benchmarks.options import words
 
 ROOT = Path(__file__).parents[3]
 KERNELS = {

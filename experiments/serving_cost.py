@@ -1,7 +1,7 @@
 """What 10 % of memory costs a model that serves, and one that trains: against the anchor alone, in turns in one process.
 
-    python -m benchmarks.serving_cost --work outputs/serving
-    python -m benchmarks.serving_cost --work outputs/serving --device cuda --dtype bfloat16
+    python -m experiments.serving_cost --work outputs/serving
+    python -m experiments.serving_cost --work outputs/serving --device cuda --dtype bfloat16
 
 The anchor is SmolLM2-135M as transformers has it (`material.smollm2`); beside it stands the same model with `hier-ffn`, of whose
 blocks a text fetches 10 % of the anchor's parameters, in three levels of 16 nodes.
@@ -9,7 +9,8 @@ blocks a text fetches 10 % of the anchor's parameters, in three levels of 16 nod
 `generate`: tokens that follow a prompt, greedily, with blocks that wait on the device: for one text, for several that read one path,
 and for several of which each reads another. `train`: a step of the frozen anchor with blocks that were fetched before, forward,
 backward and update, where each sequence reads another path; and the same with the anchor's gradients, as co-training has it. The
-anchor's own pass is forward and backward with all its gradients. A ratio is the median over rounds of what the anchor took then.
+anchor's own pass is forward and backward with all its gradients. A ratio is the median over rounds of what the anchor took then; with
+it are its 20th and 80th percentile.
 """
 
 import argparse
@@ -17,44 +18,27 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.study import Row, add_device, listed, run_columns, tell
 from benchmarks.timing import percentile, synchronize
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from experiments.steps import results_of, study
 from upscalers.runs.upscale import upscale
 
-SERVING_RESULTS = RESULTS / "serving.csv"
 SIZES = [196, 52, 12]
 """Hidden units of the blocks of each level: in SmolLM2-135M, 13.5 million parameters for a text."""
 
 BRANCHING = 16
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+Tasks = tuple[Callable[[], Any], Callable[[], Any]]
+"""What the anchor does, and what the model with memory does."""
+
 STEP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 1e-3}
-
-
-@dataclass(frozen=True)
-class Row(Run):
-    """Medians over rounds; `ratio` is that of the model with memory to the anchor, of times in one round, with its percentiles."""
-
-    part: str
-    paths: str
-    dtype: str
-    parameters: int
-    fetched: int
-    batch: int
-    tokens: int
-    rounds: int
-    clock: str
-    anchor_ms: float
-    memory_ms: float
-    ratio: float
-    ratio_p20: float
-    ratio_p80: float
 
 
 @dataclass(frozen=True)
@@ -79,12 +63,10 @@ class Models:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the model, removed afterwards")
+    parser = study(__doc__, work="the model, removed afterwards")
+    add_device(parser)
     parser.add_argument("--base", type=Path, help="folder of the anchor (default: SmolLM2-135M)")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="joined by commas (default: 196,52,12)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    listed(parser, "--sizes", SIZES)
     parser.add_argument("--part", choices=("generate", "train"), help="default: both")
     parser.add_argument("--batch", type=int, default=8, help="texts that generate together (default: 8)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt (default: 64)")
@@ -98,19 +80,15 @@ def main() -> None:
         help="processor: time of this process on a CPU, which others' work does not lengthen; say one thread (default: wall)",
     )
     parser.add_argument("--rounds", type=int, default=9, help="default: 9")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
+    columns = {name: f"{{{name}}}" for name in ("part", "paths", "batch", "tokens")}
+    columns |= {"anchor ms": "{anchor_ms:,.0f}", "with memory ms": "{memory_ms:,.0f}"}
+    columns |= {"time, with memory / anchor": "{ratio:.3f}", "20 to 80 %": "{ratio_p20:.3f} to {ratio_p80:.3f}"}
+    columns["speed"] = lambda row: f"{1 / row['ratio']:.3f}"
     try:
-        models = _models(arguments)
-        print(
-            "| part | paths | batch | tokens | anchor ms | with memory ms | time, with memory / anchor | 20 to 80 % | speed |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|")
-        for row in _rows(this_run(arguments.device), models, arguments):
-            print(_line(row), flush=True)
-            if not arguments.no_append:
-                append([row], SERVING_RESULTS)
+        rows = _rows(_models(arguments), arguments)
+        tell(rows, columns, results_of("serving_cost", arguments), run_columns(arguments.device))
     finally:
         shutil.rmtree(arguments.work)
 
@@ -130,27 +108,19 @@ def _models(arguments: argparse.Namespace) -> Models:
     return Models(anchor, memory, folder)
 
 
-def _rows(run: Run, models: Models, arguments: argparse.Namespace) -> Iterator[Row]:
+def _rows(models: Models, arguments: argparse.Namespace) -> Iterator[Row]:
     if arguments.part != "train":
         for batch, paths in ((1, "one"), (arguments.batch, "one"), (arguments.batch, "each its own")):
-            tokens = batch * arguments.new
-            yield _row(
-                run,
-                models,
-                arguments,
-                ("generate", paths, batch, tokens),
-                _generating(models, arguments, batch, paths),
-            )
+            shape = ("generate", paths, batch, batch * arguments.new)
+            yield _row(models, arguments, shape, _generating(models, arguments, batch, paths))
     if arguments.part != "generate":
         for part in ("train, frozen", "train, all"):
             batch = arguments.sequences
             shape = (part, "each its own", batch, batch * arguments.length)
-            yield _row(run, models, arguments, shape, _training(models, arguments, part == "train, all"))
+            yield _row(models, arguments, shape, _training(models, arguments, part == "train, all"))
 
 
-def _generating(
-    models: Models, arguments: argparse.Namespace, batch: int, which: str
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _generating(models: Models, arguments: argparse.Namespace, batch: int, which: str) -> Tasks:
     """What generates with the anchor, and with memory."""
     tokens = _tokens(models, batch, arguments.prompt, arguments.device)
     settings = {
@@ -171,9 +141,7 @@ def _generating(
     return lambda: generate(models.anchor), lambda: generate(models.memory, memory_ids=paths)
 
 
-def _training(
-    models: Models, arguments: argparse.Namespace, everything: bool
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _training(models: Models, arguments: argparse.Namespace, everything: bool) -> Tasks:
     """The anchor's forward and backward pass, and a step with memory."""
     tokens = _tokens(models, arguments.sequences, arguments.length, arguments.device)
     paths = models.paths(arguments.sequences, "each its own")
@@ -199,13 +167,7 @@ def _tokens(models: Models, batch: int, length: int, device: str) -> torch.Tenso
     return torch.randint(models.anchor.config.vocab_size, (batch, length), generator=generator).to(device)
 
 
-def _row(
-    run: Run,
-    models: Models,
-    arguments: argparse.Namespace,
-    shape: tuple[str, str, int, int],
-    tasks: tuple[Callable[[], Any], Callable[[], Any]],
-) -> Row:
+def _row(models: Models, arguments: argparse.Namespace, shape: tuple[str, str, int, int], tasks: Tasks) -> Row:
     """Both in turns; the order changes from round to round, and the first round is not counted."""
     taken: tuple[list[float], list[float]] = ([], [])
     for number in range(arguments.rounds + 1):
@@ -216,23 +178,22 @@ def _row(
                 taken[which].append(milliseconds)
     ratios = sorted(memory / anchor for anchor, memory in zip(*taken, strict=True))
     part, paths, batch, tokens = shape
-    return Row(
-        **asdict(run),
-        part=part,
-        paths=paths,
-        dtype=arguments.dtype,
-        parameters=sum(parameter.numel() for parameter in models.anchor.parameters()),
-        fetched=models.fetched,
-        batch=batch,
-        tokens=tokens,
-        rounds=arguments.rounds,
-        clock=arguments.clock,
-        anchor_ms=statistics.median(taken[0]),
-        memory_ms=statistics.median(taken[1]),
-        ratio=statistics.median(ratios),
-        ratio_p20=percentile(ratios, 20),
-        ratio_p80=percentile(ratios, 80),
-    )
+    return {
+        "part": part,
+        "paths": paths,
+        "dtype": arguments.dtype,
+        "parameters": sum(parameter.numel() for parameter in models.anchor.parameters()),
+        "fetched": models.fetched,
+        "batch": batch,
+        "tokens": tokens,
+        "rounds": arguments.rounds,
+        "clock": arguments.clock,
+        "anchor_ms": statistics.median(taken[0]),
+        "memory_ms": statistics.median(taken[1]),
+        "ratio": statistics.median(ratios),
+        "ratio_p20": percentile(ratios, 20),
+        "ratio_p80": percentile(ratios, 80),
+    }
 
 
 def _milliseconds(run: Callable[[], Any], device: str, clock: Callable[[], float]) -> float:
@@ -241,20 +202,6 @@ def _milliseconds(run: Callable[[], Any], device: str, clock: Callable[[], float
     run()
     synchronize(device)
     return 1e3 * (clock() - started)
-
-
-def _line(row: Row) -> str:
-    cells = [
-        row.part,
-        row.paths,
-        row.batch,
-        row.tokens,
-        f"{row.anchor_ms:,.0f}",
-        f"{row.memory_ms:,.0f}",
-        f"{row.ratio:.3f}",
-    ]
-    cells += [f"{row.ratio_p20:.3f} to {row.ratio_p80:.3f}", f"{1 / row.ratio:.3f}"]
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long a text waits for its blocks: a tree of blocks against a flat bank of as much per text, cold and warm.
 
-    python -m benchmarks.fetch_cost --work outputs/fetch
-    python -m benchmarks.fetch_cost --work outputs/fetch --shape llama-3.2-1b --texts 10
+    python -m experiments.fetch_cost --work outputs/fetch
+    python -m experiments.fetch_cost --work outputs/fetch --shape llama-3.2-1b --texts 10
 
 Both banks have blocks of `hier-ffn` in bfloat16. The tree has three levels of 16 nodes, as in the paper's section 3; the flat bank
 has one block as large as all three together for each of the 4,096 leaves. `cold`: nothing is in the page cache, and nothing is kept
@@ -17,18 +17,17 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.study import Row, run_columns, tell
+from experiments.steps import results_of, study
 from midus_hf.banks.memory_bank import MemoryBank, create_bank
 from midus_hf.config.fetched_blocks import BankLayout, level_file
 from midus_hf.config.memory_entries import read_memories
 from midus_hf.config.model_sizes import ModelSizes
 
-FETCH_RESULTS = RESULTS / "fetch.csv"
 SHAPES = {
     "160m": (ModelSizes(hidden_size=512, num_heads=16, num_layers=35, intermediate_size=2048), [256, 64, 16]),
     "llama-3.2-1b": (
@@ -39,40 +38,26 @@ SHAPES = {
 """Of the model, and the sizes of blocks (tables 1 and 2)."""
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """Median seconds until the blocks of a text are in memory, and the bytes that are read for it."""
-
-    shape: str
-    bank: str
-    state: str
-    texts: int
-    read_bytes: int
-    seconds: float
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the banks, removed afterwards")
+    parser = study(__doc__, work="the banks, removed afterwards")
     parser.add_argument("--shape", choices=SHAPES, default="160m", help="default: 160m")
     parser.add_argument("--texts", type=int, default=20, help="default: 20")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
-    print("| bank | state | read | median ms | GB/s |")
-    print("|---|---|---|---|---|")
+    columns = {
+        "bank": "{bank}",
+        "state": "{state}",
+        "read": lambda row: f"{row['read_bytes'] / 1e6:.1f} MB",
+        "median ms": lambda row: f"{1000 * row['seconds']:.1f}",
+        "GB/s": lambda row: f"{row['read_bytes'] / row['seconds'] / 1e9:.2f}",
+    }
     try:
-        for row in _rows(this_run("cpu"), arguments):
-            rate = row.read_bytes / row.seconds / 1e9 if row.read_bytes else 0.0
-            read, milliseconds = f"{row.read_bytes / 1e6:.1f} MB", f"{1000 * row.seconds:.1f}"
-            print(f"| {row.bank} | {row.state} | {read} | {milliseconds} | {rate:.2f} |", flush=True)
-            if not arguments.no_append:
-                append([row], FETCH_RESULTS)
+        tell(_rows(arguments), columns, results_of("fetch_cost", arguments), run_columns())
     finally:
         shutil.rmtree(arguments.work)
 
 
-def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     sizes, of_levels = SHAPES[arguments.shape]
     generator = torch.Generator().manual_seed(0)
     # Of one topic down to level 2: sixteen leaves, in any order.
@@ -80,16 +65,14 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
     banks = {"tree": _layout(sizes, of_levels), "flat": _layout(sizes, [0, 0, sum(of_levels)])}
 
     def row(bank: str, state: str, read: int, seconds: list[float]) -> Row:
-        median = statistics.median(seconds)
-        return Row(
-            **asdict(run),
-            shape=arguments.shape,
-            bank=bank,
-            state=state,
-            texts=len(seconds),
-            read_bytes=read,
-            seconds=median,
-        )
+        return {
+            "shape": arguments.shape,
+            "bank": bank,
+            "state": state,
+            "texts": len(seconds),
+            "read_bytes": read,
+            "seconds": statistics.median(seconds),
+        }
 
     whole = 2 * banks["tree"].fetched
     plain = arguments.work / "plain"
@@ -114,13 +97,8 @@ def _rows(run: Run, arguments: argparse.Namespace) -> Iterator[Row]:
                 if state != "session":
                     bank = MemoryBank(folder, layout, **options)
                 path = layout.blocks.path(leaf)
-                read.append(
-                    sum(
-                        2 * layout.record_numel(level)
-                        for level in layout.levels
-                        if not bank.keeps(level, path[level - 1])
-                    )
-                )
+                missing = [level for level in layout.levels if not bank.keeps(level, path[level - 1])]
+                read.append(sum(2 * layout.record_numel(level) for level in missing))
                 started = time.perf_counter()
                 bank.fetch(torch.tensor([path]))
                 seconds.append(time.perf_counter() - started)

@@ -1,68 +1,43 @@
 """What the host spends on a memory block and on a decoder block of the family when one token is decoded.
 
-    python -m benchmarks.host_time
-    python -m benchmarks.host_time --bodies native --family gemma3_text --no-append
+    python -m experiments.host_time
+    python -m experiments.host_time --bodies native --family gemma3_text --no-append
 
 Sizes are so small that computing takes next to no time, and launches of Triton's kernels do nothing, so what is timed is Python and
 PyTorch's dispatch. That is what generation waits for on a fast GPU without a captured graph, and in part on a CPU. Nothing is read
 from a cache, which would cost both blocks the same. Values are kept, as `generate` keeps them. Blocks and their parts are timed in
 turn, round after round; the ratio is the median of the rounds' own ratios.
+
+Of a row, columns that end with `_us` are medians in microseconds, of both blocks and of their parts; what a block's own Python takes
+is the rest. `ratio` is that of the memory block's time to the decoder block's. Launches are operations of PyTorch that launch kernels
+on a GPU, neither views nor allocations; a kernel of Triton, or a function in C, is not counted.
 """
 
-import argparse
 import contextlib
 import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import midus_hf  # noqa: F401 - registers the classes that host memory
-from benchmarks.tracked import RESULTS, Run, append, this_run
+from benchmarks.study import Row, listed, run_columns, tell
+from experiments.steps import results_of, study
 from midus_hf.memory.kept_values import kept_values
 from midus_hf.models import FAMILIES
 from midus_hf.ops import op_choices
 
-HOST_TIME_RESULTS = RESULTS / "host_time.csv"
 BODIES = ("native", "torch", "triton")
 HEADS, HEAD_WIDTH, N, K = 4, 16, 16, 4
 _CALLS = 5
 """Of one task in one round, of which the median counts: other work on the machine takes whole calls."""
 
 Tasks = Mapping[str, Callable[[], object]]
-
-
-@dataclass(frozen=True)
-class Row(Run):
-    """Microseconds of both blocks and of their parts, medians; what a block's own Python takes is `rest`.
-
-    Args:
-        family: Of the model.
-        body: Of the memory's op.
-        ratio: Of the memory block's time to the decoder block's, in the same rounds.
-        decoder_launches: Operations of PyTorch in the decoder block that launch kernels on a GPU: neither views nor allocations.
-        memory_launches: Those of the memory block; a kernel of Triton, or a function in C, is not counted.
-    """
-
-    family: str
-    body: str
-    rounds: int
-    ratio: float
-    decoder_us: float
-    memory_us: float
-    norm_us: float
-    attention_us: float
-    mlp_us: float
-    add_us: float
-    memory_attention_us: float
-    memory_op_us: float
-    decoder_launches: int
-    memory_launches: int
 
 
 class _Counting(TorchDispatchMode):
@@ -126,14 +101,8 @@ def tasks_of(model: PreTrainedModel) -> Tasks:
 @contextlib.contextmanager
 def body_of(name: str) -> Iterator[None]:
     """Let ops have one body; that in Triton launches nothing."""
-    if name == "triton":
-        from benchmarks.idle_launches import idle_launches
-
-        with idle_launches():
-            yield
-    else:
-        with op_choices(backend=name):
-            yield
+    with idle_launches() if name == "triton" else op_choices(backend=name):
+        yield
 
 
 def microseconds(tasks: Tasks, rounds: int) -> dict[str, list[float]]:
@@ -151,7 +120,7 @@ def microseconds(tasks: Tasks, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def measured(run: Run, family: str, body: str, rounds: int) -> Row:
+def measured(family: str, body: str, rounds: int) -> Row:
     """Time one body in one family."""
     torch.manual_seed(0)
     model = model_of(family)
@@ -165,24 +134,22 @@ def measured(run: Run, family: str, body: str, rounds: int) -> Row:
                 tasks[name]()
             launches[name] = counting.launches
     pairs = zip(times["memory"], times["decoder"], strict=True)
-    return Row(
-        **asdict(run),
-        family=family,
-        body=body,
-        rounds=rounds,
-        ratio=round(statistics.median(memory / decoder for memory, decoder in pairs), 3),
+    return {
+        "family": family,
+        "body": body,
+        "rounds": rounds,
+        "ratio": round(statistics.median(memory / decoder for memory, decoder in pairs), 3),
         **{f"{name}_us": round(statistics.median(taken), 1) for name, taken in times.items()},
-        decoder_launches=launches["decoder"],
-        memory_launches=launches["memory"],
-    )
+        "decoder_launches": launches["decoder"],
+        "memory_launches": launches["memory"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study(__doc__, work=None)
     parser.add_argument("--family", default="llama", choices=sorted(FAMILIES))
-    parser.add_argument("--bodies", default=",".join(BODIES), help="joined by commas (default: all)")
+    listed(parser, "--bodies", BODIES)
     parser.add_argument("--rounds", type=int, default=200, help="(default: 200)")
-    parser.add_argument("--no-append", action="store_true", help="print alone")
     arguments = parser.parse_args()
     bodies = arguments.bodies.split(",")
     for body in bodies:
@@ -191,22 +158,79 @@ def main() -> None:
     if arguments.rounds < 1:
         parser.error(f"rounds is {arguments.rounds}; expected 1 or more.")
     torch.set_num_threads(1)
-    run = this_run("cpu")
-    print(
-        "| body | memory block, us | decoder block, us | ratio | norm | attention | mlp | add | attention of memory block | memory "
-        "| launches of decoder block | of memory block |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for body in bodies:
-        row = measured(run, arguments.family, body, arguments.rounds)
-        print(
-            f"| {body} | {row.memory_us:.0f} | {row.decoder_us:.0f} | {row.ratio:.2f} | {row.norm_us:.0f} | {row.attention_us:.0f} | "
-            f"{row.mlp_us:.0f} | {row.add_us:.1f} | {row.memory_attention_us:.0f} | {row.memory_op_us:.0f} | "
-            f"{row.decoder_launches} | {row.memory_launches} |",
-            flush=True,
-        )
-        if not arguments.no_append:
-            append([row], HOST_TIME_RESULTS)
+    columns = {"body": "{body}", "memory block, us": "{memory_us:.0f}", "decoder block, us": "{decoder_us:.0f}"}
+    columns |= {
+        "ratio": "{ratio:.2f}",
+        "norm": "{norm_us:.0f}",
+        "attention": "{attention_us:.0f}",
+        "mlp": "{mlp_us:.0f}",
+    }
+    columns |= {"add": "{add_us:.1f}", "attention of memory block": "{memory_attention_us:.0f}"}
+    columns |= {"memory": "{memory_op_us:.0f}", "launches of decoder block": "{decoder_launches}"}
+    columns |= {"of memory block": "{memory_launches}"}
+    rows = (measured(arguments.family, body, arguments.rounds) for body in bodies)
+    tell(rows, columns, results_of("host_time", arguments), run_columns())
+
+
+class _Utils:
+    def load_binary(self, name: str, *arguments: Any) -> tuple[int, int, int, int, int]:
+        """Module, function, registers, spilled registers, threads at most."""
+        return 1, 1, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Of an H100, as far as triton asks."""
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+
+class _Launcher:
+    """Stands where triton has a function in C that launches a kernel."""
+
+    def __init__(self, source: object, metadata: object):
+        pass
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
+
+
+class _IdleDriver:
+    """All that triton asks of a GPU when it compiles and launches a kernel."""
+
+    utils = _Utils()
+    launcher_cls = _Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@contextlib.contextmanager
+def idle_launches() -> Iterator[None]:
+    """Let ops take their kernels for CPU tensors, compiled for an H100 and prepared as ever, but never run: outputs are not filled.
+
+    What PyTorch itself would spend on launching is not in it either, on any side.
+
+    Raises:
+        SystemExit: If triton interprets kernels, which then are not compiled.
+    """
+    from triton.runtime import driver
+
+    from midus_hf.ops.dispatch import choices
+
+    if choices.interprets_kernels():
+        raise SystemExit("TRITON_INTERPRET is 1, so kernels are interpreted; unset it, or choose other bodies.")
+    with (
+        patch.object(driver, "_active", _IdleDriver()),
+        patch.object(choices, "interprets_kernels", lambda: True),
+        op_choices(backend="triton"),
+    ):
+        yield
 
 
 if __name__ == "__main__":

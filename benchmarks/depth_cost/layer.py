@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.depth_shapes import JOINED, KV_HEADS, WIDTH, Shape
+from benchmarks.depth_cost.shapes import JOINED, KV_HEADS, WIDTH, Shape
 from benchmarks.fused_depth.op import fused_attention
 from benchmarks.timing import Task
 from midus_hf.memory.sequence_heads import SequenceHeads

@@ -12,19 +12,16 @@ the depth must read and write: queries and slots once in each pass, and once the
 it agrees with float64 at three of its tokens.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.depth_shapes import shapes, whats
-from benchmarks.device_options import add_device, prepare_device
-from benchmarks.ops.options import add_results, add_resumption
+from benchmarks.depth_cost.shapes import shapes, whats
+from benchmarks.options import add_resumption, device_command, prepare_device
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, and append to `depth_cost.csv`; returns 1 if something was wrong or failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_device(parser)
+    parser = device_command(__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument(
         "--shapes",
@@ -37,10 +34,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--profile", action="store_true", help="also write the kernels of what reads both to profile.csv"
     )
-    add_results(parser)
     arguments = parser.parse_args(words)
     prepare_device(arguments)
-    from benchmarks.depth_bench import run
+    from benchmarks.depth_cost.bench import run
 
     return run(arguments)
 
