@@ -9,8 +9,7 @@ from typing import Any
 
 from midus_hf.compare.arms import Arm
 from midus_hf.compare.cells import Cell
-from midus_hf.compare.commands import Commands, StepFailed
-from midus_hf.compare.dies_with_parent import ask_for_termination
+from midus_hf.compare.commands import Commands, StepFailed, ask_for_termination
 from midus_hf.compare.measuring import measure_base, measure_cell
 from midus_hf.compare.options import Comparison
 from midus_hf.compare.results import read_result

@@ -1,5 +1,11 @@
-"""Steps of a cell: commands that a person would type, each with a log of its own."""
+"""Steps of a cell: commands that a person would type, each with a log of its own.
 
+`python -m midus_hf.compare.commands PARENT COMMAND...` is a command that is terminated when the process that started it ends: a
+comparison that is killed leaves no run behind that goes on alone, where the next one would meet it. Linux alone can do this;
+elsewhere the command just runs.
+"""
+
+import ctypes
 import dataclasses
 import os
 import shlex
@@ -12,6 +18,19 @@ from types import FrameType
 from typing import Any
 
 _BIN = Path(sys.executable).parent
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def ask_for_termination(parent: int) -> None:
+    """Let the system send SIGTERM to this process when its parent ends.
+
+    Args:
+        parent: Its number; if it has ended already, this process ends at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:
+            sys.exit(128 + signal.SIGTERM)
 
 
 class StepFailed(RuntimeError):
@@ -67,7 +86,7 @@ class Commands:
         with log.open("a", encoding="utf-8") as said:
             print(f"$ {shlex.join(line)}", file=said, flush=True)
             # Its own process ends it when this one is killed.
-            guarded = [sys.executable, "-m", "midus_hf.compare.dies_with_parent", str(os.getpid()), *line]
+            guarded = [sys.executable, "-m", "midus_hf.compare.commands", str(os.getpid()), *line]
             process = self._running = subprocess.Popen(
                 guarded, stdout=subprocess.PIPE, stderr=said, text=True, pass_fds=self._held
             )
@@ -97,3 +116,8 @@ def _last_line(log: Path) -> str:
     lines: Sequence[str] = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.startswith("$ ")]
     return said[-1] if said else "it said nothing"
+
+
+if __name__ == "__main__":
+    ask_for_termination(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

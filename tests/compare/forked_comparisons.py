@@ -22,7 +22,7 @@ from commands.command_lines import main_of
 from processes.server import import_libraries
 
 NOTED = Path(sys.argv[1])
-FROM_HERE = ("midus_hf.compare.cell_process", "midus_hf.compare.dies_with_parent")
+FROM_HERE = ("midus_hf.compare.cell_process", "midus_hf.compare.commands")
 
 
 def note() -> None:
@@ -52,7 +52,7 @@ def run_module(words: list[str]) -> Any:
         from midus_hf.compare.cell_process import main
 
         return main(Path(arguments[0]))
-    from midus_hf.compare.dies_with_parent import ask_for_termination
+    from midus_hf.compare.commands import ask_for_termination
 
     ask_for_termination(int(arguments[0]))
     sys.argv = [Path(arguments[1]).name, *arguments[2:]]

@@ -1,7 +1,5 @@
 """Findings as tables of words."""
 
-import csv
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,39 +7,20 @@ from typing import Any
 
 from midus_hf.analysis.table_of_words import TableOfWords
 from midus_hf.compare.learning import mean_loss, spread
-from midus_hf.compare.rates import rate_name
 from midus_hf.compare.report.cautions import cautions
 from midus_hf.compare.report.findings import ArmFindings, Findings, metric_of
 from midus_hf.compare.report.words import short_count, with_spread
-from midus_hf.compare.results import Result
 
 
 def arms_table(found: Findings) -> TableOfWords:
     """What each arm learned and forgot at its best rate, the best first."""
     tasks = list(found.comparison.tasks.names) if found.comparison.tasks is not None else []
-    base = found.base.end.losses
-    head = [
-        "arm",
-        "rate",
-        "seeds",
-        "new",
-        "trains",
-        "domain loss",
-        "learned",
-        *(["forgotten"] if found.retention else []),
-    ]
-    head += [*found.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
-    first = [
-        "base",
-        "",
-        "",
-        "",
-        "",
-        f"{mean_loss(found.base.end, found.domain):.4f}",
-        "",
-        *([""] if found.retention else []),
-    ]
-    first += [f"{base[name]:.4f}" for name in found.retention]
+    columns = ["arm", "rate", "seeds", "new", "trains", "domain loss", "learned"]
+    columns += ["forgotten"] if found.retention else []
+    head = [*columns, *found.retention, *tasks, "seconds", "tokens/s", "memory, GB", "starts at base"]
+    of_base = {"arm": "base", "domain loss": f"{mean_loss(found.base.end, found.domain):.4f}"}
+    first = [of_base.get(column, "") for column in columns]
+    first += [f"{found.base.end.losses[name]:.4f}" for name in found.retention]
     first += [_share(metric_of(found.base.tasks.get(task, {}))) for task in tasks] + [""] * 4
     rows = [first, *(_arm_row(arm, found.retention, tasks) for arm in _by_domain(found))]
     return TableOfWords("What each learned and forgot", head, rows)
@@ -164,37 +143,6 @@ def as_json(found: Findings, files: Sequence[Path]) -> dict[str, Any]:
         "missing": found.missing,
         "files": list(map(str, files)),
     }
-
-
-def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> None:
-    """Write a row for each run and moment that texts were measured at, as CSV.
-
-    Args:
-        path: The file.
-        results: Of all cells, those of controls included, and of the base.
-        texts: Their names.
-    """
-    head = [
-        "arm",
-        "control_of",
-        "control",
-        "rate",
-        "seed",
-        "new_parameters",
-        "trained_parameters",
-        "step",
-        "tokens",
-        "seconds",
-    ]
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow([*head, *(f"loss_{name}" for name in texts)])
-        for result in results:
-            own = [result.arm, result.control_of, result.control, rate_name(result.rate), result.seed]
-            for point in result.curve:
-                losses = [point.losses.get(name, math.nan) for name in texts]
-                counts = [result.new_parameters, result.trained_parameters]
-                writer.writerow([*own, *counts, point.step, point.tokens, point.seconds, *losses])
 
 
 def _by_domain(found: Findings) -> list[ArmFindings]:

@@ -1,12 +1,15 @@
 """The files that tell of a comparison, beside its runs."""
 
+import csv
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from midus_hf.analysis.page import write_page
+from midus_hf.compare.rates import rate_name
 from midus_hf.compare.report.findings import Findings
-from midus_hf.compare.report.tables import as_markdown, tables, write_runs
+from midus_hf.compare.report.tables import as_markdown, tables
 from midus_hf.compare.report.words import sentences
 from midus_hf.compare.results import Result
 
@@ -51,3 +54,23 @@ def write_report(root: Path, found: Findings, results: Sequence[Result]) -> list
 
     write_page(page, title, [*told, _HOW_TO_READ], all_tables, pictures(found))
     return [markdown, runs, page]
+
+
+def write_runs(path: Path, results: Sequence[Result], texts: Sequence[str]) -> None:
+    """Write a row for each run and moment that texts were measured at, as CSV.
+
+    Args:
+        path: The file.
+        results: Of all cells, those of controls included, and of the base.
+        texts: Their names.
+    """
+    head = "arm control_of control rate seed new_parameters trained_parameters step tokens seconds".split()
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([*head, *(f"loss_{name}" for name in texts)])
+        for result in results:
+            own = [result.arm, result.control_of, result.control, rate_name(result.rate), result.seed]
+            for point in result.curve:
+                losses = [point.losses.get(name, math.nan) for name in texts]
+                counts = [result.new_parameters, result.trained_parameters]
+                writer.writerow([*own, *counts, point.step, point.tokens, point.seconds, *losses])

@@ -21,15 +21,9 @@ from compare.made_results import (
 )
 
 from midus_hf.compare.report.cautions import cautions
-from midus_hf.compare.report.tables import (
-    arms_table,
-    as_json,
-    as_markdown,
-    tables,
-    write_runs,
-)
+from midus_hf.compare.report.tables import arms_table, as_json, as_markdown, tables
 from midus_hf.compare.report.words import sentences, short_count, with_spread
-from midus_hf.compare.report.writing import write_report
+from midus_hf.compare.report.writing import write_report, write_runs
 
 
 def test_arms_without_results_and_failures_are_told():
