@@ -224,7 +224,7 @@ def report(
     """Say how large the nodes of a tree are, how they agree with gold labels, and what is in them."""
     from midus_hf.clusters.corpus import Corpus
     from midus_hf.clusters.picture import check_picture, draw_tree
-    from midus_hf.clusters.report import level_reports, node_reports, sample_texts
+    from midus_hf.clusters.report import level_reports, level_table, node_reports, node_table, sample_texts
     from midus_hf.clusters.run import check_scikit_learn, open_build
 
     if output is not None:
@@ -264,8 +264,6 @@ def report(
         print(json.dumps(report_, indent=2, allow_nan=False))
     else:
         from rich.console import Console
-
-        from midus_hf.clusters.tables import level_table, node_table
 
         console = Console()
         console.print(level_table(of_levels))

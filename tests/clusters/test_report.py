@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from midus_hf.clusters.picture import check_picture, draw_tree
-from midus_hf.clusters.report import commonest_labels, level_reports, node_reports, sample_texts
-from midus_hf.clusters.tables import level_table, node_table
+from midus_hf.clusters.report import (
+    commonest_labels,
+    level_reports,
+    level_table,
+    node_reports,
+    node_table,
+    sample_texts,
+)
 
 LEAVES = np.array([0, 0, 0, 1, 4, 4, 5, 5, 5, 5])
 LABELS = np.array([0, 0, 1, 1, 2, 2, 0, 2, 2, 2])
