@@ -1,5 +1,6 @@
 """A tiny embedding model, its tokenizer, and a corpus of two topics."""
 
+import contextlib
 import json
 
 import pytest
@@ -39,3 +40,24 @@ def corpus(tmp_path):
         rows.append({"text": " ".join(words) if number != 2 else " \n", "label": label})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Corpus(str(path), label_column="label")
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Lets what runs within a context call a function so many times, and gives what calls were given; the next one is interrupted."""
+
+    @contextlib.contextmanager
+    def after(calls, owner, name):
+        function, done = getattr(owner, name), []
+
+        def called(*given):
+            if len(done) == calls:
+                raise KeyboardInterrupt
+            done.append(given)
+            return function(*given)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(owner, name, called)
+            yield done
+
+    return after

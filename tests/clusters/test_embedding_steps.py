@@ -196,21 +196,11 @@ def test_without_sources_windows_are_in_the_order_of_tasks(embed, run_tasks, tmp
 
 
 @pytest.mark.parametrize("stretches", [0, 1, 3])
-def test_a_task_goes_on_where_it_was(embed, run_tasks, tmp_path, monkeypatch, stretches):
+def test_a_task_goes_on_where_it_was(embed, run_tasks, interrupted, tmp_path, monkeypatch, stretches):
     monkeypatch.setattr(window_writer, "_STRETCH", 16)
     run_tasks(embed("whole"), 1)
-    write_record, done = window_writer.write_record, []
-
-    def interrupted(folder, record):
-        if len(done) == stretches:
-            raise KeyboardInterrupt
-        done.append(record.windows)
-        write_record(folder, record)
-
-    monkeypatch.setattr(window_writer, "write_record", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(stretches, window_writer, "write_record"):
         run_tasks(embed("resumed"), 1)
-    monkeypatch.setattr(window_writer, "write_record", write_record)
     step = embed("resumed")
     run_tasks(step, 1)
     whole, resumed = digests(tmp_path / "whole"), digests(tmp_path / "resumed")
@@ -223,22 +213,11 @@ def documents_of(count: int, first: int = 0) -> list[Document]:
     return [Document(f"w{first + number} w1 w2", str(number)) for number in range(count)]
 
 
-def test_a_task_refuses_other_documents_than_it_began_with(embed, monkeypatch):
+def test_a_task_refuses_other_documents_than_it_began_with(embed, interrupted, monkeypatch):
     monkeypatch.setattr(window_writer, "_STRETCH", 4)
     given = {"label_key": None, "source_key": None}
-
-    write_record, done = window_writer.write_record, []
-
-    def interrupted(folder, record):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(record.windows)
-        write_record(folder, record)
-
-    monkeypatch.setattr(window_writer, "write_record", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(2, window_writer, "write_record"):
         embed(**given).run(documents_of(20))
-    monkeypatch.setattr(window_writer, "write_record", write_record)
     for documents in (documents_of(20, first=1), documents_of(7), documents_of(3) + documents_of(17, first=4), []):
         with pytest.raises(
             ValueError, match=r"other documents than the first 8 that were read now; expected the same"

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from processes.warm import run_warm
 
@@ -74,20 +73,10 @@ def test_a_killed_clustering_goes_on_at_the_node_it_was_at(tmp_path, monkeypatch
         finished.close()
 
 
-def test_rows_of_a_finished_level_are_not_assigned_again(tmp_path, monkeypatch):
+def test_rows_of_a_finished_level_are_not_assigned_again(tmp_path, interrupted, monkeypatch):
     whole = build_tree(rows(), OPTIONS)
-    kmeans, done = building.kmeans, []
-
-    def interrupted(*given):
-        if len(done) == 7:  # in the third level
-            raise KeyboardInterrupt
-        done.append(None)
-        return kmeans(*given)
-
-    monkeypatch.setattr(building, "kmeans", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(7, building, "kmeans"):  # in the third level
         build_tree(rows(), OPTIONS, finished=nodes_in(tmp_path))
-    monkeypatch.setattr(building, "kmeans", kmeans)
     nearest, assigned = building.nearest, []
     monkeypatch.setattr(building, "nearest", lambda given, found: assigned.append(len(given)) or nearest(given, found))
     assert_equal_trees(build_tree(rows(), OPTIONS, finished=nodes_in(tmp_path)), whole)

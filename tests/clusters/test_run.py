@@ -27,6 +27,11 @@ def request_(bert, corpus, tmp_path):
     return make
 
 
+def assert_equal_files(output, expected) -> None:
+    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
+        assert (output / name).read_bytes() == (expected / name).read_bytes(), name
+
+
 def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_, bert, embedder):
     tree = build(request_())
     loaded, stored, leaves = open_build(request_().output)
@@ -39,65 +44,34 @@ def test_a_tree_says_what_it_was_built_with_and_where_its_windows_went(request_,
 
 
 @pytest.mark.parametrize("batch_size", [4, 64])
-def test_an_interrupted_build_gives_the_same_tree_byte_for_byte(request_, monkeypatch, batch_size):
+def test_an_interrupted_build_gives_the_same_tree_byte_for_byte(request_, interrupted, monkeypatch, batch_size):
     monkeypatch.setattr(window_writer, "_STRETCH", 16)
     build(request_("whole", batch_size=batch_size))
-    write_record, calls = window_writer.write_record, []
-
-    def interrupted(folder, record):
-        calls.append(record.windows)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        write_record(folder, record)
-
-    monkeypatch.setattr(window_writer, "write_record", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(2, window_writer, "write_record"):
         build(request_("resumed", batch_size=batch_size))
     assert not (request_("resumed").output / "tree.json").exists()
-    monkeypatch.setattr(window_writer, "write_record", write_record)
     build(request_("resumed", batch_size=batch_size))
-    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
-        assert (request_("resumed").output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+    assert_equal_files(request_("resumed").output, request_("whole").output)
 
 
-def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(request_, monkeypatch):
+def test_an_interrupted_clustering_goes_on_and_leaves_nothing_behind(request_, interrupted, monkeypatch):
     build(request_("whole"))
     kmeans, done = building.kmeans, []
-
-    def interrupted(*given):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(None)
-        return kmeans(*given)
-
-    monkeypatch.setattr(building, "kmeans", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(2, building, "kmeans"):
         build(request_("resumed"))
     kept = request_("resumed").output / "windows" / "clustering"
     assert kept.is_dir()
     monkeypatch.setattr(building, "kmeans", lambda *given: done.append(None) or kmeans(*given))
     build(request_("resumed"))
-    assert len(done) == 4, "the root and its three children, each once"
+    assert len(done) == 2, "of the root and its three children, each once"
     assert not kept.exists()
-    for name in ("tree.json", "tree.safetensors", "windows/embeddings.npy", "windows/leaves.npy"):
-        assert (request_("resumed").output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+    assert_equal_files(request_("resumed").output, request_("whole").output)
 
 
-def test_what_was_clustered_with_other_options_is_not_taken(request_, monkeypatch):
+def test_what_was_clustered_with_other_options_is_not_taken(request_, interrupted):
     expected = build(request_("other", options=dataclasses.replace(OPTIONS, seed=1)))
-    kmeans = building.kmeans
-    done = []
-
-    def interrupted(*given):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(None)
-        return kmeans(*given)
-
-    monkeypatch.setattr(building, "kmeans", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(2, building, "kmeans"):
         build(request_())
-    monkeypatch.setattr(building, "kmeans", kmeans)
     assert build(request_(options=dataclasses.replace(OPTIONS, seed=1))).fingerprint == expected.fingerprint
 
 
@@ -168,8 +142,7 @@ def test_a_build_that_is_killed_while_it_writes_the_two_files_of_a_tree_goes_on(
     (output / "notes.txt").unlink()
     for again in (build(request_("resumed")), build(request_("resumed", overwrite=True)), build(request_("whole"))):
         assert again.fingerprint == ClusterTree.load(output).fingerprint
-    for name in ("tree.json", "tree.safetensors", "windows/leaves.npy"):
-        assert (output / name).read_bytes() == (request_("whole").output / name).read_bytes()
+    assert_equal_files(output, request_("whole").output)
 
 
 def test_centroids_that_no_build_was_at_are_a_persons(request_):

@@ -70,39 +70,22 @@ def test_documents_of_plain_text_share_stretches(tmp_path, tokenizer, embedder, 
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
-def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, calls, monkeypatch):
+def test_resuming_ends_in_the_same_bytes(tmp_path, corpus, tokenizer, embedder, calls, interrupted, monkeypatch):
     store(tmp_path / "whole", corpus, tokenizer, embedder)
-    embed, done = embedder.embed, []
-
-    def interrupted(texts, progress):
-        if len(done) == calls:
-            raise KeyboardInterrupt
-        done.append(len(texts))
-        return embed(texts, progress)
-
-    monkeypatch.setattr(embedder, "embed", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(calls, embedder, "embed") as given:
         store(tmp_path / "resumed", corpus, tokenizer, embedder)
+    embed, done = embedder.embed, [len(texts) for texts, _ in given]
     monkeypatch.setattr(embedder, "embed", lambda texts, progress: done.append(len(texts)) or embed(texts, progress))
     stored = store(tmp_path / "resumed", corpus, tokenizer, embedder)
     assert digests(tmp_path / "resumed") == digests(tmp_path / "whole")
     assert sum(done) == len(stored.documents), "nothing is embedded twice"
 
 
-def test_what_a_killed_run_has_half_written_is_cut_off(tmp_path, corpus, tokenizer, embedder, monkeypatch):
+def test_what_a_killed_run_has_half_written_is_cut_off(tmp_path, corpus, tokenizer, embedder, interrupted):
     store(tmp_path / "whole", corpus, tokenizer, embedder)
-    write_record, written = window_writer.write_record, []
-
-    def killed(folder, record):
-        if len(written) == 2:  # the rows of the third stretch are there, and nothing says so
-            raise KeyboardInterrupt
-        written.append(record.windows)
-        write_record(folder, record)
-
-    monkeypatch.setattr(window_writer, "write_record", killed)
-    with pytest.raises(KeyboardInterrupt):
+    # The rows of the third stretch are there, and nothing says so.
+    with interrupted(2, window_writer, "write_record"):
         store(tmp_path / "killed", corpus, tokenizer, embedder)
-    monkeypatch.setattr(window_writer, "write_record", write_record)
     assert len(np.load(tmp_path / "killed" / "embeddings.npy")) == 48
     with (tmp_path / "killed" / "embeddings.npy").open("ab") as file:
         file.write(b"half a row")
