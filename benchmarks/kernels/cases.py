@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("head 256", 4, 256, 64, 4, torch.bfloat16),
         ("n 1024", 2, 64, 1024, 16, torch.bfloat16),
     ):
-        yield name, lambda heads=heads, dim=dim, n=n, k=k, dtype=dtype: _lookup(heads, dim, n, k, dtype)
+        yield name, partial(_lookup, heads, dim, n, k, dtype)
     yield "prompt of llama-3.2-1b", _prompt
     for dtype in (torch.bfloat16, torch.float32):
         name = f"32 heads of 4 over width 2048 in {str(dtype).removeprefix('torch.')}"
-        yield name, lambda dtype=dtype: _gather(2048, 128, dtype)
+        yield name, partial(_gather, 2048, 128, dtype)
     for name, dim, memory_tokens, weighed, dtype in (
         ("chapters of llama-3.2-1b", 64, 64, "scales", torch.bfloat16),
         ("chapters of llama-3.1-8b", 128, 64, "scales", torch.bfloat16),
@@ -59,12 +60,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("chapters of 1000 with head 256", 256, 1000, "scales", torch.bfloat16),
         ("chapters of 1000 with head 256 in float32", 256, 1000, "scales", torch.float32),
     ):
-        yield (
-            name,
-            lambda dim=dim, memory_tokens=memory_tokens, weighed=weighed, dtype=dtype: _attend(
-                dim, memory_tokens, weighed, dtype
-            ),
-        )
+        yield name, partial(_attend, dim, memory_tokens, weighed, dtype)
     for name, group, dim, slots, softcap, dtype in (
         ("depth of moda-700m", 2, 64, 72, None, torch.bfloat16),
         ("depth of llama-3.1-8b", 4, 128, 64, None, torch.bfloat16),
@@ -75,12 +71,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("depth of 512 with head 256 in float32", 3, 256, 512, None, torch.float32),
         ("depth of heads at odd places", 2, 64, 8, None, torch.bfloat16),
     ):
-        yield (
-            name,
-            lambda name=name, group=group, dim=dim, slots=slots, softcap=softcap, dtype=dtype: _depth(
-                group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0
-            ),
-        )
+        yield name, partial(_depth, group, dim, slots, softcap, dtype, skipped=1 if "odd" in name else 0)
     for name, group, dim, slots, is_gated, dtype in (
         ("both of moda-700m", 2, 64, 72, True, torch.bfloat16),
         ("both of llama-3.1-8b", 4, 128, 64, True, torch.bfloat16),
@@ -89,12 +80,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("both of 5 with head 80 in float16", 7, 80, 5, True, torch.float16),
         ("both of 300 with head 96 and 64 queries per key", 64, 96, 300, False, torch.bfloat16),
     ):
-        yield (
-            name,
-            lambda group=group, dim=dim, slots=slots, is_gated=is_gated, dtype=dtype: _fused(
-                group, dim, slots, is_gated, dtype
-            ),
-        )
+        yield name, partial(_fused, group, dim, slots, is_gated, dtype)
 
 
 TOKENS = 32768

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.tracked import Run
+
 if TYPE_CHECKING:  # reports, which know rows by these columns, do without PyTorch
     from benchmarks.recorded import Recorded
 
@@ -25,7 +27,7 @@ SUBJECT = (
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Run):
     """One line of the results: a model at one point, measured once.
 
     Args:
@@ -43,10 +45,6 @@ class Row:
         error: The first line of what went wrong.
     """
 
-    date: str
-    commit: str
-    machine: str
-    device: str
     backend: str
     base: str
     method: str
@@ -71,9 +69,6 @@ class Row:
     trained_parameters: int
     total_parameters: int
     error: str
-    torch: str
-    triton: str
-    transformers: str
 
 
 Subject = tuple[str, ...]

@@ -16,7 +16,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Run):
     """One line of the results: a provider, a case and a mode.
 
     `status` is "ok", "refused" by the gate, "out of memory" or "failed"; only "ok" has times. `median_ms`, `p20_ms` and
@@ -26,10 +26,6 @@ class Row:
     the timed shape.
     """
 
-    date: str
-    commit: str
-    machine: str
-    device: str
     backend: str
     op: str
     provider: str
@@ -51,9 +47,6 @@ class Row:
     error_of: str | None
     roofline_us: float | None
     roofline_fraction: float | None
-    torch: str
-    triton: str
-    transformers: str
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -42,21 +43,19 @@ class Case:
 def cases(is_rehearsal: bool) -> Iterator[Case]:
     """All of them, most important first; tiny ones of each sort for a rehearsal."""
     if is_rehearsal:
-        yield Case("memory tiny", lambda device: memory(device, 20, 2, 16, 8, 2))
-        yield Case("chapters tiny", lambda device: chapters(device, 8, 16, 3, 2))
-        yield Case("depth tiny", lambda device: depth(device, 3, 2, 16, 3))
+        yield Case("memory tiny", partial(memory, tokens=20, heads=2, dim=16, n=8, k=2))
+        yield Case("chapters tiny", partial(chapters, tokens=8, dim=16, memory_tokens=3, count=2))
+        yield Case("depth tiny", partial(depth, tokens=3, group=2, dim=16, slots=3))
         return
     for name, dim in (("llama-3.2-1b", 64), ("llama-3.1-8b", 128)):
-        yield Case(f"memory {name}", lambda device, dim=dim: memory(device, 32768, 32, dim, 64, 4))
-        yield Case(f"decoding {name}", lambda device, dim=dim: memory(device, 1, 32, dim, 64, 4))
+        of_model = partial(memory, heads=32, dim=dim, n=64, k=4)
+        yield Case(f"memory {name}", partial(of_model, tokens=32768))
+        yield Case(f"decoding {name}", partial(of_model, tokens=1))
     for name, dim in (("llama-3.2-1b", 64), ("llama-3.1-8b", 128)):
-        yield Case(f"chapters {name}", lambda device, dim=dim: chapters(device, 32768, dim, 64, 64))
+        yield Case(f"chapters {name}", partial(chapters, tokens=32768, dim=dim, memory_tokens=64, count=64))
     for name, group, dim in (("moda-700m", 2, 64), ("llama-3.1-8b", 4, 128)):
         for slots in (64, 16):
-            yield Case(
-                f"depth {slots} {name}",
-                lambda device, group=group, dim=dim, slots=slots: depth(device, 4096, group, dim, slots),
-            )
+            yield Case(f"depth {slots} {name}", partial(depth, tokens=4096, group=group, dim=dim, slots=slots))
 
 
 def memory(device: str, tokens: int, heads: int, dim: int, n: int, k: int) -> Calls:

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import importlib.util
 
 import pytest
@@ -53,6 +54,22 @@ def test_expanding_before_gathering_is_right_and_one_graph(backend, dtype):
     provider = Provider("headwise_memory", "expand", lambda case, inputs: None, MODES, {})
     verdict = Expected(case, inputs).judge(provider, lambda: function(**inputs, k=case.shape.k), inputs)
     assert verdict.passes, verdict
+
+
+@pytest.fixture
+def without_a_c_compiler(monkeypatch):
+    """Graphs are traced, forward and backward, and run as they are: compiling them takes minutes."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):  # which providers raise
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", [op for op, table in PROVIDERS.items() if "compiled" in table])
+def test_a_compiled_provider_is_one_graph_that_passes_the_gate(op, dtype, without_a_c_compiler):
+    test_every_provider_passes_the_gate(op, "compiled", dtype)
 
 
 def test_a_search_for_kernels_of_a_gpu_is_not_made_on_a_cpu():
