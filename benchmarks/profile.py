@@ -23,15 +23,6 @@ class KernelTime:
     device_us: float
 
 
-@dataclass(frozen=True)
-class _Row(Run):
-    benchmark: str
-    subject: str
-    kernel: str
-    launches: int
-    device_us: float
-
-
 def kernels(run: Callable[[], object], device: str) -> list[KernelTime]:
     """Profile one run; the kernels that took longest first.
 
@@ -74,15 +65,6 @@ def write_profile(this: Run, results: Path, benchmark: str, subject: str, found:
         subject: What was profiled, in words.
         found: Of `kernels`.
     """
-    rows = [
-        _Row(
-            **asdict(this),
-            benchmark=benchmark,
-            subject=subject,
-            kernel=one.kernel,
-            launches=one.launches,
-            device_us=round(one.device_us, 3),
-        )
-        for one in found
-    ]
+    told = {**asdict(this), "benchmark": benchmark, "subject": subject}
+    rows = [{**told, **asdict(one), "device_us": round(one.device_us, 3)} for one in found]
     append(rows, results / FILE)

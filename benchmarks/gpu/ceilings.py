@@ -4,31 +4,22 @@ python -m benchmarks.gpu.ceilings --device cuda --results FOLDER
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
 from benchmarks.device import chosen_device
 from benchmarks.options import device_command, prepare_device
 from benchmarks.timing import Task, interleaved
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.tracked import append, this_run
 
 FILE = "ceilings.csv"
 _SIZES = {"cuda": (1 << 32, 8192), "cpu": (1 << 26, 512), "rehearsal": (1 << 10, 8)}
 """Bytes that are copied, and rows and columns of the matrices."""
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """One line of the results; `per_second` counts bytes read and written, or floating-point operations."""
-
-    what: str
-    median_ms: float
-    per_second: float
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and append to `ceilings.csv`."""
+    """Measure, print, and append to `ceilings.csv`, whose `per_second` counts bytes read and written, or operations."""
     chosen = device_command(__doc__).parse_args(arguments)
     prepare_device(chosen)
     with chosen_device(chosen) as device:
@@ -45,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = []
         for what, timing in interleaved(tasks, device, seconds=2.0).items():
             per_second = 1e3 * work[what] / timing.median_ms
-            rows.append(Row(**asdict(this), what=what, median_ms=round(timing.median_ms, 4), per_second=per_second))
+            told = {"what": what, "median_ms": round(timing.median_ms, 4), "per_second": per_second}
+            rows.append({**asdict(this), **told})
             print(f"{what}: {per_second:.3g} a second", file=sys.stderr)
     if not chosen.no_append:
         append(rows, chosen.results / FILE)

@@ -9,14 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from midus_hf.config.fetched_blocks import TREE_COLUMN
-from midus_hf.documents import (
-    DocumentError,
-    find_files,
-    first_line,
-    iterate_documents,
-    rows_of,
-    text_of_row,
-)
+from midus_hf.documents import DocumentError, find_files, first_line, iterate_documents, rows_of, text_of_row
 from midus_hf.saved_models import load_tokenizer
 
 _DOCUMENTS_A_BATCH = 64

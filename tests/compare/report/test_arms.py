@@ -7,11 +7,7 @@ import pytest
 from compare.made_results import DOMAIN, FULL, FULL_SLOW, HML, RETENTION, between, comparison, found, result, rows_of
 
 from midus_hf.compare.report.findings import findings
-from midus_hf.compare.report.tables import (
-    arms_table,
-    equal_learning_table,
-    short_table,
-)
+from midus_hf.compare.report.tables import arms_table, equal_learning_table, short_table
 from midus_hf.compare.report.words import sentences
 from midus_hf.compare.results import Point, Result
 

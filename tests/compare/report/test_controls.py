@@ -3,11 +3,7 @@
 import pytest
 from compare.made_results import DOMAIN, FULL, HML, NULL, RETENTION, found, result, rows_of
 
-from midus_hf.compare.report.tables import (
-    arms_table,
-    as_json,
-    controls_table,
-)
+from midus_hf.compare.report.tables import arms_table, as_json, controls_table
 from midus_hf.compare.report.words import sentences
 
 

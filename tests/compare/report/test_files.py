@@ -7,18 +7,7 @@ import math
 import re
 
 import pytest
-from compare.made_results import (
-    BASE,
-    DOMAIN,
-    FULL,
-    FULL_SLOW,
-    HML,
-    NULL,
-    RETENTION,
-    found,
-    result,
-    rows_of,
-)
+from compare.made_results import BASE, DOMAIN, FULL, FULL_SLOW, HML, NULL, RETENTION, found, result, rows_of
 
 from midus_hf.compare.report.cautions import cautions
 from midus_hf.compare.report.tables import arms_table, as_json, as_markdown, tables

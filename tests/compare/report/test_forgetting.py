@@ -6,12 +6,7 @@ import math
 import pytest
 from compare.made_results import FULL, FULL_SLOW, HML, RETENTION, between, found, result, rows_of
 
-from midus_hf.compare.report.tables import (
-    arms_table,
-    as_json,
-    equal_learning_table,
-    tables,
-)
+from midus_hf.compare.report.tables import arms_table, as_json, equal_learning_table, tables
 from midus_hf.compare.report.words import sentences
 
 

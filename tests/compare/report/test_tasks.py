@@ -7,10 +7,7 @@ from compare.made_results import DOMAIN, FULL, RETENTION, found, result, rows_of
 
 from midus_hf.compare.options import TaskOptions
 from midus_hf.compare.report.findings import metric_of
-from midus_hf.compare.report.tables import (
-    arms_table,
-    tuned_table,
-)
+from midus_hf.compare.report.tables import arms_table, tuned_table
 from midus_hf.compare.results import Measured
 
 
