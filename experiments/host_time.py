@@ -198,6 +198,11 @@ class _IdleDriver:
     utils = _Utils()
     launcher_cls = _Launcher
 
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", 90, 32)
+
     def get_current_device(self) -> int:
         return 0
 
@@ -205,9 +210,7 @@ class _IdleDriver:
         return 0
 
     def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
 
 @contextlib.contextmanager

@@ -5,6 +5,10 @@
 Each case is attention of one layer. Outside of a graph the kernel must be the one that torch chooses, its output the same bits with
 and without a gradient; in a graph of `torch.compile` it must be the one that static facts name. What it reads, its logarithm of the
 sum of exponentials and its gradients must agree with float64. A case that does not hold ends the command with status 1.
+
+A row has the names of the kernel that is `expected` and of the one that was `taken`, a `status`, "ok" or what is wrong, the largest
+error of the logarithms (`lse_error`), and the worst `error` of the output and the gradients of query, key and value: its root mean
+square for that of what is right.
 """
 
 import sys
@@ -18,7 +22,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.device import chosen_device
 from benchmarks.options import device_command, prepare_device
 from benchmarks.recorded import in_words
-from benchmarks.tracked import Run, append, this_run
+from benchmarks.tracked import append, this_run
 from midus_hf.ops.depth.sequence_kernels import Call, kernel_of
 
 FILE = "attention_kernels.csv"
@@ -59,27 +63,6 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Row(Run):
-    """What was found of a case.
-
-    Args:
-        case: Its name.
-        expected: What torch calls the kernel.
-        taken: The same of the one that was taken, or "none".
-        status: "ok", or what is wrong.
-        lse_error: The largest of the logarithms of sums of exponentials.
-        error: The worst of the output and the gradients of query, key and value: its root mean square for that of what is right.
-    """
-
-    case: str
-    expected: str
-    taken: str
-    status: str
-    lse_error: float | None = None
-    error: float | None = None
-
-
 def main(words: list[str] | None = None) -> int:
     """Try each case, print, and append to `attention_kernels.csv`; returns 1 if one does not hold."""
     arguments = device_command(__doc__).parse_args(words)
@@ -87,12 +70,12 @@ def main(words: list[str] | None = None) -> int:
     with chosen_device(arguments) as device:
         tokens = _TOKENS["rehearsal" if arguments.rehearse else device]
         this = this_run(device)
-        rows = [Row(**asdict(this), **_tried(case, device, tokens)) for case in CASES]
+        rows = [{**asdict(this), **_tried(case, device, tokens)} for case in CASES]
     for row in rows:
-        print(f"{row.case}: {row.taken}, {row.status}", file=sys.stderr)
+        print("{case}: {taken}, {status}".format(**row), file=sys.stderr)
     if not arguments.no_append:
         append(rows, arguments.results / FILE)
-    return int(any(row.status != "ok" for row in rows))
+    return int(any(row["status"] != "ok" for row in rows))
 
 
 def _tried(case: Case, device: str, tokens: int) -> dict[str, Any]:
@@ -101,6 +84,7 @@ def _tried(case: Case, device: str, tokens: int) -> dict[str, Any]:
     # A pretended GPU has the kernel of the CPU, whose graphs take it as well.
     expected = chosen if case.in_graph is None or not call.query.is_cuda else case.in_graph
     found: dict[str, Any] = {"case": case.name, "expected": expected, "taken": "none", "status": "ok"}
+    found |= {"lse_error": None, "error": None}
     try:
         both_ways = _both_ways if case.in_graph is None else torch.compile(_both_ways, fullgraph=True)
         name, output, lse, *gradients = both_ways(call, gradient)

@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +15,19 @@ from benchmarks.recorded import Recorded, in_words, require_known, say
 from benchmarks.tiles.cases import Call, Case, cases
 from benchmarks.tiles.trying import candidates, shape_of_call, trying
 from benchmarks.timing import Task, Timing, interleaved, release_memory
-from benchmarks.tracked import Run
 from midus_hf.ops.dispatch.tiles import MEASURED, TILES, Changes, Measured, measured_tiles
 
 FILE = "tiles.csv"
 USUAL = "{}"
 """The changes that the rule's own tile has."""
+_TIMES = ("median_ms", "p20_ms", "p80_ms")
 _TOLERANCE = 1e-2
 """RMS ratio to what the rule's tile computes, in bfloat16."""
 
-
-@dataclass(frozen=True)
-class Row(Run):
-    """One tile of one kernel, in one case.
-
-    Args:
-        kernel: Its name.
-        case: As in `cases`.
-        shape: What the rule was asked, as a JSON list.
-        changes: What differs from the rule's tile, as a JSON object; empty for that itself.
-        status: "ok", "refused" where it computes something else, or "failed", as where a program is too large for the GPU.
-        error: RMS ratio to what the rule's tile computes.
-        median_ms: Of the device; of the clock on a CPU.
-        p20_ms: Its 20th percentile.
-        p80_ms: Its 80th percentile.
-    """
-
-    kernel: str
-    case: str
-    shape: str
-    changes: str
-    status: str
-    error: float | None = None
-    median_ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
+Row = dict[str, Any]
+"""One tile of one kernel, in one case: what the rule was asked (`shape`) and what differs from the rule's tile (`changes`), both as
+JSON; `status`, which is "ok", "refused" where it computes something else, or "failed", as where a program is too large for the GPU;
+`error`, the RMS ratio to what the rule's tile computes; and times of the device, on a CPU of the clock."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -176,15 +154,9 @@ class Bench:
         return float((found - expected).norm() / expected.norm())
 
     def _row(self, kernel: str, case: str, shape: tuple[Any, ...], changes: str, status: str, **measured: Any) -> Row:
-        return Row(
-            **asdict(self.record.run),
-            kernel=kernel,
-            case=case,
-            shape=json.dumps(shape),
-            changes=changes,
-            status=status,
-            **measured,
-        )
+        told = {"kernel": kernel, "case": case, "shape": json.dumps(shape), "changes": changes, "status": status}
+        unknown = dict.fromkeys(("error", *_TIMES))
+        return {**asdict(self.record.run), **told, **unknown, **measured}
 
 
 def fastest(rows: Iterable[dict[str, str]]) -> dict[tuple[str, tuple[Any, ...]], Changes]:
@@ -212,7 +184,7 @@ def _numbers(result: object) -> torch.Tensor:
 
 
 def _times(timing: Timing) -> dict[str, float]:
-    return {name: round(getattr(timing, name), 5) for name in ("median_ms", "p20_ms", "p80_ms")}
+    return {name: round(getattr(timing, name), 5) for name in _TIMES}
 
 
 def written(table: Path, device: str, timed: Mapping[tuple[str, tuple[Any, ...]], Changes]) -> None:

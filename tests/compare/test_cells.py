@@ -1,13 +1,14 @@
 """What a run of a comparison is called, what it is asked for, and what of that has changed."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
+from compare import made_results
 
 from midus_hf.compare.arms import Arm
 from midus_hf.compare.cells import Cell, cells_of, changed_keys
-from midus_hf.compare.options import ArmOptions, Comparison
 from midus_hf.compare.rates import rate_name
 from midus_hf.config.yaml_options import from_mapping
 from midus_hf.training.options import TrainConfig
@@ -15,15 +16,7 @@ from midus_hf.training.options import TrainConfig
 ARM = Arm("hml", {"method": "midus-hml"}, {"corpus": "corpus", "max_steps": 10}, [{}], True)
 
 
-def comparison(**changes) -> Comparison:
-    told = {
-        "base": "base",
-        "output": "out",
-        "arms": {"hml": ArmOptions()},
-        "train": {},
-        "domain": {"plants": "plants.txt"},
-    }
-    return Comparison(**{**told, "retention": {"stars": "stars.txt"}, "evaluations": 2, **changes})  # fmt: skip
+comparison = partial(made_results.comparison, ["hml"], evaluations=2)
 
 
 def keys(arm: Arm = ARM, rate=None, **changes):
