@@ -12,8 +12,9 @@ from processes.warm import run_ranks, run_warm
 from training.tiny_run import tiny_config
 from transformers import TrainerCallback
 
+from midus_hf.files import locks
 from midus_hf.files.locks import Lock, check_not_held, hold_output
-from midus_hf.training.output import output_folder, output_lock
+from midus_hf.training.output import output_folder
 from midus_hf.training.output.output_folder import check_output, start_output
 from midus_hf.training.run.train import prepare, train
 
@@ -143,7 +144,7 @@ def test_who_only_looks_is_in_nobodys_way(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     looking = Lock(tmp_path / "out", shared=True)
     check_not_held(tmp_path / "out")
-    monkeypatch.setattr(output_lock.time, "sleep", lambda _: looking.release())
+    monkeypatch.setattr(locks.time, "sleep", lambda _: looking.release())
     assert hold_output(tmp_path / "out") is not None
 
 
@@ -173,7 +174,7 @@ def test_a_run_that_began_meanwhile_is_not_written_over(tmp_path, monkeypatch):
     assert check_output(config) is None
     output.mkdir()
     lock = Lock(output)
-    monkeypatch.setattr(output_lock, "_SECONDS_BETWEEN", 0)
+    monkeypatch.setattr(locks, "_SECONDS_BETWEEN", 0)
     with pytest.raises(ValueError, match=REFUSED):
         start_output(config)
     assert not list(output.iterdir())
@@ -186,7 +187,7 @@ def test_a_run_that_began_meanwhile_is_not_written_over(tmp_path, monkeypatch):
 
 def test_a_refusal_at_the_last_moment_is_a_wrong_request(upscaled, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder, "check_not_held", lambda output: None)
-    monkeypatch.setattr(output_lock, "_SECONDS_BETWEEN", 0)
+    monkeypatch.setattr(locks, "_SECONDS_BETWEEN", 0)
     (tmp_path / "out").mkdir()
     lock = Lock(tmp_path / "out")
     with pytest.raises(ValueError, match=REFUSED):
